@@ -1,0 +1,108 @@
+"""Which slice of a flat bucket belongs to which parameter, and which data-parallel rank owns it.
+
+Pure functions and frozen values: a partition is built once for a bucket layout and is then a dictionary key.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["Partition", "Segment", "even_partition", "gather", "partition_by_sizes", "scatter"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`numel` elements of `parameter` from its element `begin` on, at `offset` of the bucket, for rank `owner`."""
+
+    parameter: str
+    begin: int
+    numel: int
+    offset: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat bucket cut into segments, in bucket order; every element belongs to exactly one owner.
+
+    `world_size`: number of data-parallel ranks; owners are ranks within that group.
+    """
+
+    segments: tuple[Segment, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        position = 0
+        for segment in self.segments:
+            assert segment.offset == position, f"segments leave a gap or overlap at {position}: {segment}"
+            assert 0 <= segment.owner < self.world_size, f"owner outside the group of {self.world_size}: {segment}"
+            position += segment.numel
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    def owned_by(self, rank: int) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.owner == rank)
+
+
+def even_partition(sizes: Sequence[tuple[str, int]], world_size: int) -> Partition:
+    """A bucket of whole parameters (name, numel) cut into `world_size` runs of near-equal length.
+
+    The first `numel % world_size` owners get one element more; with fewer elements than ranks the last own nothing.
+    """
+    total = sum(numel for _, numel in sizes)
+    share, larger = divmod(total, world_size)
+    ends = [share * (rank + 1) + min(rank + 1, larger) for rank in range(world_size)]
+    segments: list[Segment] = []
+    offset = owner = 0
+    for name, numel in sizes:
+        begin = 0
+        while begin < numel:
+            while ends[owner] <= offset:
+                owner += 1
+            length = min(numel - begin, ends[owner] - offset)
+            segments.append(Segment(name, begin, length, offset, owner))
+            begin, offset = begin + length, offset + length
+    return Partition(tuple(segments), world_size)
+
+
+def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], world_size: int) -> Partition:
+    """A bucket of parameters, each given as (name, [(owner, numel), ...]) in element order; empty parts vanish."""
+    segments: list[Segment] = []
+    offset = 0
+    for name, owners in parts:
+        begin = 0
+        for owner, numel in owners:
+            if numel:
+                segments.append(Segment(name, begin, numel, offset, owner))
+            begin, offset = begin + numel, offset + numel
+    return Partition(tuple(segments), world_size)
+
+
+def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """(offset, numel) of the contiguous stretches that `segments` cover, in their order."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        if runs and sum(runs[-1]) == segment.offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + segment.numel)
+        else:
+            runs.append((segment.offset, segment.numel))
+    return runs
+
+
+def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """A new flat fp32 tensor of the elements of `segments`, in their order."""
+    parts = [bucket.narrow(0, offset, numel) for offset, numel in _runs(segments)]
+    return torch.cat(parts).to(torch.float32) if parts else bucket.new_zeros(0, dtype=torch.float32)
+
+
+def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:
+    """Copy flat `values` into the elements of `bucket` that `segments` name: the inverse of `gather`."""
+    position = 0
+    for offset, numel in _runs(segments):
+        bucket.narrow(0, offset, numel).copy_(values.narrow(0, position, numel))
+        position += numel

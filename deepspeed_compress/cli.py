@@ -1,0 +1,176 @@
+"""The command `ds-compress`. Each subcommand is a row of a table and imports what it needs when it runs."""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import CompressError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: what it does, how it is called, and the function that runs it and gives the exit code."""
+
+    name: str
+    summary: str
+    examples: tuple[str, ...]
+    arguments: Callable[[argparse.ArgumentParser], object]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (CompressError, OSError) as error:
+        print(f"ds-compress: error: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    examples = [example for command in COMMANDS for example in command.examples]
+    parser = argparse.ArgumentParser(
+        prog="ds-compress",
+        description="Compressed gradients for DeepSpeed: check a configuration, report on a run.",
+        **_epilog(examples),
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name, help=command.summary, description=command.summary, **_epilog(command.examples)
+        )
+        command.arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def _epilog(examples: Sequence[str]) -> dict[str, Any]:
+    lines = "".join(f"\n  ds-compress {example}" for example in examples)
+    return {"epilog": f"examples:{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+def _schema_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write to FILE instead of standard output"
+    )
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from deepspeed_compress.config import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        options.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against"
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    from deepspeed_compress.config import find_problems, read_ds_config
+
+    ds_config = read_ds_config(options.config)
+    problems = find_problems(ds_config, options.world_size)
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        print(f"{options.config}: {len(problems)} error{'s' if len(problems) > 1 else ''}")
+        return 1
+    _print_resolved(ds_config, options.world_size)
+    return 0
+
+
+def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from deepspeed_compress.config import SECTION, check_world, expand, parse_section
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        section = parse_section(ds_config)
+        ranks = check_world(section, world_size, ds_config) if world_size is not None else None
+    table = Table("key", "value", "", title=f"{SECTION}, as it is understood")
+    written = dict(_leaves(ds_config[SECTION]))
+    for key, value in _leaves(section.model_dump(mode="json")):
+        table.add_row(key, escape(json.dumps(value)), "" if key in written else "default")
+    console = Console()
+    console.print(table)
+    expanded = expand(ds_config, section)
+    for key in sorted(key for key in expanded if expanded[key] != ds_config.get(key)):
+        console.print(f"DeepSpeed gets {key}: {json.dumps(expanded[key])}", markup=False)
+    if ranks is not None:
+        console.print(f"data-parallel size: {ranks} of {world_size} ranks")
+    for warning in caught:
+        console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
+
+
+def _leaves(value: object, key: str = "") -> list[tuple[str, object]]:
+    """Pointers and values of everything that is not a (non-empty) object."""
+    if not isinstance(value, Mapping) or not value:
+        return [(key, value)]
+    return [leaf for name, child in value.items() for leaf in _leaves(child, f"{key}/{name}")]
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="directory with metrics.jsonl and compression.jsonl"
+    )
+    parser.add_argument(
+        "--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page to write (default: RUN_DIR/report.html)"
+    )
+
+
+def _report(options: argparse.Namespace) -> int:
+    from deepspeed_compress.report import write_report
+
+    output = options.output or options.run_dir / "report.html"
+    for path in write_report(options.run_dir, options.baseline, output):
+        print(path)
+    return 0
+
+
+COMMANDS = (
+    Command(
+        "check",
+        "List every error of the deepspeed_compress section, or show it with its defaults.",
+        ("check ds_config.json", "check ds_config.json --world-size 8"),
+        _check_arguments,
+        _check,
+    ),
+    Command(
+        "report",
+        "Make a page and a picture of a run: loss, time, bytes sent.",
+        ("report runs/int4", "report runs/int4 --baseline runs/dense --output report.html"),
+        _report_arguments,
+        _report,
+    ),
+    Command(
+        "schema",
+        "Print the JSON Schema of the deepspeed_compress section, for editors.",
+        ("schema", "schema --output deepspeed_compress.schema.json"),
+        _schema_arguments,
+        _schema,
+    ),
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""Sending every element in another dtype; in its own dtype this is the identity."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compressors.base import aligned
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Elements as `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact."""
+
+    dtype: torch.dtype = torch.float32
+
+    def payload_bytes(self, numel: int) -> int:
+        return aligned(numel * self.dtype.itemsize)
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        used = x.numel() * self.dtype.itemsize
+        out[:used].view(self.dtype).copy_(x)
+        out[used:].zero_()
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        values = payload[: out.numel() * self.dtype.itemsize].view(self.dtype)
+        out.add_(values.to(torch.float32), alpha=scale)

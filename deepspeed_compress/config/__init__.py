@@ -1,0 +1,56 @@
+"""The `deepspeed_compress` section of a DeepSpeed configuration: models, loading, expansion, JSON Schema.
+
+Nothing here imports torch, deepspeed or transformers.
+"""
+
+from deepspeed_compress.config.expand import check_world, expand
+from deepspeed_compress.config.loading import read_ds_config
+from deepspeed_compress.config.models import (
+    SECTION,
+    BlockwiseConfig,
+    BlockwiseValues,
+    CastConfig,
+    CastValues,
+    CompressConfig,
+    ErrorFeedback,
+    GradientsConfig,
+    Lint,
+    Monitor,
+    NoneConfig,
+    Override,
+    Parallelism,
+    Schedule,
+    TopKConfig,
+    ValuesConfig,
+)
+from deepspeed_compress.config.notices import find_notices
+from deepspeed_compress.config.problems import Problem
+from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.section import find_problems, parse_section
+
+__all__ = [
+    "SECTION",
+    "BlockwiseConfig",
+    "BlockwiseValues",
+    "CastConfig",
+    "CastValues",
+    "CompressConfig",
+    "ErrorFeedback",
+    "GradientsConfig",
+    "Lint",
+    "Monitor",
+    "NoneConfig",
+    "Override",
+    "Parallelism",
+    "Problem",
+    "Schedule",
+    "TopKConfig",
+    "ValuesConfig",
+    "check_world",
+    "expand",
+    "find_notices",
+    "find_problems",
+    "json_schema",
+    "parse_section",
+    "read_ds_config",
+]

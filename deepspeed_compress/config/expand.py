@@ -1,0 +1,143 @@
+"""The section's parallelism in DeepSpeed's own keys, and its agreement with what stands there."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, CompressConfig, NoneConfig, Parallelism
+from deepspeed_compress.config.problems import Problem, pointer, raise_problems, show
+from deepspeed_compress.errors import CompressWarning
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """A field of Parallelism and the key of DeepSpeed that says the same."""
+
+    field: str
+    section: str
+    key: str
+    off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
+
+    @property
+    def ours(self) -> str:
+        return pointer((SECTION, "parallelism", self.field))
+
+    @property
+    def theirs(self) -> str:
+        return pointer((self.section, self.key))
+
+    def given(self, parallelism: Parallelism) -> int | None:
+        """The value that the user wrote into our section; a default is not given."""
+        value: int | None = getattr(parallelism, self.field)
+        return value if self.field in parallelism.model_fields_set else None
+
+    def native(self, ds_config: Mapping[str, Any]) -> object:
+        """The value in DeepSpeed's own key; None when absent or "auto", which DeepSpeed drops."""
+        section = ds_config.get(self.section)
+        value = section.get(self.key) if isinstance(section, dict) else None
+        return None if value == "auto" else value
+
+    def effective(self, ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
+        """The value that holds; what is not an integer is left for DeepSpeed to refuse."""
+        given, native = self.given(parallelism), self.native(ds_config)
+        value = native if given is None else given
+        return max(value, self.off) if isinstance(value, int) else self.off
+
+
+_STAGE = _Native("zero_stage", "zero_optimization", "stage", 0)
+_TENSOR = _Native("tensor", "tensor_parallel", "autotp_size", 1)
+_NATIVES = (_STAGE, _TENSOR)
+
+
+def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, Any]:
+    """A copy of `ds_config` that carries the section's parallelism in DeepSpeed's own keys.
+
+    The section itself stays. Raises ConfigError when a value given in both places differs, or when
+    pipeline parallelism meets ZeRO stage 2 or 3.
+    """
+    parallelism = section.parallelism or Parallelism()
+    problems = find_conflicts(ds_config, parallelism)
+    if problems:
+        raise_problems(problems)
+    expanded = copy.deepcopy(dict(ds_config))
+    for native in _NATIVES:
+        value = native.given(parallelism)
+        if value is not None:
+            expanded.setdefault(native.section, {})[native.key] = value
+    return expanded
+
+
+def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str, Any] | None = None) -> int:
+    """Data-parallel size of `world_size` ranks.
+
+    DeepSpeed's own tensor-parallel size in `ds_config` counts where the section gives none. Raises
+    ConfigError when tensor x pipeline does not divide `world_size`; warns when one rank remains, with which
+    there is nothing to exchange.
+    """
+    parallelism = section.parallelism or Parallelism()
+    problems = list(_indivisible(ds_config or {}, parallelism, world_size))
+    if problems:
+        raise_problems(problems)
+    size = world_size // (_TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
+    if size == 1 and not isinstance(section.gradients, NoneConfig):
+        text = f"{pointer((SECTION, 'gradients'))}: has no effect, because the data-parallel size is 1"
+        warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
+    return size
+
+
+def find_conflicts(
+    ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
+) -> list[Problem]:
+    """Where the parallelism contradicts DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
+    problems = [p for native in _NATIVES for p in _disagreement(native, ds_config, parallelism)]
+    problems += _pipeline_with_partitioned_gradients(ds_config, parallelism)
+    return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
+
+
+def _disagreement(
+    native: _Native, ds_config: Mapping[str, Any], parallelism: Parallelism
+) -> Iterator[Problem]:
+    ours, theirs = native.given(parallelism), native.native(ds_config)
+    outer = ds_config.get(native.section, {})
+    if ours is None:
+        return
+    if not isinstance(outer, dict):
+        what = (
+            f"{ours} cannot be combined with {pointer((native.section,))}: {show(outer)} (allowed: an object)"
+        )
+        yield Problem(native.ours, what, f'"{native.section}": {{"{native.key}": {ours}}}')
+    elif theirs is not None and not _same(ours, theirs, native.off):
+        what = f"{ours} disagrees with {native.theirs}: {show(theirs)} (allowed: the same value)"
+        yield Problem(native.ours, what, f"it in one of the two places only, or {ours} in both")
+
+
+def _same(ours: int, theirs: object, off: int) -> bool:
+    return isinstance(theirs, int) and not isinstance(theirs, bool) and max(theirs, off) == ours
+
+
+def _pipeline_with_partitioned_gradients(
+    ds_config: Mapping[str, Any], parallelism: Parallelism
+) -> Iterator[Problem]:
+    stage = _STAGE.effective(ds_config, parallelism)
+    if parallelism.pipeline > 1 and stage >= 2:
+        at = _STAGE.theirs if _STAGE.given(parallelism) is None else _STAGE.ours
+        what = (
+            f"{stage} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: "
+            f"{parallelism.pipeline} in DeepSpeed (allowed with a pipeline: 0, 1)"
+        )
+        yield Problem(at, what, '0 or 1, or "pipeline": 1')
+
+
+def _indivisible(
+    ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int
+) -> Iterator[Problem]:
+    tensor, pipeline = _TENSOR.effective(ds_config, parallelism), parallelism.pipeline
+    if world_size < 1 or world_size % (tensor * pipeline):
+        what = (
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks do not divide the world size "
+            f"{world_size} (allowed: divisors of the world size)"
+        )
+        write = f"other values, or start a multiple of {tensor * pipeline} ranks"
+        yield Problem(pointer((SECTION, "parallelism")), what, write)

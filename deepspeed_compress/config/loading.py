@@ -1,0 +1,98 @@
+"""Reading a DeepSpeed configuration as DeepSpeed does: a dict, an HJSON file, or base64."""
+
+import base64
+import collections
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hjson  # type: ignore[import-untyped]
+
+from deepspeed_compress.config.problems import Path as KeyPath
+from deepspeed_compress.config.problems import pointer
+from deepspeed_compress.errors import ConfigError
+
+
+def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """The configuration in `source`: a dict, the path of an HJSON (or JSON) file, or base64 of its text.
+
+    Raises ConfigError, naming the path, for a missing or unreadable file, a syntax error (with line and
+    column), a duplicate key, and an outermost value that is not an object.
+    """
+    if isinstance(source, dict):
+        return dict(source)
+    if os.path.exists(source):
+        return _parse(_read(Path(source)), str(source))
+    text = _decode_base64(str(source))
+    if text is None:
+        raise ConfigError(
+            f"{source}: no such file, and not a base64-encoded configuration. Write the path of a DeepSpeed "
+            "configuration, such as ds_config.json."
+        )
+    return _parse(text, "base64-encoded configuration")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a directory. Write the path of a file inside it.") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Make the file readable.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}). Save the file with UTF-8 encoding."
+        ) from error
+
+
+def _decode_base64(text: str) -> str | None:
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        return None
+    # A file name may happen to be base64, but hardly of something that looks like an object.
+    return decoded if "{" in decoded or ":" in decoded else None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    duplicates: list[tuple[dict[str, Any], list[str]]] = []
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Build one object, and remember the keys that it holds twice."""
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            duplicates.append((built, [key for key, count in counts.items() if count > 1]))
+        return built
+
+    try:
+        config = hjson.loads(text, object_pairs_hook=build)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(
+            f"{name}: line {error.lineno}, column {error.colno}: {error.msg}. Correct the syntax there; JSON "
+            "and HJSON are accepted."
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
+    _refuse(duplicates, config, name)
+    return config
+
+
+def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str, Any], name: str) -> None:
+    paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
+    if paths:
+        keys = ", ".join(sorted(pointer(path) for path in paths))
+        raise ConfigError(
+            f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates."
+        )
+
+
+def _find(value: object, wanted: dict[str, Any]) -> Iterator[KeyPath]:
+    """The path from `value` to the very object `wanted`."""
+    if value is wanted:
+        yield ()
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        for path in _find(child, wanted):
+            yield (key, *path)

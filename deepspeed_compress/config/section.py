@@ -1,0 +1,143 @@
+"""Validation of the section: all problems at once, each with its place in the file."""
+
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from deepspeed_compress.config.expand import find_conflicts
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.notices import find_notices
+from deepspeed_compress.config.planned import find_planned
+from deepspeed_compress.config.problems import Path, Problem, listed, pointer, raise_problems, show
+from deepspeed_compress.config.schema import SchemaView, choices, describe
+from deepspeed_compress.errors import CompressWarning
+
+# pydantic puts the tag of a discriminated union into the location, after these places.
+_UNIONS = (("gradients",), ("gradients", "values"))
+
+
+def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
+    """Validate `ds_config["deepspeed_compress"]`.
+
+    Warns (CompressWarning) of settings without effect. Raises ConfigError that lists every problem: unknown
+    keys, wrong values, "auto", and what is not available in this version.
+    """
+    problems = _section_problems(ds_config)
+    if problems:
+        raise_problems(problems)
+    section = CompressConfig.model_validate(ds_config[SECTION])
+    for notice in find_notices(section):
+        warnings.warn(str(notice), CompressWarning, stacklevel=2)
+    return section
+
+
+def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> list[Problem]:
+    """All problems of the section and of its agreement with the rest of the file, in order of their place.
+
+    With `world_size` (ranks in all) also whether the parallelism divides it. Raises nothing.
+    """
+    problems = _section_problems(ds_config)
+    prefix = pointer((SECTION, "parallelism"))
+    section = ds_config.get(SECTION)
+    if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in problems):
+        parallelism = Parallelism.model_validate(section.get("parallelism") or {})
+        problems += find_conflicts(ds_config, parallelism, world_size)
+    return problems
+
+
+def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
+    if SECTION not in ds_config:
+        return [_missing_section(ds_config)]
+    raw = ds_config[SECTION]
+    problems = list(find_planned(raw))
+    try:
+        CompressConfig.model_validate(raw)
+    except ValidationError as error:
+        problems += _without_those_inside(problems, _translate(error, raw))
+    return sorted(problems, key=lambda problem: problem.pointer)
+
+
+def _missing_section(ds_config: Mapping[str, Any]) -> Problem:
+    close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
+    what = "the section is missing" + (f' (did you mean it by "{close[0]}"?)' if close else "")
+    return Problem(
+        pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}'
+    )
+
+
+def _without_those_inside(found: list[Problem], others: Iterator[Problem]) -> list[Problem]:
+    """The problems that do not lie at or below a place already reported."""
+    places = [problem.pointer for problem in found]
+    return [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
+
+
+def _translate(error: ValidationError, raw: object) -> Iterator[Problem]:
+    view = SchemaView(raw)
+    for detail in error.errors(include_url=False):
+        yield _BUILDERS.get(detail["type"], _bad_value)(_path(detail["loc"]), detail, view)
+
+
+def _path(location: Path) -> Path:
+    path: Path = ()
+    parts = iter(location)
+    for part in parts:
+        path = (*path, part)
+        if path in _UNIONS:
+            next(parts, None)
+    return path
+
+
+def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+    node = view.at(path)
+    reason = detail.get("ctx", {}).get("error")
+    because = f", {reason}" if reason else ""
+    what = f"{show(detail['input'])} is not accepted{because} (allowed: {describe(node)})"
+    return Problem(pointer((SECTION, *path)), what, _instead(node, detail["input"]))
+
+
+def _instead(node: dict[str, Any], value: object) -> str:
+    texts = {str(choice): choice for choice in choices(node)}
+    close = difflib.get_close_matches(str(value), texts, n=1) if isinstance(value, str) else []
+    if close:
+        return f"{show(texts[close[0]])}, if you meant that"
+    if isinstance(node.get("default"), dict) or (node.get("type") == "object" and "required" not in node):
+        return "{} for its defaults"
+    if "default" in node:
+        return f"an allowed value, or leave the key out for its default {show(node['default'])}"
+    examples = node.get("examples", list(texts.values()))
+    return f"{show(examples[0])}, for instance" if examples else "such an object"
+
+
+def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+    method: ErrorDetails = {**detail, "input": detail["input"]["method"]}
+    return _bad_value((*path, "method"), method, view)
+
+
+def _missing_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+    node = view.at(path)
+    what = f"the key is missing from {show(detail['input'])} (allowed: {describe(node)})"
+    return Problem(pointer((SECTION, *path)), what, f'"{path[-1]}": {_instead(node, None)}')
+
+
+def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+    keys = view.keys(path[:-1])
+    what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
+    close = difflib.get_close_matches(str(path[-1]), keys, n=1)
+    write = f'"{close[0]}", if you meant that' if close else _elsewhere(str(path[-1]), view)
+    return Problem(pointer((SECTION, *path)), what, write)
+
+
+def _elsewhere(key: str, view: SchemaView) -> str:
+    """Where a key that is unknown here would be known."""
+    places: dict[str, list[str]] = {}
+    for path, method in view.places(key):
+        places.setdefault(pointer((SECTION, *path)), []).extend([method] if method else [])
+    texts = [at + (f" (method {listed(methods)})" if methods else "") for at, methods in places.items()]
+    return f"it where it has a meaning: {' or '.join(texts)}" if texts else "nothing: remove the key"
+
+
+_BUILDERS = {"extra_forbidden": _unknown_key, "missing": _missing_key, "union_tag_invalid": _bad_method}

@@ -1,0 +1,101 @@
+"""Which engine this is, and what cannot be compressed rightly in it: refused here, with the reason."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["engine_kind", "refuse_unsupported", "tied_parameters"]
+
+
+def engine_kind(engine: Any) -> str:
+    """The seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return "zero_3"
+    return "zero_12" if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else "zero_0"
+
+
+def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
+    """UnsupportedError naming everything in `engine` that the section cannot be right with."""
+    problems = [problem for applies, problem in _LIMITS if applies(engine)]
+    problems += _mismatches(engine, config)
+    if problems:
+        raise UnsupportedError("this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def tied_parameters(engine: Any) -> list[str]:
+    """Parameters that several pipeline stages hold, the same names on every rank that has them.
+
+    Each stage reduces its own copy; if they compressed them, in different buckets, the copies would drift apart.
+    """
+    if not isinstance(engine, PipelineEngine):
+        return []
+    tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+    return [name for parameter, name in engine.param_names.items() if id(parameter) in tied]
+
+
+def _subclassed(engine: Any) -> bool:
+    known = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
+
+
+def _no_optimizer(engine: Any) -> bool:
+    return engine.optimizer is None or not engine.optimizer.param_groups
+
+
+def _uses_muon(engine: Any) -> bool:
+    return any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
+
+
+def _own_quantization(engine: Any) -> bool:
+    zero = engine._config.zero_config
+    return bool(zero.zero_quantized_gradients) or zero.zero_hpz_partition_size > 1
+
+
+_LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (_no_optimizer, 'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one'),
+    (
+        lambda engine: engine.has_moe_layers,
+        "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
+        'version; write "gradients": {"method": "none"} in a separate configuration for this model',
+    ),
+    (
+        _subclassed,
+        "ZenFlow and SuperOffload reduce gradients on paths of their own; remove zero_optimization.zenflow or "
+        "offload_optimizer.super_offload",
+    ),
+    (_uses_muon, "the Muon optimizer needs whole gradient matrices on several ranks; use Adam or SGD"),
+    (
+        lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
+        "DeepCompile reduces gradients inside the compiled graph; set compile.deepcompile to false",
+    ),
+    (
+        _own_quantization,
+        "ZeRO++ reduces over other groups; remove zero_optimization.zero_quantized_gradients and "
+        "zero_hpz_partition_size (this package compresses instead)",
+    ),
+)
+
+
+def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """What the section says about parallelism and the engine, made elsewhere, does not have."""
+    asked = config.parallelism
+    if asked is None:
+        return
+    stage = int(engine.zero_optimization_stage())
+    if asked.zero_stage is not None and asked.zero_stage != stage:
+        yield (
+            f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO stage "
+            f'{stage}; use deepspeed_compress.initialize, or write "zero_optimization": {{"stage": {asked.zero_stage}}}'
+        )
+    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
+    if asked.pipeline != stages and "pipeline" in asked.model_fields_set:
+        yield (
+            f"/deepspeed_compress/parallelism/pipeline is {asked.pipeline}, but the model has {stages} pipeline stage(s); "
+            f"pass a PipelineModule with num_stages={asked.pipeline}, or write {stages}"
+        )

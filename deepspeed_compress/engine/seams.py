@@ -1,0 +1,102 @@
+"""What we rely on in DeepSpeed: checked before anything is attached."""
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from deepspeed_compress.errors import SeamError
+
+__all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
+
+SUPPORTED = (Version("0.19.8"), Version("0.20"))
+"""DeepSpeed versions that work: the first one, and the first one that is not known to."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A method of DeepSpeed that we replace or call: `target` is "module:Class.method"."""
+
+    target: str
+    parameters: tuple[str, ...]
+
+
+_Z12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
+_Z3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+
+STEP = (
+    Seam(_ENGINE + "_take_model_step", ("self", "lr_kwargs")),
+    Seam(
+        _ENGINE + "save_checkpoint",
+        ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+    ),
+    Seam(
+        _ENGINE + "load_checkpoint",
+        (
+            "self",
+            "load_dir",
+            "tag",
+            "load_module_strict",
+            "load_optimizer_states",
+            "load_lr_scheduler_states",
+            "load_module_only",
+            "custom_load_fn",
+        ),
+    ),
+)
+ZERO_0 = (Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),)
+ZERO_12 = (
+    Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
+    Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
+    Seam(
+        _Z12 + "buffered_reduce_fallback",
+        ("self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"),
+    ),
+    Seam(
+        _Z12 + "_buffered_reduce_fallback_preserving_fp32",
+        ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
+    ),
+)
+ZERO_3 = (
+    Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
+    Seam(
+        _Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+        ("self", "buffer_to_reduce", "communication_data_type"),
+    ),
+)
+
+
+def _supported() -> str:
+    return f"deepspeed >={SUPPORTED[0]},<{SUPPORTED[1]}"
+
+
+def check_version(found: str) -> None:
+    """SeamError unless DeepSpeed version `found` is in the supported range."""
+    if not SUPPORTED[0] <= Version(found) < SUPPORTED[1]:
+        raise SeamError(
+            f"DeepSpeed {found} is installed, but deepspeed_compress attaches to internals that it knows in "
+            f"{_supported()} only; install one of these: pip install 'deepspeed=={SUPPORTED[0]}'"
+        )
+
+
+def check_seams(seams: Sequence[Seam], found: str) -> None:
+    """SeamError unless every seam exists with the expected parameters in the installed DeepSpeed, version `found`."""
+    for seam in seams:
+        present = _parameters(seam.target)
+        if present != seam.parameters:
+            what = "is missing" if present is None else f"takes {present}, not {seam.parameters}"
+            raise SeamError(f"{seam.target} {what} in DeepSpeed {found}; supported: {_supported()}")
+
+
+def _parameters(target: str) -> tuple[str, ...] | None:
+    module, _, path = target.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+    return tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""Compression of one engine: which reducer is in force, what a finished step does to the state, what is reported."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.buckets import Partition
+from deepspeed_compress.build import Reduction
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.feedback import Residuals
+from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
+from deepspeed_compress.policy import DenseWarmUp
+from deepspeed_compress.reducers import PayloadReducer, StepClock, cosine_with_truth, true_sum
+
+__all__ = ["FinishedStep", "Session"]
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """What DeepSpeed did with an optimizer step: `applied` is False when it was skipped for an overflow.
+
+    `step` and `samples` count the finished one. The loss scales are 1.0 where there is none.
+    """
+
+    step: int
+    samples: int
+    applied: bool
+    scale_before: float
+    scale_after: float
+
+
+class Session:
+    """Lives as long as the engine, as `engine.compression`. `reduction` is None for method "none"."""
+
+    def __init__(self, config: CompressConfig, reduction: Reduction | None, writer: StatisticsWriter | None) -> None:
+        self.config = config
+        self.meter = reduction.meter if reduction else Meter()
+        self.clock = reduction.clock if reduction else StepClock()
+        self.residuals: Mapping[str, Residuals] = reduction.residuals if reduction else MappingProxyType({})
+        self._reduction = reduction
+        self._warmup = DenseWarmUp(config.schedule.warmup_steps)
+        self._writer = writer
+
+    @property
+    def reducer(self) -> PayloadReducer:
+        """The reducer of the running step."""
+        assert self._reduction is not None, 'method "none" leaves reduction to DeepSpeed'
+        return self._reduction.plain if self._dense else self._reduction.compressed
+
+    @property
+    def _dense(self) -> bool:
+        return self._reduction is None or self._warmup.dense(self.clock.step)
+
+    @property
+    def method(self) -> str:
+        """The method in force."""
+        return "none" if self._dense else self.config.gradients.method
+
+    def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
+        """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
+        reducer = self.reducer
+        operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
+        truth = true_sum(reducer.group, bucket) if self._sampled() else None
+        operation(bucket, partition, scale)
+        if truth is not None:
+            own = partition.owned_by(reducer.group.rank())
+            self.meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
+
+    def _sampled(self) -> bool:
+        """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
+        every = self.config.monitor.cosine_every
+        return every > 0 and self.clock.step % every == 0 and self.clock.message == 0 and not self._dense
+
+    def finish(self, finished: FinishedStep) -> None:
+        """Settle the residuals, report, and begin the next step."""
+        for residuals in self.residuals.values():
+            if finished.applied:
+                residuals.commit()
+            else:
+                residuals.rollback()
+            if finished.scale_after != finished.scale_before:
+                residuals.scale(finished.scale_after / finished.scale_before)
+        if self._due(finished.step) and self._writer is not None:
+            self._writer.write(self.statistics(finished))
+        self.begin(finished.step)
+
+    def reset(self) -> None:
+        """Forget all residuals."""
+        for residuals in self.residuals.values():
+            residuals.load({}, torch.device("cpu"))
+
+    def begin(self, step: int) -> None:
+        """Start optimizer step `step` (0-based)."""
+        self.clock.begin(step)
+        self.meter.reset(timed=self._due(step + 1))
+
+    def _due(self, step: int) -> bool:
+        return step % self.config.monitor.every == 0
+
+    def statistics(self, finished: FinishedStep) -> StepStatistics:
+        """The figures of the step, before `finish` has begun the next one."""
+        meter, times = self.meter, self.meter.milliseconds()
+        return StepStatistics(
+            step=finished.step,
+            samples=finished.samples,
+            method=self.method,
+            bytes_sent=meter.bytes_sent,
+            bytes_uncompressed=meter.bytes_uncompressed,
+            bytes_weights=meter.bytes_weights,
+            ratio=meter.bytes_uncompressed / meter.bytes_sent if meter.bytes_sent else None,
+            compress_ms=times["compress"],
+            communicate_ms=times["communicate"],
+            decompress_ms=times["decompress"],
+            residual_norm=self._residual_norm(finished.scale_after),
+            cosine=meter.cosine,
+        )
+
+    def _residual_norm(self, loss_scale: float) -> float | None:
+        if not self.residuals:
+            return None
+        return math.sqrt(sum(residuals.square_norm() for residuals in self.residuals.values())) / loss_scale

@@ -1,0 +1,31 @@
+"""The optimizer step: `DeepSpeedEngine._take_model_step`, which both the plain and the pipeline engine go through."""
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_compress.engine.session import FinishedStep, Session
+
+__all__ = ["follow_steps"]
+
+
+def follow_steps(engine: Any, session: Session, weight_bytes: Callable[[], int]) -> None:
+    """Tell `session` the outcome of every optimizer step.
+
+    DeepSpeed calls the method at accumulation boundaries alone, whoever decides them, and counts a step that the
+    loss scaler discards in `skipped_steps`.
+    """
+    original = engine._take_model_step
+
+    def _take_model_step(lr_kwargs: Any) -> None:
+        scale, skipped = _loss_scale(engine), engine.skipped_steps
+        original(lr_kwargs)
+        applied = engine.skipped_steps == skipped
+        session.meter.bytes_weights += weight_bytes() if applied else 0
+        session.finish(FinishedStep(engine.global_steps, engine.global_samples, applied, scale, _loss_scale(engine)))
+
+    engine._take_model_step = _take_model_step
+
+
+def _loss_scale(engine: Any) -> float:
+    """The factor that gradients carry; 1.0 for optimizers without one."""
+    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)

@@ -1,0 +1,114 @@
+"""ZeRO 1 and 2, in a pipeline too: `DeepSpeedZeroOptimizer.gradient_reduction_w_predivide`.
+
+DeepSpeed all-reduces a whole bucket although every rank keeps only its own slices. With `reduce_scatter` off its
+`average_tensor` hands the whole bucket to one method, streams and offload already taken care of: there we send each
+slice to its owner once. Slices that a rank does not own keep its local gradient, which DeepSpeed never reads.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.buckets import Partition, partition_by_sizes
+from deepspeed_compress.engine.session import Session
+from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
+
+__all__ = ["attach_zero_12"]
+
+Key = tuple[int, int, int]
+"""A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
+
+
+def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
+    """Replace, or for method "none" only count, the reduction of gradient buckets on this optimizer alone.
+
+    Returns a function that gives the bytes that this rank sends for weights in an optimizer step.
+    """
+    optimizer = engine.optimizer
+    if session.config.gradients.method == "none":
+        _count_only(optimizer, session)
+        return lambda: _weight_bytes(optimizer)
+    ranks = optimizer.dp_process_group.size()
+    scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
+    partition_of = cache(lambda keys: _partition(optimizer, keys, ranks))
+
+    def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        if tensor.numel():
+            size = tensor.numel() * communication_data_type.itemsize
+            session.meter.bytes_uncompressed += ring_all_reduce(size, ranks)
+            keys = tuple(optimizer.ipg_buckets[communication_data_type].params)
+            session.reduce(tensor, partition_of(keys), scale, everywhere=False)
+        return tensor
+
+    def buffered_reduce_fallback(
+        rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
+    ) -> None:
+        _reduce_separate(optimizer, grads, communication_data_type)
+
+    def preserving_fp32(
+        grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
+    ) -> None:
+        _reduce_separate(optimizer, grads, communication_data_type)
+
+    optimizer.reduce_scatter = False
+    optimizer.gradient_reduction_w_predivide = gradient_reduction_w_predivide
+    optimizer.buffered_reduce_fallback = buffered_reduce_fallback
+    optimizer._buffered_reduce_fallback_preserving_fp32 = preserving_fp32
+    return lambda: _weight_bytes(optimizer)
+
+
+def _count_only(optimizer: Any, session: Session) -> None:
+    """Wrap the all-reduce of every path, which both flat and separate gradients end in."""
+    ranks = optimizer.dp_process_group.size()
+    original = optimizer.average_tensor
+    original_separate = optimizer.allreduce_bucket
+
+    def count(numel: int, dtype: torch.dtype) -> None:
+        session.meter.bytes_uncompressed += ring_all_reduce(numel * dtype.itemsize, ranks)
+        session.meter.bytes_sent = session.meter.bytes_uncompressed
+
+    def average_tensor(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        count(tensor.numel(), communication_data_type)
+        original(tensor, communication_data_type)
+
+    def allreduce_bucket(bucket: list[Tensor], communication_data_type: torch.dtype, **options: Any) -> Tensor:
+        count(sum(tensor.numel() for tensor in bucket), communication_data_type)
+        return original_separate(bucket, communication_data_type, **options)  # type: ignore[no-any-return]
+
+    if optimizer.contiguous_gradients:
+        optimizer.average_tensor = average_tensor
+    else:
+        optimizer.allreduce_bucket = allreduce_bucket
+
+
+def _reduce_separate(optimizer: Any, grads: list[Tensor], dtype: torch.dtype) -> None:
+    """`contiguous_gradients` off: the bucket is a list of tensors, so flatten, reduce as usual, copy back."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    optimizer.average_tensor(flat, dtype)
+    if optimizer.overlap_comm and flat.is_cuda:
+        torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
+def _partition(optimizer: Any, keys: tuple[Key, ...], ranks: int) -> Partition:
+    """Which rank owns which slice of the bucket, from DeepSpeed's tables (initialize_gradient_partition)."""
+    parts = []
+    for group, index, parameter_id in keys:
+        parameter = optimizer.bit16_groups[group][index]
+        starts = optimizer.grad_start_offset[group]
+        owners = sorted(optimizer.param_to_partition_ids[group][parameter_id], key=lambda p: starts[p][parameter_id])
+        begins = [starts[owner][parameter_id] for owner in owners]
+        ends = [*begins[1:], parameter.numel()]
+        sizes = [(owner, end - begin) for owner, begin, end in zip(owners, begins, ends, strict=True)]
+        parts.append((optimizer.param_names[parameter], sizes))
+    return partition_by_sizes(parts, ranks)
+
+
+def _weight_bytes(optimizer: Any) -> int:
+    """Bytes that this rank sends in `step` when the updated 16- or 32-bit weights are gathered."""
+    ranks = optimizer.dp_process_group.size()
+    return sum(ring_all_gather(flat.nbytes, ranks) for flat in optimizer.bit16_groups_flat)

@@ -1,0 +1,105 @@
+"""ZeRO 3: `DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads` and its contiguous twin.
+
+DeepSpeed reduce-scatters every parameter of a bucket by itself; rank r owns the r-th of equal shares, the last one
+padded with zeros. We send all shares of an owner in one message.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.buckets import Partition, partition_by_sizes
+from deepspeed_compress.engine.session import Session
+from deepspeed_compress.engine.traffic import ring_all_gather, ring_reduce_scatter
+
+__all__ = ["attach_zero_3"]
+
+_PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
+
+
+def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
+    """Replace, or for method "none" only count, the reduction of gradient buckets on this optimizer alone.
+
+    Returns a function that gives the bytes that this rank sends for weights in an optimizer step.
+    """
+    optimizer = engine.optimizer
+    ranks = optimizer.dp_process_group.size()
+    originals = {name: getattr(optimizer, _PREFIX + name) for name in ("avg_scatter_grads", "avg_scatter_contiguous_grads")}
+
+    def count(parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
+        size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
+        # Without reduce_scatter DeepSpeed all-reduces the contiguous bucket.
+        session.meter.bytes_uncompressed += ring_reduce_scatter(size, ranks) * (2 if contiguous else 1)
+
+    def avg_scatter_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
+        count(params_to_reduce, communication_data_type, contiguous=False)
+        return _reduced_shares(optimizer, session, params_to_reduce)
+
+    def avg_scatter_contiguous_grads(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
+        parameters = optimizer.ipg_buckets[communication_data_type].params
+        count(parameters, communication_data_type, contiguous=True)
+        return _reduced_shares(optimizer, session, parameters)
+
+    def count_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
+        count(params_to_reduce, communication_data_type, contiguous=False)
+        session.meter.bytes_sent = session.meter.bytes_uncompressed
+        return originals["avg_scatter_grads"](params_to_reduce, communication_data_type)
+
+    def count_contiguous(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
+        count(optimizer.ipg_buckets[communication_data_type].params, communication_data_type, contiguous=True)
+        session.meter.bytes_sent = session.meter.bytes_uncompressed
+        return originals["avg_scatter_contiguous_grads"](buffer_to_reduce, communication_data_type)
+
+    none = session.config.gradients.method == "none"
+    setattr(optimizer, _PREFIX + "avg_scatter_grads", count_grads if none else avg_scatter_grads)
+    setattr(
+        optimizer,
+        _PREFIX + "avg_scatter_contiguous_grads",
+        count_contiguous if none else avg_scatter_contiguous_grads,
+    )
+    return lambda: _weight_bytes(optimizer, engine.gradient_accumulation_steps())
+
+
+def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any]) -> list[Tensor]:
+    """This rank's share of the mean gradient of each parameter, padded to its partition.
+
+    Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
+    """
+    ranks, rank = optimizer.dp_process_group.size(), optimizer.dp_process_group.rank()
+    bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+    session.reduce(bucket, _partition(optimizer, parameters, ranks), optimizer.sequence_parallel_size / ranks, False)
+    shares = []
+    for gradient, parameter in zip(bucket.split([p.ds_numel for p in parameters]), parameters, strict=True):
+        share = math.ceil(parameter.ds_numel / ranks)
+        own = gradient[rank * share : (rank + 1) * share]
+        padded = own.new_zeros(parameter.partition_numel(), dtype=optimizer.gradient_accumulation_dtype)
+        padded[: own.numel()] = own
+        shares.append(padded)
+    return shares
+
+
+def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partition:
+    return partition_by_sizes(
+        [(optimizer.param_names[parameter], _owners(parameter.ds_numel, ranks)) for parameter in parameters], ranks
+    )
+
+
+def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """(owner, numel) of each share of a parameter."""
+    share = math.ceil(numel / ranks)
+    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
+
+
+def _weight_bytes(optimizer: Any, micro_steps: int) -> int:
+    """Weights are gathered forward and backward in every micro-step; those below
+    `stage3_param_persistence_threshold` stay, and are gathered once after the optimizer step.
+    """
+    ranks = optimizer.dp_process_group.size()
+    total = 0
+    for parameter in optimizer.module.parameters():
+        size = parameter.partition_numel() * ranks * parameter.element_size()
+        total += ring_all_gather(size, ranks) * (1 if parameter.ds_persist else 2 * micro_steps)
+    return total

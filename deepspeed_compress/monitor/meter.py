@@ -1,0 +1,57 @@
+"""Counters and clocks of one optimizer step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["PHASES", "Meter"]
+
+PHASES = ("compress", "communicate", "decompress")
+
+
+@dataclass
+class Meter:
+    """Sums over the messages of one step on this rank; `reset` begins the next step.
+
+    Bytes are payload bytes that leave the rank. Times are wall-clock milliseconds on CPU and elapsed stream time on
+    GPU, where they are taken only while `timed` is set and read in `milliseconds`, which waits for the stream.
+    """
+
+    timed: bool = True
+    bytes_sent: int = 0
+    bytes_uncompressed: int = 0
+    bytes_weights: int = 0
+    cosine: float | None = None
+    _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device) -> Iterator[None]:
+        """Time a block as `name`, one of `PHASES`."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            yield
+            self._elapsed[name] += 1e3 * (time.perf_counter() - begin)
+            return
+        if not self.timed:
+            yield
+            return
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        yield
+        last.record()
+        self._events.append((name, first, last))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Elapsed time by phase."""
+        for name, first, last in self._events:
+            last.synchronize()
+            self._elapsed[name] += first.elapsed_time(last)
+        self._events.clear()
+        return dict(self._elapsed)
+
+    def reset(self, timed: bool) -> None:
+        self.__init__(timed=timed)  # type: ignore[misc]

@@ -1,0 +1,73 @@
+"""Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+__all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
+
+FILE_NAME = "compression.jsonl"
+EVENT_PREFIX = "Train/Samples/compression_"
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """One optimizer step on this rank. Bytes are of the whole step, micro-steps included; times in milliseconds.
+
+    `bytes_sent`: payload of the gradients; `bytes_uncompressed`: what DeepSpeed alone sends for them (ring
+    algorithms); `bytes_weights`: what DeepSpeed sends for updated weights. `residual_norm`: L2 norm of this rank's
+    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled.
+    """
+
+    step: int
+    samples: int
+    method: str
+    bytes_sent: int
+    bytes_uncompressed: int
+    bytes_weights: int
+    ratio: float | None
+    compress_ms: float
+    communicate_ms: float
+    decompress_ms: float
+    residual_norm: float | None
+    cosine: float | None
+
+
+class EventSink(Protocol):
+    """DeepSpeed's `MonitorMaster` (deepspeed/monitor/monitor.py)."""
+
+    enabled: bool
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None: ...
+
+
+class StatisticsWriter:
+    """Writes on one rank; the file is opened at the first line, appended to, and flushed at every line."""
+
+    def __init__(self, directory: str | None, sink: EventSink | None) -> None:
+        self._path = Path(directory) / FILE_NAME if directory else None
+        self._file: IO[str] | None = None
+        self._sink = sink
+
+    def write(self, statistics: StepStatistics) -> None:
+        if self._path is not None:
+            self._open().write(json.dumps(asdict(statistics)) + "\n")
+        if self._sink is not None and self._sink.enabled:
+            self._sink.write_events(_events(statistics))
+
+    def _open(self) -> IO[str]:
+        if self._file is None:
+            assert self._path is not None
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        return self._file
+
+
+def _events(statistics: StepStatistics) -> list[tuple[str, float, int]]:
+    """Every number as an event on DeepSpeed's axis, the samples seen."""
+    fields = asdict(statistics)
+    samples = fields.pop("samples")
+    del fields["step"], fields["method"]
+    return [(EVENT_PREFIX + name, value, samples) for name, value in fields.items() if value is not None]

@@ -1,0 +1,61 @@
+"""How the message to each owner is put together: which segments go through which codec, and where they lie."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deepspeed_compress.buckets import Partition, Segment
+from deepspeed_compress.compressors.base import Compressor
+
+__all__ = ["CodecOf", "Piece", "Plan", "make_plan"]
+
+CodecOf = Callable[[str], int]
+"""Parameter name to the index of its codec."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Segments of one owner that one codec encodes as a single vector.
+
+    `begin`, `end`: its bytes within the owner's message. `first`: its first element within the owner's elements,
+    counted piece after piece.
+    """
+
+    codec: int
+    segments: tuple[Segment, ...]
+    numel: int
+    begin: int
+    end: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pieces of every owner's message, and the size of each message in bytes."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    sizes: tuple[int, ...]
+    numels: tuple[int, ...]
+
+
+def make_plan(partition: Partition, codecs: Sequence[Compressor], codec_of: CodecOf) -> Plan:
+    """The plan for `partition`; a pure function of sizes, hence equal on every rank."""
+    owners = [_pieces(partition.owned_by(rank), codecs, codec_of) for rank in range(partition.world_size)]
+    return Plan(
+        pieces=tuple(owners),
+        sizes=tuple(pieces[-1].end if pieces else 0 for pieces in owners),
+        numels=tuple(sum(piece.numel for piece in pieces) for pieces in owners),
+    )
+
+
+def _pieces(segments: Sequence[Segment], codecs: Sequence[Compressor], codec_of: CodecOf) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    begin = first = 0
+    for index, codec in enumerate(codecs):
+        chosen = tuple(segment for segment in segments if codec_of(segment.parameter) == index)
+        if not chosen:
+            continue
+        numel = sum(segment.numel for segment in chosen)
+        end = begin + codec.payload_bytes(numel)
+        pieces.append(Piece(index, chosen, numel, begin, end, first))
+        begin, first = end, first + numel
+    return tuple(pieces)

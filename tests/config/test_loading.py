@@ -1,0 +1,76 @@
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.config import read_ds_config
+from deepspeed_compress.errors import ConfigError
+
+CONFIG = {"train_batch_size": 8, "deepspeed_compress": {"gradients": {"bits": 4}}}
+HJSON = """{
+  # a comment
+  train_batch_size: 8
+  deepspeed_compress: {gradients: {bits: 4,}}
+}"""
+
+
+@pytest.mark.parametrize("text", [json.dumps(CONFIG), HJSON, "\ufeff" + json.dumps(CONFIG)])
+def test_files_read_as_json_or_hjson(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text, encoding="utf-8")
+    assert read_ds_config(path) == read_ds_config(str(path)) == CONFIG
+
+
+def test_dict_and_base64() -> None:
+    encoded = base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()
+    assert read_ds_config(CONFIG) == read_ds_config(encoded) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "a": 1,,\n}', "line 2, column 10: .*Correct the syntax"),
+        ('{"a": [1, 2', "line 1, column"),
+        ("[1]", "outermost value is list"),
+        ('{"a": 1, "a": 2}', "duplicate keys /a\\."),
+        ('{"x": [{"a": 1, "b": 1, "a": 2}], "y": {"c/": 1, "c/": 2}}', "duplicate keys /x/0/a, /y/c~1\\."),
+        ('{"x": {"a": 1, "a": 2}, "x": {}}', "duplicate keys /x\\."),
+    ],
+)
+def test_unusable_text_names_the_file_and_the_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_ds_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("name", ["missing.json", "abcd", "a" * 5000, ""])
+def test_missing_file(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such file, .* Write the path"):
+        read_ds_config(name)
+
+
+def test_base64_with_a_syntax_error_says_so() -> None:
+    with pytest.raises(ConfigError, match="base64-encoded configuration: line 1"):
+        read_ds_config(base64.b64encode(b'{"a": ').decode())
+
+
+def test_directory_and_binary(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        read_ds_config(tmp_path)
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"model\.bin: not UTF-8"):
+        read_ds_config(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
+def test_file_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text("{}")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ds_config(path)

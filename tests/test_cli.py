@@ -1,0 +1,94 @@
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.cli import COMMANDS, main
+from deepspeed_compress.config import SECTION, json_schema
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a DeepSpeed configuration and return its path."""
+
+    def save(section: object, **native: object) -> str:
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps({**native, SECTION: section}))
+        return str(path)
+
+    return save
+
+
+@pytest.mark.parametrize("arguments", [[], *([command.name] for command in COMMANDS)])
+def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    assert f"examples:\n  ds-compress {' '.join(arguments)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["lintt"], ["check"], ["check", "a", "--world-size", "x"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+
+
+def test_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema()
+    target = tmp_path / "schema.json"
+    assert main(["schema", "--output", str(target)]) == 0
+    assert json.loads(target.read_text()) == json_schema()
+    assert main(["schema", "--output", str(tmp_path / "none" / "x")]) == 1
+    assert "ds-compress: error:" in capsys.readouterr().err
+
+
+def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write({"parallelism": {"zero_stage": 2}, "gradients": {"bits": 4}, "seed": 1}, train_batch_size=8)
+    assert main(["check", path, "--world-size", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "/gradients/bits" in out
+    assert 'DeepSpeed gets zero_optimization: {"stage": 2}' in out
+    assert "data-parallel size: 4 of 4 ranks" in out
+    assert f"warning: /{SECTION}/seed" in out
+
+
+def test_check_lists_every_error(write, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"gradients": {"bits": 3, "bit": 4}, "parallelism": {"zero_stage": 1, "tensor": 3}}
+    assert main(["check", write(section, zero_optimization={"stage": 2}), "--world-size", "4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    pointers = ["gradients/bit", "gradients/bits", "parallelism/zero_stage", "parallelism"]
+    assert [line.split(": ")[1] for line in lines[:-1]] == [f"/{SECTION}/{pointer}" for pointer in pointers]
+    assert lines[-1].endswith("4 errors")
+
+
+def test_check_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "no_such_file.json"]) == 1
+    assert "no_such_file.json: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "baseline", "output"),
+    [([], None, "run/report.html"), (["--baseline", "b", "--output", "o.html"], "b", "o.html")],
+)
+def test_report_calls_the_writer(
+    options: list[str],
+    baseline: str | None,
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[tuple[Path, Path | None, Path]] = []
+
+    def write_report(run_dir: Path, baseline: Path | None, output: Path) -> tuple[Path, Path]:
+        calls.append((run_dir, baseline, output))
+        return output, output.with_suffix(".png")
+
+    module = types.SimpleNamespace(write_report=write_report)
+    monkeypatch.setitem(sys.modules, "deepspeed_compress.report", module)
+    assert main(["report", "run", *options]) == 0
+    assert calls == [(Path("run"), baseline and Path(baseline), Path(output))]
+    assert capsys.readouterr().out.splitlines() == [output, output.replace("html", "png")]
