@@ -15,8 +15,7 @@ from deepspeed_compress.errors import (
     StateError,
     UnsupportedError,
 )
-
-__version__ = "0.1.0"
+from deepspeed_compress.version import __version__
 
 __all__ = [
     "CompressError",

@@ -101,7 +101,7 @@ def _codec_of(config: CompressConfig, parameters: Sequence[str], exempt: Sequenc
     """Parameter name to codec; overrides choose `none`, the only method that they know in this version."""
     overrides = config.gradients.overrides  # type: ignore[union-attr]
     for index, override in enumerate(overrides):
-        if not any(re.search(override.parameters, name) for name in parameters):
+        if parameters and not any(re.search(override.parameters, name) for name in parameters):
             warnings.warn(
                 f"/deepspeed_compress/gradients/overrides/{index}/parameters: {override.parameters!r} matches none of "
                 f"the {len(parameters)} parameters on this rank (for example {parameters[0]!r}), so it has no effect; "

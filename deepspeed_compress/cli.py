@@ -57,9 +57,7 @@ def _epilog(examples: Sequence[str]) -> dict[str, Any]:
 
 
 def _schema_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write to FILE instead of standard output"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")
 
 
 def _schema(options: argparse.Namespace) -> int:
@@ -75,9 +73,7 @@ def _schema(options: argparse.Namespace) -> int:
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against"
-    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -131,12 +127,8 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="directory with metrics.jsonl and compression.jsonl"
     )
-    parser.add_argument(
-        "--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page to write (default: RUN_DIR/report.html)"
-    )
+    parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: RUN_DIR/report.html)")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -31,6 +31,11 @@ class _Slot:
     def current(self) -> Tensor:
         return self.running if self.written and self.running is not None else self.applied
 
+    def part(self, start: int, stop: int) -> "_Slot":
+        """Elements `start` to `stop` - 1, as views."""
+        running = self.running[start:stop] if self.running is not None else None
+        return _Slot(self.applied[start:stop], running, self.written)
+
 
 class Residuals:
     """Residuals by parameter range, kept contiguous for each message layout.
@@ -39,14 +44,15 @@ class Residuals:
     buffer until `commit`, and `rollback` forgets it: twice the memory, no copies. Without it writes are final.
 
     The first message of a layout allocates its buffer. When buckets form differently later (DeepSpeed learns the
-    order of gradients during the first steps), the ranges move to the new layout with their values.
+    order of gradients during the first steps), the elements move to the new layout with their values, however the
+    parameters were cut before.
     """
 
     def __init__(self, dtype: torch.dtype, transactional: bool) -> None:
         self.dtype = dtype
         self.transactional = transactional
         self._slots: dict[tuple[Range, ...], _Slot] = {}
-        self._home: dict[Range, tuple[tuple[Range, ...], int]] = {}
+        self._home: dict[str, dict[Range, tuple[tuple[Range, ...], int]]] = {}
 
     def read(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
         """The residual of the message made of `segments`, flat, in `dtype`; zeros at first. Do not change it."""
@@ -69,32 +75,55 @@ class Residuals:
         return slot if slot is not None else self._adopt(layout, device)
 
     def _adopt(self, layout: tuple[Range, ...], device: torch.device) -> _Slot:
-        """Make a slot for a new layout from the values that its ranges had elsewhere.
+        """Make a slot for a new layout from the values that its elements had elsewhere.
 
-        Layouts that lose a range are dissolved into single ranges, so that every range keeps one home.
+        Layouts that lose elements are dissolved into single ranges, so that every element keeps one home.
         """
         size = sum(numel for _, _, numel in layout)
         slot = _Slot(torch.zeros(size, dtype=self.dtype, device=device))
-        for former in {self._home[piece][0] for piece in layout if piece in self._home}:
-            self._dissolve(former)
         position = 0
         for piece in layout:
-            if piece in self._home:
-                _copy_slot(self._slots.pop(self._home[piece][0]), slot, position)
-            self._home[piece] = (layout, position)
+            for former in self._overlapping(piece):
+                self._dissolve(self._home[former[0]][former][0])
+                self._take(former, piece, slot, position)
             position += piece[2]
-        self._slots[layout] = slot
+        self._settle(layout, slot)
         return slot
+
+    def _overlapping(self, piece: Range) -> list[Range]:
+        """The known ranges that share elements with `piece`."""
+        name, begin, numel = piece
+        return [known for known in self._home.get(name, {}) if known[1] < begin + numel and begin < known[1] + known[2]]
+
+    def _settle(self, layout: tuple[Range, ...], slot: _Slot) -> None:
+        """Make `slot` the home of the ranges of `layout`."""
+        self._slots[layout] = slot
+        position = 0
+        for piece in layout:
+            self._home.setdefault(piece[0], {})[piece] = (layout, position)
+            position += piece[2]
 
     def _dissolve(self, layout: tuple[Range, ...]) -> None:
         slot = self._slots.pop(layout)
         position = 0
         for piece in layout:
-            part = slice(position, position + piece[2])
-            running = slot.running[part] if slot.running is not None else None
-            self._slots[(piece,)] = _Slot(slot.applied[part], running, slot.written)
-            self._home[piece] = ((piece,), 0)
+            self._settle((piece,), slot.part(position, position + piece[2]))
             position += piece[2]
+
+    def _take(self, former: Range, piece: Range, target: _Slot, position: int) -> None:
+        """Move what `former`, a layout of its own, shares with `piece` into `target`, where `piece` is at `position`.
+
+        What is left of `former` on either side becomes ranges of their own.
+        """
+        name, begin, numel = former
+        end = begin + numel
+        source = self._slots.pop((former,))
+        del self._home[name][former]
+        first, last = max(begin, piece[1]), min(end, piece[1] + piece[2])
+        _copy_slot(source.part(first - begin, last - begin), target, position + first - piece[1])
+        for start, stop in ((begin, first), (last, end)):
+            if start < stop:
+                self._settle(((name, start, stop - start),), source.part(start - begin, stop - begin))
 
     def commit(self) -> None:
         """The optimizer applied the step: what it wrote becomes the residual."""
@@ -119,24 +148,27 @@ class Residuals:
 
     def items(self) -> Iterable[tuple[Range, Tensor]]:
         """Every range with its applied residual, as views."""
-        for piece, (layout, position) in self._home.items():
-            yield piece, self._slots[layout].applied[position : position + piece[2]]
+        for ranges in self._home.values():
+            for piece, (layout, position) in ranges.items():
+                yield piece, self._slots[layout].applied[position : position + piece[2]]
 
     def load(self, values: Mapping[Range, Tensor], device: torch.device) -> None:
         """Replace everything by `values`, one flat tensor a range."""
-        self._slots = {(piece,): _Slot(value.to(device, self.dtype, copy=True)) for piece, value in values.items()}
-        self._home = {piece: ((piece,), 0) for piece in values}
+        self._slots.clear()
+        self._home.clear()
+        for piece, value in values.items():
+            self._settle((piece,), _Slot(value.to(device, self.dtype, copy=True)))
 
 
 def _copy_slot(source: _Slot, target: _Slot, position: int) -> None:
-    """Move a one-range slot into `target` at `position`, a running step included."""
+    """Move the elements of `source` into `target` at `position`, a running step included."""
     part = slice(position, position + source.applied.numel())
     target.applied[part] = source.applied
-    if source.written and source.running is not None:
-        if target.running is None:
-            target.running = target.applied.clone()
-        target.running[part] = source.running
-        target.written = True
+    if source.written and target.running is None:
+        target.running, target.written = target.applied.clone(), True
+    if target.running is not None:
+        # Also where this step has not written yet: the whole slot is read from `running` from now on.
+        target.running[part] = source.current
 
 
 @dataclass(frozen=True)

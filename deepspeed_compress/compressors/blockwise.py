@@ -76,7 +76,7 @@ class Blockwise:
             first += len(out_rows)
 
 
-_PACK: MappingProxyType[int, Callable[[Tensor, Tensor], None]] = MappingProxyType(
+_PACK: MappingProxyType[int, Callable[[Tensor, Tensor], object]] = MappingProxyType(
     {
         8: lambda codes, packed: packed.copy_(codes.view(torch.uint8)),
         4: lambda codes, packed: for_device(codes.device).pack_nibbles(codes, packed),

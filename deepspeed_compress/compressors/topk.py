@@ -1,6 +1,7 @@
 """Blockwise top-k sparsification, the kept values sent as they are or quantized."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ class TopK:
 
     def _select(self, x: Tensor) -> Tensor:
         """Block-relative indices of the kept elements, block after block."""
-        top_k_rows = for_device(x.device).top_k_rows
+        top_k_rows: Callable[[Tensor, int], Tensor] = for_device(x.device).top_k_rows
         whole = x.numel() // self.block_size * self.block_size
         body = top_k_rows(x[:whole].view(-1, self.block_size), self._kept(self.block_size)).view(-1)
         if whole == x.numel():

@@ -96,17 +96,13 @@ def find_conflicts(
     return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
 
 
-def _disagreement(
-    native: _Native, ds_config: Mapping[str, Any], parallelism: Parallelism
-) -> Iterator[Problem]:
+def _disagreement(native: _Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
     ours, theirs = native.given(parallelism), native.native(ds_config)
     outer = ds_config.get(native.section, {})
     if ours is None:
         return
     if not isinstance(outer, dict):
-        what = (
-            f"{ours} cannot be combined with {pointer((native.section,))}: {show(outer)} (allowed: an object)"
-        )
+        what = f"{ours} cannot be combined with {pointer((native.section,))}: {show(outer)} (allowed: an object)"
         yield Problem(native.ours, what, f'"{native.section}": {{"{native.key}": {ours}}}')
     elif theirs is not None and not _same(ours, theirs, native.off):
         what = f"{ours} disagrees with {native.theirs}: {show(theirs)} (allowed: the same value)"
@@ -117,9 +113,7 @@ def _same(ours: int, theirs: object, off: int) -> bool:
     return isinstance(theirs, int) and not isinstance(theirs, bool) and max(theirs, off) == ours
 
 
-def _pipeline_with_partitioned_gradients(
-    ds_config: Mapping[str, Any], parallelism: Parallelism
-) -> Iterator[Problem]:
+def _pipeline_with_partitioned_gradients(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
     stage = _STAGE.effective(ds_config, parallelism)
     if parallelism.pipeline > 1 and stage >= 2:
         at = _STAGE.theirs if _STAGE.given(parallelism) is None else _STAGE.ours
@@ -130,9 +124,7 @@ def _pipeline_with_partitioned_gradients(
         yield Problem(at, what, '0 or 1, or "pipeline": 1')
 
 
-def _indivisible(
-    ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int
-) -> Iterator[Problem]:
+def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Problem]:
     tensor, pipeline = _TENSOR.effective(ds_config, parallelism), parallelism.pipeline
     if world_size < 1 or world_size % (tensor * pipeline):
         what = (

@@ -41,9 +41,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}). Make the file readable.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte {error.start}). Save the file with UTF-8 encoding."
-        ) from error
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save the file with UTF-8 encoding.") from error
 
 
 def _decode_base64(text: str) -> str | None:
@@ -83,9 +81,7 @@ def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str
     paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
     if paths:
         keys = ", ".join(sorted(pointer(path) for path in paths))
-        raise ConfigError(
-            f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates."
-        )
+        raise ConfigError(f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates.")
 
 
 def _find(value: object, wanted: dict[str, Any]) -> Iterator[KeyPath]:

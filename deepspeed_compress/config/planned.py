@@ -46,9 +46,7 @@ def find_planned(section: object) -> Iterator[Problem]:
         place = tuple("*" if isinstance(part, int) else part for part in path)
         at = pointer((SECTION, *path))
         if path and path[-1] in PLANNED_KEYS.get(place[:-1], ()):
-            yield _unavailable(
-                at, f'key "{path[-1]}"', listed(view.keys(path[:-1])), "nothing: remove the key"
-            )
+            yield _unavailable(at, f'key "{path[-1]}"', listed(view.keys(path[:-1])), "nothing: remove the key")
         elif value == "auto":
             yield Problem(at, _AUTO, "nothing: leave the key out for its default")
         elif isinstance(value, str | int) and value in PLANNED_VALUES.get(place, ()):

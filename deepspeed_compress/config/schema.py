@@ -73,9 +73,7 @@ class SchemaView:
             return self._resolve({**target, **{k: v for k, v in node.items() if k != "$ref"}})
         if "anyOf" in node:
             value = next(option for option in node["anyOf"] if option.get("type") != "null")
-            return self._resolve(
-                {**value, **{k: v for k, v in node.items() if k != "anyOf"}, "nullable": True}
-            )
+            return self._resolve({**value, **{k: v for k, v in node.items() if k != "anyOf"}, "nullable": True})
         return node
 
 

@@ -64,9 +64,7 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
 def _missing_section(ds_config: Mapping[str, Any]) -> Problem:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
     what = "the section is missing" + (f' (did you mean it by "{close[0]}"?)' if close else "")
-    return Problem(
-        pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}'
-    )
+    return Problem(pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
 
 
 def _without_those_inside(found: list[Problem], others: Iterator[Problem]) -> list[Problem]:

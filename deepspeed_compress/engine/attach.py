@@ -75,13 +75,17 @@ def _session(engine: Any, config: CompressConfig) -> Session:
     return Session(config, reduction, writer)
 
 
-def initialize(args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any) -> Any:
+def initialize(
+    args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any
+) -> Any:
     """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
 
     The same arguments and the same returned tuple (engine, optimizer, dataloader, lr_scheduler). The configuration may
     be a path, a dict, or `args.deepspeed_config`. Errors as of `attach`.
     """
-    return _initialize_with(deepspeed.initialize, args, *positional, config=config, config_params=config_params, **options)
+    return _initialize_with(
+        deepspeed.initialize, args, *positional, config=config, config_params=config_params, **options
+    )
 
 
 def _initialize_with(
@@ -116,7 +120,9 @@ def install() -> Callable[[], None]:
         return lambda: None
 
     @functools.wraps(original)
-    def wrapper(args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any) -> Any:
+    def wrapper(
+        args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any
+    ) -> Any:
         source = config or config_params or getattr(args, "deepspeed_config", None)
         present = source is not None and SECTION in read_ds_config(source)
         call = functools.partial(_initialize_with, original) if present else original
@@ -129,6 +135,8 @@ def install() -> Callable[[], None]:
         if deepspeed.initialize is wrapper:
             deepspeed.initialize = original
         else:
-            warnings.warn("deepspeed.initialize was replaced after install(); left as it is", CompressWarning, stacklevel=2)
+            warnings.warn(
+                "deepspeed.initialize was replaced after install(); left as it is", CompressWarning, stacklevel=2
+            )
 
     return uninstall

@@ -30,7 +30,9 @@ def attach_checkpoint(engine: Any, session: Session) -> None:
     @functools.wraps(save)
     def save_checkpoint(save_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
         result = save(save_dir, tag, *args, **options)
-        save_state(session, state_file(Path(save_dir) / str(tag or f"global_step{engine.global_steps}"), engine.global_rank))
+        save_state(
+            session, state_file(Path(save_dir) / str(tag or f"global_step{engine.global_steps}"), engine.global_rank)
+        )
         # A rank that returns may be killed; by then every rank's file must be complete.
         dist.barrier()
         return result
@@ -86,7 +88,7 @@ def load_state(session: Session, file: Path, device: torch.device) -> None:
     try:
         with safe_open(file, "pt") as stored:
             metadata = stored.metadata() or {}
-            found = {json.dumps(json.loads(key)): stored.get_tensor(key) for key in stored.keys()}
+            found = {json.dumps(json.loads(key)): stored.get_tensor(key) for key in stored.offset_keys()}
     except (SafetensorError, ValueError) as error:
         raise StateError(f"{file} is damaged ({error}); remove it to start with residuals of zero") from error
     expected = {"format": FORMAT, "ranks": str(dist.get_world_size()), "method": session.config.gradients.method}

@@ -25,7 +25,9 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     problems = [problem for applies, problem in _LIMITS if applies(engine)]
     problems += _mismatches(engine, config)
     if problems:
-        raise UnsupportedError("this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems))
+        raise UnsupportedError(
+            "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
+        )
 
 
 def tied_parameters(engine: Any) -> list[str]:
@@ -90,12 +92,12 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
     stage = int(engine.zero_optimization_stage())
     if asked.zero_stage is not None and asked.zero_stage != stage:
         yield (
-            f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO stage "
-            f'{stage}; use deepspeed_compress.initialize, or write "zero_optimization": {{"stage": {asked.zero_stage}}}'
+            f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO "
+            f"stage {stage}; use deepspeed_compress.initialize, or write {asked.zero_stage} as zero_optimization.stage"
         )
     stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
     if asked.pipeline != stages and "pipeline" in asked.model_fields_set:
         yield (
-            f"/deepspeed_compress/parallelism/pipeline is {asked.pipeline}, but the model has {stages} pipeline stage(s); "
-            f"pass a PipelineModule with num_stages={asked.pipeline}, or write {stages}"
+            f"/deepspeed_compress/parallelism/pipeline is {asked.pipeline}, but the model has {stages} pipeline "
+            f"stage(s); pass a PipelineModule with num_stages={asked.pipeline}, or write {stages}"
         )

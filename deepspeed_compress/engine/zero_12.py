@@ -90,7 +90,7 @@ def _reduce_separate(optimizer: Any, grads: list[Tensor], dtype: torch.dtype) ->
     optimizer.average_tensor(flat, dtype)
     if optimizer.overlap_comm and flat.is_cuda:
         torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
-    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+    for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(mean.view_as(grad))
 
 

@@ -4,16 +4,20 @@ DeepSpeed reduce-scatters every parameter of a bucket by itself; rank r owns the
 padded with zeros. We send all shares of an owner in one message.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
 
 from deepspeed_compress.buckets import Partition, partition_by_sizes
 from deepspeed_compress.engine.session import Session
-from deepspeed_compress.engine.traffic import ring_all_gather, ring_reduce_scatter
+from deepspeed_compress.engine.traffic import ring_all_reduce, ring_reduce_scatter
+from deepspeed_compress.monitor import Meter
 
 __all__ = ["attach_zero_3"]
 
@@ -23,16 +27,21 @@ _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
     """Replace, or for method "none" only count, the reduction of gradient buckets on this optimizer alone.
 
-    Returns a function that gives the bytes that this rank sends for weights in an optimizer step.
+    Returns a function that gives the bytes for weights which remain to be counted after an optimizer step.
     """
     optimizer = engine.optimizer
     ranks = optimizer.dp_process_group.size()
-    originals = {name: getattr(optimizer, _PREFIX + name) for name in ("avg_scatter_grads", "avg_scatter_contiguous_grads")}
+    # gloo reduce-scatters by an all-reduce of everything.
+    all_reduces = dist.get_backend(optimizer.dp_process_group) == "gloo"
+    originals = {
+        name: getattr(optimizer, _PREFIX + name) for name in ("avg_scatter_grads", "avg_scatter_contiguous_grads")
+    }
 
     def count(parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
         size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
         # Without reduce_scatter DeepSpeed all-reduces the contiguous bucket.
-        session.meter.bytes_uncompressed += ring_reduce_scatter(size, ranks) * (2 if contiguous else 1)
+        ring = ring_all_reduce if contiguous or all_reduces else ring_reduce_scatter
+        session.meter.bytes_uncompressed += ring(size, ranks)
 
     def avg_scatter_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         count(params_to_reduce, communication_data_type, contiguous=False)
@@ -60,7 +69,8 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
         _PREFIX + "avg_scatter_contiguous_grads",
         count_contiguous if none else avg_scatter_contiguous_grads,
     )
-    return lambda: _weight_bytes(optimizer, engine.gradient_accumulation_steps())
+    _count_weights(optimizer, session.meter)
+    return lambda: 0  # counted already, gather by gather
 
 
 def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any]) -> list[Tensor]:
@@ -72,7 +82,7 @@ def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any])
     bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
     session.reduce(bucket, _partition(optimizer, parameters, ranks), optimizer.sequence_parallel_size / ranks, False)
     shares = []
-    for gradient, parameter in zip(bucket.split([p.ds_numel for p in parameters]), parameters, strict=True):
+    for gradient, parameter in zip(torch.split(bucket, [p.ds_numel for p in parameters]), parameters, strict=True):
         share = math.ceil(parameter.ds_numel / ranks)
         own = gradient[rank * share : (rank + 1) * share]
         padded = own.new_zeros(parameter.partition_numel(), dtype=optimizer.gradient_accumulation_dtype)
@@ -93,13 +103,31 @@ def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
-def _weight_bytes(optimizer: Any, micro_steps: int) -> int:
-    """Weights are gathered forward and backward in every micro-step; those below
-    `stage3_param_persistence_threshold` stay, and are gathered once after the optimizer step.
+def _count_weights(optimizer: Any, meter: Meter) -> None:
+    """Count the weights that this rank sends, at the functions of each parameter through which DeepSpeed gathers it.
+
+    How often that happens in a step cannot be told beforehand: what is needed again soon stays, by the order of layers
+    and the `stage3_max_live_parameters`, `stage3_max_reuse_distance` and `stage3_param_persistence_threshold` of the
+    configuration, so a small model is gathered once a step and a large one forward and backward.
     """
-    ranks = optimizer.dp_process_group.size()
-    total = 0
     for parameter in optimizer.module.parameters():
-        size = parameter.partition_numel() * ranks * parameter.element_size()
-        total += ring_all_gather(size, ranks) * (1 if parameter.ds_persist else 2 * micro_steps)
-    return total
+        parameter.all_gather = _counted(parameter.all_gather, [parameter], meter)
+        parameter.all_gather_coalesced = _counted(parameter.all_gather_coalesced, [parameter], meter)
+
+
+def _counted(gather: Callable[..., Any], own: list[Any], meter: Meter) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def counted(param_list: Iterable[Any] | None = None, *args: Any, **options: Any) -> Any:
+        parameters = own if param_list is None else list(param_list)
+        meter.bytes_weights += sum(_gather_bytes(parameter) for parameter in parameters)
+        return gather(parameters, *args, **options)
+
+    return counted
+
+
+def _gather_bytes(parameter: Any) -> int:
+    """Bytes that this rank sends to gather `parameter` around a ring, none if it is here or on its way."""
+    if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+        return 0
+    size = parameter.ds_tensor.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
+    return int(size) * (parameter.ds_process_group.size() - 1)

@@ -39,7 +39,7 @@ class Meter:
         if not self.timed:
             yield
             return
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         yield
         last.record()
@@ -54,4 +54,6 @@ class Meter:
         return dict(self._elapsed)
 
     def reset(self, timed: bool) -> None:
-        self.__init__(timed=timed)  # type: ignore[misc]
+        """Begin a step, with or without times on GPU."""
+        fresh = Meter(timed=timed)
+        self.__dict__.update(fresh.__dict__)

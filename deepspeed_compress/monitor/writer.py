@@ -1,10 +1,11 @@
 """Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Any, Protocol
 
 __all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
 
@@ -18,7 +19,8 @@ class StepStatistics:
 
     `bytes_sent`: payload of the gradients; `bytes_uncompressed`: what DeepSpeed alone sends for them (ring
     algorithms); `bytes_weights`: what DeepSpeed sends for updated weights. `residual_norm`: L2 norm of this rank's
-    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled.
+    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
+    not finite is written as null, which JSON can express.
     """
 
     step: int
@@ -44,30 +46,27 @@ class EventSink(Protocol):
 
 
 class StatisticsWriter:
-    """Writes on one rank; the file is opened at the first line, appended to, and flushed at every line."""
+    """Writes on one rank: appends a line to `directory`/compression.jsonl, and sends events to `sink`."""
 
     def __init__(self, directory: str | None, sink: EventSink | None) -> None:
         self._path = Path(directory) / FILE_NAME if directory else None
-        self._file: IO[str] | None = None
         self._sink = sink
 
     def write(self, statistics: StepStatistics) -> None:
+        fields = {name: _finite(value) for name, value in asdict(statistics).items()}
         if self._path is not None:
-            self._open().write(json.dumps(asdict(statistics)) + "\n")
-        if self._sink is not None and self._sink.enabled:
-            self._sink.write_events(_events(statistics))
-
-    def _open(self) -> IO[str]:
-        if self._file is None:
-            assert self._path is not None
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", buffering=1, encoding="utf-8")
-        return self._file
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(fields) + "\n")
+        if self._sink is not None and self._sink.enabled:
+            self._sink.write_events(_events(fields))
 
 
-def _events(statistics: StepStatistics) -> list[tuple[str, float, int]]:
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Every number as an event on DeepSpeed's axis, the samples seen."""
-    fields = asdict(statistics)
-    samples = fields.pop("samples")
-    del fields["step"], fields["method"]
-    return [(EVENT_PREFIX + name, value, samples) for name, value in fields.items() if value is not None]
+    numbers = {name: value for name, value in fields.items() if name not in ("step", "samples", "method")}
+    return [(EVENT_PREFIX + name, value, fields["samples"]) for name, value in numbers.items() if value is not None]

@@ -5,4 +5,14 @@ from deepspeed_compress.reducers.payload import Encoder, PayloadReducer, StepClo
 from deepspeed_compress.reducers.plan import Piece, Plan, make_plan
 from deepspeed_compress.reducers.probe import cosine_with_truth, true_sum
 
-__all__ = ["Encoder", "PayloadReducer", "Piece", "Plan", "StepClock", "cosine_with_truth", "exchange", "make_plan", "true_sum"]
+__all__ = [
+    "Encoder",
+    "PayloadReducer",
+    "Piece",
+    "Plan",
+    "StepClock",
+    "cosine_with_truth",
+    "exchange",
+    "make_plan",
+    "true_sum",
+]

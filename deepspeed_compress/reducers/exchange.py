@@ -41,6 +41,6 @@ def _all_to_all(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Seque
     group.alltoall(outputs, inputs).wait()
 
 
-_BY_DEVICE: MappingProxyType[str, Callable[[ProcessGroup, Sequence[Tensor], Sequence[Tensor]], None]] = MappingProxyType(
-    {"cpu": _point_to_point, "cuda": _all_to_all}
+_BY_DEVICE: MappingProxyType[str, Callable[[ProcessGroup, Sequence[Tensor], Sequence[Tensor]], None]] = (
+    MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})
 )

@@ -133,9 +133,7 @@ def test_models_are_frozen_and_hashable() -> None:
         ([], "", ["[] is not accepted", "an object"]),
     ],
 )
-def test_one_problem_names_key_value_allowed_and_remedy(
-    section: object, pointer: str, fragments: list[str]
-) -> None:
+def test_one_problem_names_key_value_allowed_and_remedy(section: object, pointer: str, fragments: list[str]) -> None:
     problems = problems_of(section)
     assert list(problems) == [pointer]
     assert [text for text in fragments if text not in problems[pointer]] == []

@@ -1,0 +1,78 @@
+"""A Hugging Face causal language model from a config file or a local directory; nothing is downloaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from deepspeed_compress.errors import ConfigError
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+
+def read_model_config(path: Path) -> PretrainedConfig:
+    """Config of a model from its JSON file, or from a directory that holds a config.json.
+
+    Raises ConfigError when it cannot be read, names no model_type that transformers knows, or has a value
+    that the model family rejects.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    values = _read_json(file)
+    name = values.pop("model_type", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'--model {file}: /model_type is {name!r}; write the family, for example "gpt2" or "llama"')
+    try:
+        return AutoConfig.for_model(name, **values)
+    except Exception as error:  # transformers raises many types, some of huggingface_hub
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"--model {file}: transformers rejects it: {reason}") from None
+
+
+def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """The model in fp32, with the weights of the directory `path`, or new ones drawn from `seed`.
+
+    The same seed gives the same weights on every rank. Raises ConfigError when transformers has no causal
+    language model of this family or cannot load the weights.
+    """
+    torch.manual_seed(seed)
+    try:
+        model = _load(path) if has_weights(path) else _create(config)
+    except (ValueError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"--model {path}: no causal language model can be built: {reason}") from None
+    # Without a name, transformers falls back to the same loss, with a warning at the first step.
+    model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
+    return model
+
+
+def has_weights(path: Path) -> bool:
+    """Whether `path` is a directory with saved weights, in safetensors form."""
+    return any((path / name).is_file() for name in WEIGHT_FILES)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    hint = "give a model config in JSON or a local directory with a config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model {file}: cannot be read ({error.strerror or error}); {hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"--model {file}: not valid JSON ({error}); {hint}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--model {file}: a JSON {type(values).__name__}, expected an object; {hint}")
+    return values
+
+
+def _load(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True, dtype=torch.float32, use_safetensors=True
+    )
+    return model
+
+
+def _create(config: PretrainedConfig) -> PreTrainedModel:
+    build: Any = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = build(config, dtype=torch.float32)
+    return model

@@ -1,0 +1,167 @@
+"""The command line of the training program."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from textwrap import dedent
+
+EXAMPLES = """
+examples:
+  two processes on this machine's CPU (DS_ACCELERATOR=cpu) or two GPUs:
+    deepspeed --num_gpus 2 launch/train_gpt.py --deepspeed_config configs/zero2_int4.json \\
+        --data data/shakespeare --model configs/models/gpt_2m.json --output-dir runs/int4 --steps 300
+
+  go on where the newest checkpoint of runs/int4 ends (same command, and --resume):
+    deepspeed --num_gpus 2 launch/train_gpt.py --deepspeed_config configs/zero2_int4.json \\
+        --data data/shakespeare --model configs/models/gpt_2m.json --output-dir runs/int4 --steps 600 \\
+        --save-every 100 --resume
+
+  one process, without the launcher:
+    python launch/train_gpt.py --deepspeed_config configs/zero2_none.json --data my.txt --output-dir runs/one
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Values of the command line, by the names that --help shows."""
+
+    deepspeed_config: str
+    data: tuple[Path, ...]
+    output_dir: Path
+    model: Path
+    tokenizer: Path
+    cache_dir: Path
+    vocab_size: int | None
+    held_out: float
+    steps: int
+    seq_len: int
+    seed: int
+    eval_every: int
+    eval_batches: int
+    save_every: int
+    log_every: int
+    sample_tokens: int
+    resume: bool
+    local_rank: int
+
+
+def parse_options(argv: list[str] | None = None) -> Options:
+    """Options from `argv`, or from sys.argv. Leaves the program with status 2 when they are wrong."""
+    values = vars(_parser().parse_args(argv))
+    values.pop("deepspeed")
+    output_dir: Path = values["output_dir"]
+    values["tokenizer"] = values["tokenizer"] or output_dir / "tokenizer"
+    values["cache_dir"] = values["cache_dir"] or values["tokenizer"] / "tokens"
+    return Options(**values | {"data": tuple(values["data"])})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        description="Train a Hugging Face causal language model with DeepSpeed and compressed gradients.",
+        epilog=dedent(EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_run(parser.add_argument_group("what to train"))
+    _add_length(parser.add_argument_group("how long, and what is written"))
+    _add_launcher(parser.add_argument_group("for the launcher"))
+    return parser
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--deepspeed_config", required=True, metavar="FILE", help="DeepSpeed configuration, JSON or HJSON"
+    )
+    group.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files or directories: .txt, .jsonl",
+    )
+    group.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="where the run is written")
+    group.add_argument(
+        "--model",
+        type=Path,
+        default=Path("configs/models/gpt_2m.json"),
+        metavar="PATH",
+        help="model config in JSON, or a local Hugging Face directory (default %(default)s)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="directory with a tokenizer.json; trained when missing (default OUTPUT_DIR/tokenizer)",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=_from(257),
+        metavar="N",
+        help="of a tokenizer that is trained (default: the model's)",
+    )
+    group.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the encoded text is kept (default TOKENIZER/tokens)",
+    )
+    group.add_argument(
+        "--held-out",
+        type=_fraction,
+        default=0.05,
+        metavar="SHARE",
+        help="end of each file which is only evaluated on (default %(default)s)",
+    )
+
+
+def _add_length(group: argparse._ArgumentGroup) -> None:
+    counts = [
+        ("--steps", 300, 0, "optimizer steps in all, those before a resume included"),
+        ("--seq-len", 128, 2, "tokens in a sequence"),
+        ("--seed", 0, 0, "of the weights, the batches and dropout"),
+        ("--eval-every", 50, 0, "steps between evaluations; 0: only at the end"),
+        ("--eval-batches", 8, 1, "held-out batches of train_batch_size in an evaluation"),
+        ("--save-every", 0, 0, "steps between checkpoints, and one at the end; 0: none at all"),
+        ("--log-every", 10, 1, "steps between lines of metrics.jsonl"),
+        ("--sample-tokens", 60, 0, "length of the sample text at the end; 0: none"),
+    ]
+    for name, default, least, text in counts:
+        group.add_argument(name, type=_from(least), default=default, metavar="N", help=f"{text} (default {default})")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in OUTPUT_DIR; from step 0 without one",
+    )
+
+
+def _add_launcher(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
+    group.add_argument("--deepspeed", action="store_true", help="accepted, as other programs need it; always on")
+
+
+class _from:
+    """An integer of at least `least`, as an argparse type."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.least - 1
+        if value < self.least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {self.least} up")
+        return value
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value

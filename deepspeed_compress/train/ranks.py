@@ -1,0 +1,78 @@
+"""What the processes of a run do together.
+
+An error of one process becomes the error of all, so that no process waits for one that has stopped.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from deepspeed_compress.errors import CompressError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Do `action` on every rank. A CompressError that it raises on any rank is raised on all of them."""
+        outcome: list[T] = []
+        error: CompressError | None = None
+        try:
+            outcome.append(action())
+        except CompressError as caught:
+            error = caught
+        errors: list[CompressError | None] = [None] * self.world_size
+        dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found
+        return outcome[0]
+
+    def first_only(self, action: Callable[[], T]) -> T:
+        """Do `action` on rank 0 alone; its result (or CompressError) reaches every rank."""
+        result = self.agree(lambda: action() if self.is_first else None)
+        shared: list[Any] = [result]
+        dist.broadcast_object_list(shared, src=0)
+        value: T = shared[0]
+        return value
+
+    def once_per_node(self, action: Callable[[], object]) -> None:
+        """Do `action` on rank 0, then on the first rank of each other node, whose disk may be another."""
+        self.agree(lambda: action() if self.is_first else None)
+        self.agree(lambda: action() if self.local_rank == 0 and not self.is_first else None)
+
+
+def start_ranks(local_rank: int) -> Ranks:
+    """Join the processes that the launcher started; a process without a launcher is a world of one."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+    os.environ.setdefault("LOCAL_RANK", str(max(local_rank, 0)))
+    here = int(os.environ["LOCAL_RANK"])
+    get_accelerator().set_device(here)
+    deepspeed.init_distributed()
+    return Ranks(dist.get_rank(), dist.get_world_size(), here)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

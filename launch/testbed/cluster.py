@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+"""Hosts of a slow network on one Linux machine: network namespaces on a bridge, every link really limited.
+
+Each host has an interface eth0; what it sends and what it receives each pass a token-bucket filter of the same rate,
+so a link is full duplex. One process runs on each host, with the environment that the deepspeed launcher sets.
+Everything is taken down at the end, also after errors and signals. Needs Linux, root, iproute2 and util-linux.
+
+From Python:
+
+    with Cluster(4, "1gbit") as cluster:
+        run = cluster.run([sys.executable, "program.py"])
+
+examples:
+  python launch/testbed/cluster.py --hosts 2 --rate 100mbit -- python program.py --option
+  python launch/testbed/cluster.py --clean
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+NETWORK = "10.77.0."
+MTU = 1500
+DEVICE = "eth0"
+PREFIX = "dscompress"
+"""Namespaces are PREFIX + process id + "-" + host number, or "-bridge"."""
+NAMESPACES = Path("/run/netns")
+UNLIMITED = "none"
+
+TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"})
+_UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
+
+
+class ClusterError(Exception):
+    """The hosts cannot be made, or a command of iproute2 failed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes did, in host order. `failure` is None when all of them ended with 0."""
+
+    exit_codes: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    seconds: float
+    failure: str | None
+
+
+def check_machine() -> None:
+    """ClusterError unless hosts can be made here."""
+    if sys.platform != "linux":
+        raise ClusterError(f"the testbed needs Linux (network namespaces), this is {sys.platform}")
+    missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    if missing:
+        raise ClusterError(f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2")
+    if os.geteuid() != 0:
+        raise ClusterError("making network namespaces needs root; run the command again with sudo")
+
+
+def bits_per_second(rate: str) -> float:
+    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if found is None or float(found[1]) == 0:
+        raise ClusterError(
+            f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"'
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def set_rate(namespace: str, device: str, rate: str) -> None:
+    """Limit what `device` sends to `rate`, or lift the limit with "none"."""
+    if rate == UNLIMITED:
+        _tc(namespace, "del", "dev", device, "root", check=False)
+    else:
+        _tc(namespace, "replace", "dev", device, "root", *_token_bucket(bits_per_second(rate)))
+
+
+def set_own_rate(rate: str) -> None:
+    """In a process that a Cluster started: change both directions of the link of its own host, while it runs."""
+    prefix, host = os.environ["TESTBED_PREFIX"], os.environ["RANK"]
+    set_rate(f"{prefix}-{host}", DEVICE, rate)
+    set_rate(f"{prefix}-bridge", f"port{host}", rate)
+
+
+def clean() -> list[str]:
+    """Delete the namespaces that processes which no longer exist have left; returns their names."""
+    left = [path.name for path in NAMESPACES.glob(f"{PREFIX}*-*") if not _maker_lives(path.name)]
+    for name in left:
+        _run("ip", "netns", "del", name)
+    return left
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program through its clean-up, as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Cluster:
+    """A context of `hosts` hosts whose links carry `rate`. Raises ClusterError when they cannot be made."""
+
+    def __init__(self, hosts: int, rate: str = UNLIMITED) -> None:
+        self.hosts = hosts
+        self.rate = rate
+        self.prefix = f"{PREFIX}{os.getpid()}"
+        self.namespaces = tuple(f"{self.prefix}-{host}" for host in range(hosts))
+        self._bridge = f"{self.prefix}-bridge"
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> "Cluster":
+        check_machine()
+        with contextlib.ExitStack() as undo:
+            for namespace in (self._bridge, *self.namespaces):
+                _add_namespace(namespace, undo)
+            _ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            _ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
+            for host in range(self.hosts):
+                self._add_host(host)
+            self.set_rate(self.rate)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def _add_host(self, host: int) -> None:
+        namespace, port = self.namespaces[host], f"port{host}"
+        link = ("link", "add", DEVICE, "mtu", str(MTU), "type", "veth")
+        _ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
+        _ip(self._bridge, "link", "set", port, "master", "br0", "up")
+        _ip(namespace, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
+        _ip(namespace, "link", "set", DEVICE, "up")
+        # Fair between the flows of one bridge, and the same on every machine.
+        _run("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+
+    def set_rate(self, rate: str) -> None:
+        """Limit every link, in both directions."""
+        for host, namespace in enumerate(self.namespaces):
+            set_rate(namespace, DEVICE, rate)
+            set_rate(self._bridge, f"port{host}", rate)
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        timeout: float | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Run:
+        """Run `command` on every host, pinned to one core each, until all have ended.
+
+        The first process that fails, or `timeout` seconds, end them all. `on_line` gets
+        each line that host 0 prints.
+        """
+        begin = time.monotonic()
+        processes: list[subprocess.Popen[str]] = []
+        try:
+            processes += [self._start(host, command, environment) for host in range(self.hosts)]
+            readers = [_Reader(process, on_line if host == 0 else None) for host, process in enumerate(processes)]
+            failure = _wait(processes, timeout)
+        finally:
+            _end(processes)
+        outputs = tuple(reader.text() for reader in readers)
+        exit_codes = tuple(process.returncode for process in processes)
+        return Run(exit_codes, outputs, time.monotonic() - begin, failure)
+
+    def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        core = str(host % (os.cpu_count() or 1))
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespaces[host], "taskset", "-c", core, *command],
+            env=os.environ | self._environment(host) | dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _environment(self, host: int) -> dict[str, str]:
+        ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "MASTER_ADDR": f"{NETWORK}1", "MASTER_PORT": "29500"}
+        local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TESTBED_PREFIX": self.prefix}
+        return ranks | local | threads | offline
+
+
+class _Reader:
+    """Collects what a process prints, on a thread, so that no pipe fills up."""
+
+    def __init__(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(process, on_line), daemon=True)
+        self._thread.start()
+
+    def _read(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._lines.append(line)
+            if on_line is not None:
+                on_line(line)
+
+    def text(self) -> str:
+        self._thread.join(5)
+        return "".join(self._lines)
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> str | None:
+    """Until all ended with 0 (None), one failed, or time is up (what happened)."""
+    deadline = time.monotonic() + (timeout or float("inf"))
+    while any(process.poll() is None for process in processes):
+        if failed := [host for host, process in enumerate(processes) if process.poll()]:
+            time.sleep(2)  # the others may be about to say more about it
+            return f"host {failed[0]} ended with {processes[failed[0]].returncode}"
+        if time.monotonic() > deadline:
+            return f"not finished after {timeout:.0f} s"
+        time.sleep(0.1)
+    codes = [process.returncode for process in processes]
+    return f"exit codes {codes}" if any(codes) else None
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Each process leads a session of its own, so its whole group ends with it."""
+    for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+
+
+def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
+    _run("ip", "netns", "add", name)
+    undo.callback(_run, "ip", "netns", "del", name, check=False)
+    # Neighbour discovery would count as traffic.
+    _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
+    _ip(name, "link", "set", "lo", "up")
+
+
+def _maker_lives(namespace: str) -> bool:
+    return Path("/proc", namespace.removeprefix(PREFIX).partition("-")[0]).exists()
+
+
+def _token_bucket(bits: float) -> list[str]:
+    """A burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate; the queue
+    50 ms of it."""
+    burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
+    return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue)]
+
+
+def _tc(namespace: str, *arguments: str, check: bool = True) -> None:
+    _run("tc", "-n", namespace, "qdisc", *arguments, check=check)
+
+
+def _ip(namespace: str, *arguments: str) -> None:
+    _run("ip", "-n", namespace, *arguments)
+
+
+def _run(*command: str, check: bool = True) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if check and result.returncode:
+        raise ClusterError(f"{' '.join(command)}: exit code {result.returncode}: {result.stderr.strip()}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default=UNLIMITED, help="of every link, such as 100mbit (default: no limit)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS")
+    parser.add_argument("--clean", action="store_true", help="delete what killed runs have left, and end")
+    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    options = parser.parse_args()
+    if bool(options.command) == options.clean:
+        parser.error("write a command after --, or --clean")
+    try:
+        return _clean() if options.clean else _run_command(options)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _clean() -> int:
+    check_machine()
+    for name in clean():
+        print(f"deleted {name}")
+    return 0
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
+        run = cluster.run(options.command, timeout=options.timeout, on_line=sys.stdout.write)
+    if run.failure is not None:
+        for host, output in enumerate(run.outputs):
+            print(f"--- host {host}, last lines\n{output[-1500:]}", file=sys.stderr)
+        print(f"error: {run.failure}", file=sys.stderr)
+    return int(run.failure is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""Train a Hugging Face causal language model: see --help, and docs/training.md."""
+
+import sys
+
+from deepspeed_compress.train.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

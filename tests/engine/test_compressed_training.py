@@ -1,0 +1,89 @@
+"""Compressed training in every engine: replicas stay equal, learning goes on, precisions and options work."""
+
+import pytest
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, train
+
+METHODS = {
+    "bf16": {"method": "bf16"},
+    "int8": {"method": "blockwise", "bits": 8, "block_size": 32},
+    "int4_stochastic": {"method": "blockwise", "bits": 4, "block_size": 32, "rounding": "stochastic"},
+    "topk": {"method": "topk", "density": 0.1, "block_size": 64},
+    "topk_int4": {"method": "topk", "density": 0.1, "block_size": 64, "values": {"bits": 4}},
+    "no_feedback": {"method": "blockwise", "bits": 8, "error_feedback": None},
+}
+
+
+def outcomes(ranks: int, **job) -> list:
+    return [outcome for (outcome,) in run_forks(ranks, train, Job(**job))]
+
+
+def assert_learned(results: list) -> None:
+    """The replicas agree to the bit and the loss of rank 0 fell."""
+    first = results[0]
+    assert all(result.parameters == first.parameters for result in results)
+    early, late = first.losses[:10], first.losses[-10:]
+    assert sum(late) < 0.8 * sum(early)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_agree_and_learn(method, stage):
+    assert_learned(outcomes(2, stage=stage, section={"gradients": METHODS[method]}, steps=60))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_three_ranks(stage):
+    assert_learned(outcomes(3, stage=stage, section={"gradients": METHODS["int8"]}, steps=60))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_same_seed_same_bits(stage):
+    job = Job(stage=stage, section={"gradients": METHODS["int4_stochastic"], "seed": 5})
+    other = Job(stage=stage, section={"gradients": METHODS["int4_stochastic"], "seed": 6})
+    first, second, third = run_forks(2, train, job, job, other)[0]
+    assert first == second
+    assert first != third
+
+
+@pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reduction_options(stage, zero):
+    section = {"gradients": METHODS["int8"]}
+    assert_learned(outcomes(2, stage=stage, zero=zero, section=section, steps=60, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16(stage):
+    extra = {"bf16": {"enabled": True}}
+    assert_learned(outcomes(2, stage=stage, extra=extra, section={"gradients": METHODS["int8"]}, steps=60))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_with_fp32_accumulation(stage):
+    """ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
+    extra = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    job = {"stage": stage, "extra": extra, "steps": 60, "accumulation": 2}
+    assert_learned(outcomes(2, **job, section={"gradients": METHODS["int8"]}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_offload(stage):
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    extra = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    assert_learned(outcomes(2, stage=stage, zero=zero, extra=extra, section={"gradients": METHODS["int8"]}, steps=60))
+
+
+@pytest.mark.parametrize("method", ["int8", "topk_int4"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_pipeline(stage, method):
+    """Both stages hold the tied matrix: its copies must stay equal, and so must the replicas of a stage."""
+    section = {"parallelism": {"pipeline": 2}, "gradients": METHODS[method]}
+    results = outcomes(4, stage=stage, stages=2, section=section, steps=40, accumulation=2)
+    assert results[0].parameters == results[1].parameters
+    assert results[2].parameters == results[3].parameters
+    tied = [[value for name, value in result.parameters.items() if "tied" in name] for result in results]
+    assert tied[0]
+    assert tied[0] == tied[2]
+    assert results[0].losses[-1] < results[0].losses[0]

@@ -1,0 +1,72 @@
+"""What must not change anything changes nothing: bit for bit against DeepSpeed without us, in the same processes."""
+
+import pytest
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, train
+
+RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
+"""Every parameter uncompressed through our own exchange."""
+NONE = {"gradients": {"method": "none"}}
+
+
+def assert_identical(ranks: int, job: dict, section: dict) -> None:
+    for plain, ours in run_forks(ranks, train, Job(**job), Job(**job, section=section)):
+        assert plain == ours
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_method_none(stage, accumulation, clipping):
+    job = {"stage": stage, "accumulation": accumulation, "extra": {"gradient_clipping": clipping}, "steps": 20}
+    assert_identical(2, job, NONE)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_method_none_in_a_pipeline(stage, accumulation):
+    assert_identical(4, {"stage": stage, "stages": 2, "accumulation": accumulation, "steps": 20}, NONE)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_scatter": False}, {"round_robin_gradients": True}],
+    ids=lambda zero: next(iter(zero), "default"),
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_uncompressed_exchange(stage, zero):
+    """Two addends sum to the same bits in either order, so our sums must equal DeepSpeed's."""
+    if stage == 3:
+        zero = {key: value for key, value in zero.items() if key != "round_robin_gradients"}
+    assert_identical(2, {"stage": stage, "zero": zero, "accumulation": 2}, RAW)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_uncompressed_exchange_in_a_pipeline(stage):
+    assert_identical(4, {"stage": stage, "stages": 2, "accumulation": 2}, RAW)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}, {"gradient_allreduce_op": "sum"}],
+    ids=lambda extra: next(iter(extra)),
+)
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_scaling_options(stage, extra):
+    assert_identical(2, {"stage": stage, "zero": {"reduce_scatter": False}, "extra": extra}, RAW)
+
+
+def test_warm_up_is_dense():
+    schedule = {"gradients": {"bits": 4}, "schedule": {"warmup_steps": 4}}
+    assert_identical(2, {"stage": 2, "steps": 4}, schedule)
+
+
+def test_compression_begins_after_the_warm_up():
+    schedule = {"gradients": {"bits": 4}, "schedule": {"warmup_steps": 4}}
+    plain, ours = run_forks(2, train, Job(stage=2, steps=7), Job(stage=2, steps=7, section=schedule))[0]
+    assert plain.losses[:5] == ours.losses[:5]
+    assert plain.losses[5:] != ours.losses[5:]

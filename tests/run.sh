@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Sets up what is missing and runs every check and test. Arguments go to pytest: bash tests/run.sh -m "not slow".
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv="${DS_COMPRESS_VENV:-.venv}"
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+export PATH="$(cd "$venv" && pwd)/bin:$PATH"
+stamp="$venv/installed-$(cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)"
+if [ ! -e "$stamp" ]; then
+    # torch first and alone: asked for by another package, pip may choose a build with gigabytes of CUDA libraries.
+    python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+    python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+    touch "$stamp"
+fi
+
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"

@@ -1,0 +1,168 @@
+"""What ranks do in tests of the engine: train a small model with DeepSpeed, with and without compression."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch import nn
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+
+WIDTH = 12
+BATCH = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. `section` None is DeepSpeed without us; `extra` is merged into the ds_config."""
+
+    stage: int = 0
+    section: Mapping[str, Any] | None = None
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 4
+    accumulation: int = 1
+    stages: int = 1
+    poison: tuple[int, int] | None = None
+    """(step, rank) of a batch that holds a NaN."""
+    skip: tuple[int, ...] = ()
+    """Steps whose batches are left out."""
+
+    def config(self) -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_print": 10**6,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": 600,
+                "stage3_param_persistence_threshold": 0,
+                **self.zero,
+            },
+            **self.extra,
+        }
+        return config if self.section is None else {**config, SECTION: dict(self.section)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw: the loss of every micro-step and all parameters at the end, as float lists."""
+
+    losses: list[float]
+    parameters: dict[str, list[float]]
+    skipped: int = 0
+
+
+def network() -> nn.Sequential:
+    """Sizes that neither 2 nor any block size divides, some parameters smaller than the number of ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 3), nn.Linear(3, 1, bias=False)
+    )
+
+
+def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro-batches of a rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    batches = []
+    for step in range(job.steps):
+        for _ in range(job.accumulation):
+            x = torch.randn(BATCH, WIDTH, generator=generator)
+            y = x[:, :3].sum(dim=1, keepdim=True)
+            if job.poison == (step, rank):
+                x[0, 0] = float("nan")
+            if step not in job.skip:
+                batches.append((x, y))
+    return batches
+
+
+def start(job: Job) -> Any:
+    """An engine for the job's model."""
+    if job.stages > 1:
+        deepspeed.init_distributed("gloo")
+    model = pipeline(job.stages) if job.stages > 1 else network()
+    initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+
+
+def run(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Train on `batches`; the losses."""
+    losses = []
+    for x, y in batches:
+        output = engine(x.to(next(engine.module.parameters()).dtype))
+        loss = (output.float() - y).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def run_pipeline(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    iterator = iter(batches)
+    steps = len(batches) // engine.gradient_accumulation_steps()
+    return [float(engine.train_batch(iterator)) for _ in range(steps)]
+
+
+def weights(engine: Any) -> dict[str, list[float]]:
+    """All parameters of the rank, gathered where ZeRO 3 has them in pieces."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gathered = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(gathered):
+            found[name] = parameter.detach().float().flatten().tolist()
+    return found
+
+
+def train(rank: int, *jobs: Job) -> list[Outcome]:
+    """Run the jobs one after the other in this rank."""
+    outcomes = []
+    for job in jobs:
+        engine = start(job)
+        data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
+        losses = (run_pipeline if job.stages > 1 else run)(engine, data(data_rank, job))
+        outcomes.append(Outcome(losses, weights(engine), engine.skipped_steps))
+        engine.destroy()
+    return outcomes
+
+
+class Tied(nn.Module):
+    """A matrix that the first and the last stage hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def tied_output(module: Tied, x: torch.Tensor) -> torch.Tensor:
+    return (x @ module.weight.t()).sum(dim=1, keepdim=True)
+
+
+def pipeline(stages: int) -> PipelineModule:
+    layers = [
+        TiedLayerSpec("matrix", Tied, tied_weight_attr="weight"),
+        *(layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())),
+        TiedLayerSpec("matrix", Tied, forward_fn=tied_output, tied_weight_attr="weight"),
+    ]
+    torch.manual_seed(0)
+    return PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
+
+
+def with_engine(rank: int, job: Job, work: Callable[[Any, int, Job], Any]) -> Any:
+    """`work(engine, rank, job)` with an engine that exists."""
+    return work(start(job), rank, job)
+
+
+def statistics_lines(directory: Path) -> list[dict[str, Any]]:
+    import json
+
+    return [json.loads(line) for line in (directory / "compression.jsonl").read_text().splitlines()]

@@ -1,0 +1,144 @@
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_compress.compressors import random_key
+from deepspeed_compress.kernels import IMPLEMENTATIONS, for_device, reference
+from tests.support.properties import properties
+
+CPU = torch.device("cpu")
+KEYS = st.integers(0, 2**64 - 1)
+
+
+def lowbias32(value: int) -> int:
+    """The 32-bit mixer, written in Python's unbounded integers."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        value = ((value ^ (value >> shift)) * factor) % 2**32
+    return value
+
+
+@properties
+@given(KEYS)
+def test_uniform_numbers_are_the_mixed_counter(key: int) -> None:
+    low, high = key % 2**32, key >> 32
+    expected = [(lowbias32(((index + low) % 2**32) ^ high) >> 8) / 2**24 for index in range(20)]
+    assert reference.uniform(20, key, CPU).tolist() == expected
+
+
+@properties
+@given(KEYS, st.integers(0, 50))
+def test_a_uniform_number_depends_on_key_and_index_alone(key: int, count: int) -> None:
+    assert torch.equal(reference.uniform(count, key, CPU), reference.uniform(60, key, CPU)[:count])
+
+
+@pytest.mark.parametrize("parts", [(0,), (0, 1), (7, 3, 2, 1, 0, 1)])
+def test_uniform_numbers_are_uniform(parts: tuple[int, ...]) -> None:
+    """Mean, 64-bin chi-square and serial correlation, each within 5 of its standard deviations."""
+    count, bins = 1 << 16, 64
+    numbers = reference.uniform(count, random_key(*parts), CPU).double()
+    assert 0 <= float(numbers.min()) <= float(numbers.max()) < 1
+    centred = numbers - 0.5
+    assert abs(float(centred.mean())) < 5 / math.sqrt(12 * count)
+    assert abs(float((centred[1:] * centred[:-1]).mean()) * 12) < 5 / math.sqrt(count)
+    expected = count / bins
+    chi_square = float(((torch.histc(numbers, bins, 0, 1) - expected) ** 2 / expected).sum())
+    assert abs(chi_square - (bins - 1)) < 5 * math.sqrt(2 * (bins - 1))
+
+
+def test_keys_differ_in_every_part_and_order() -> None:
+    keys = {random_key(*parts) for parts in [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (2**64 - 1,)]}
+    assert len(keys) == 8
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+@pytest.mark.parametrize("levels", [7, 127])
+def test_the_largest_magnitude_of_a_row_becomes_the_largest_level(levels: int) -> None:
+    rows = torch.from_numpy(np.random.default_rng(levels).normal(size=(5, 32)).astype(np.float32))
+    scales, codes = reference.quantize_rows(rows, levels, None)
+    column = rows.abs().argmax(dim=1, keepdim=True)
+    assert torch.equal(codes.gather(1, column), (rows.gather(1, column).sign() * levels).to(torch.int8))
+    assert torch.equal(scales, rows.abs().amax(dim=1) / levels)
+    assert int(codes.abs().max()) == levels
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.0, [1, -2, 2, -3]), (0.5, [2, -1, 3, -2])])
+def test_stochastic_codes_are_the_floor_of_quotient_plus_noise(noise: float, expected: list[int]) -> None:
+    rows = torch.tensor([[7.0, 1.5, -1.5, 2.5, -2.5]])
+    _, codes = reference.quantize_rows(rows, 7, torch.full_like(rows, noise))
+    assert codes[0, 1:].tolist() == expected
+
+
+def test_nearest_codes_round_ties_to_even() -> None:
+    _, codes = reference.quantize_rows(torch.tensor([[7.0, 0.5, 1.5, -0.5, -2.5, 2.75]]), 7, None)
+    assert codes.tolist() == [[7, 0, 2, 0, -2, 3]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_with_a_non_finite_element_decodes_as_non_finite_and_no_other_row_does(bad: float) -> None:
+    rows = torch.ones(3, 4)
+    rows[1, 2] = bad
+    scales, codes = reference.quantize_rows(rows, 127, None)
+    out = torch.zeros(3, 4)
+    reference.dequantize_rows_add(scales, codes, out, 1.0)
+    assert out.isfinite().all(dim=1).tolist() == [True, False, True]
+
+
+def test_dequantizing_adds_the_scaled_product() -> None:
+    out = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    codes = torch.tensor([[1, -2], [3, 0]], dtype=torch.int8)
+    reference.dequantize_rows_add(torch.tensor([2.0, 0.5]), codes, out, 4.0)
+    assert out.tolist() == [[9.0, -14.0], [9.0, 4.0]]
+
+
+@properties
+@given(st.lists(st.integers(-8, 7), max_size=33))
+def test_nibbles_are_packed_low_half_first(codes: list[int]) -> None:
+    packed = torch.full((-(-len(codes) // 2),), 0xFF, dtype=torch.uint8)
+    reference.pack_nibbles(torch.tensor(codes, dtype=torch.int8), packed)
+    assert int.from_bytes(bytes(packed.tolist()), "little") == sum((c % 16) << (4 * i) for i, c in enumerate(codes))
+    assert reference.unpack_nibbles(packed, len(codes)).tolist() == codes
+
+
+@properties
+@given(st.integers(1, 16), st.data())
+def test_bits_are_one_little_endian_string(width: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=20))
+    packed = torch.full((-(-len(values) * width // 8) + 3,), 0xFF, dtype=torch.uint8)
+    reference.pack_bits(torch.tensor(values, dtype=torch.int64), width, packed)
+    expected = sum(value << (index * width) for index, value in enumerate(values))
+    assert int.from_bytes(bytes(packed.tolist()), "little") == expected
+    assert reference.unpack_bits(packed, width, len(values)).tolist() == values
+
+
+@properties
+@given(st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_top_k_takes_the_largest_magnitudes_in_ascending_columns(k: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).permutation(np.arange(1, 37)).reshape(3, 12) * np.array([1, -1] * 6)
+    columns = reference.top_k_rows(torch.from_numpy(rows.astype(np.float32)), k)
+    assert columns.tolist() == np.sort(np.argsort(-np.abs(rows), axis=1)[:, :k], axis=1).tolist()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_top_k_takes_nan_before_infinity(k: int) -> None:
+    row = torch.tensor([[1.0, math.inf, 2.0, math.nan]])
+    assert reference.top_k_rows(row, k).tolist() == [[3], [1, 3]][k - 1 : k]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_every_device_has_all_operations(name: str) -> None:
+    def operations(module: object) -> set[str]:
+        named: dict[str, object] = vars(module)
+        return {key for key, value in named.items() if isinstance(value, Callable) and key[0].islower()}
+
+    assert operations(IMPLEMENTATIONS[name]) >= operations(reference)
+
+
+def test_a_device_without_implementation_is_named() -> None:
+    with pytest.raises(KeyError, match="meta"):
+        for_device(Tensor([1.0]).to("meta").device)
