@@ -128,14 +128,15 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir", type=Path, metavar="RUN_DIR", help="directory with metrics.jsonl and compression.jsonl"
     )
     parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page to write (default: RUN_DIR/report.html)")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write report.html and .png (default: RUN_DIR)"
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
     from deepspeed_compress.report import write_report
 
-    output = options.output or options.run_dir / "report.html"
-    for path in write_report(options.run_dir, options.baseline, output):
+    for path in write_report(options.run_dir, options.baseline, options.output or options.run_dir):
         print(path)
     return 0
 
@@ -151,7 +152,7 @@ COMMANDS = (
     Command(
         "report",
         "Make a page and a picture of a run: loss, time, bytes sent.",
-        ("report runs/int4", "report runs/int4 --baseline runs/dense --output report.html"),
+        ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
         _report_arguments,
         _report,
     ),

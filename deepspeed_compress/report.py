@@ -82,9 +82,7 @@ def write_report(run_dir: Path, baseline: Path | None, output: Path) -> tuple[Pa
         import matplotlib.figure  # noqa: F401
         import plotly.graph_objects  # noqa: F401
     except ImportError as error:
-        raise DataError(
-            f"a report needs {error.name}; write: pip install 'deepspeed-compress[plot]'"
-        ) from None
+        raise DataError(f"a report needs {error.name}; write: pip install 'deepspeed-compress[plot]'") from None
     output.mkdir(parents=True, exist_ok=True)
     page, picture = output / "report.html", output / "report.png"
     page.write_text(_page(runs), encoding="utf-8")
@@ -175,12 +173,8 @@ def _draw(runs: list[Run], file: Path) -> None:
 def _draw_panel(axes: Any, panel: Panel, runs: list[Run]) -> None:
     for run in runs:
         if panel.faint:
-            axes.plot(
-                *_scaled(run, panel.faint, panel.unit), color=run.colour, alpha=0.35, linewidth=run.width / 2
-            )
-        axes.plot(
-            *_scaled(run, panel.strong, panel.unit), color=run.colour, label=run.name, linewidth=run.width
-        )
+            axes.plot(*_scaled(run, panel.faint, panel.unit), color=run.colour, alpha=0.35, linewidth=run.width / 2)
+        axes.plot(*_scaled(run, panel.strong, panel.unit), color=run.colour, label=run.name, linewidth=run.width)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("optimizer step", fontsize=9)
     axes.tick_params(labelsize=8)

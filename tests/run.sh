@@ -14,6 +14,10 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 
+# DeepSpeed compiles an operation at start. A build that was killed leaves a lock on which all later ones would wait.
+export TORCH_EXTENSIONS_DIR="$(cd "$venv" && pwd)/torch_extensions"
+find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
+
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ruff check .
 ruff format --check .

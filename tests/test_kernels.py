@@ -1,15 +1,13 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from deepspeed_compress.compressors import random_key
-from deepspeed_compress.kernels import IMPLEMENTATIONS, for_device, reference
+from deepspeed_compress.kernels import for_device, reference
 from tests.support.properties import properties
 
 CPU = torch.device("cpu")
@@ -79,6 +77,15 @@ def test_nearest_codes_round_ties_to_even() -> None:
     assert codes.tolist() == [[7, 0, 2, 0, -2, 3]]
 
 
+@pytest.mark.parametrize(("units", "scale", "codes"), [(190, 1, [127, -127, 1]), (50, 0, [0, 0, 0])])
+def test_codes_stay_in_range_where_the_scale_loses_its_bits(units: int, scale: int, codes: list[int]) -> None:
+    """In units of the smallest denormal, 190 / 127 rounds to 1 and 50 / 127 to 0."""
+    rows = torch.tensor([[units, -units, 1]]) * 2.0**-149
+    scales, found = reference.quantize_rows(rows, 127, None)
+    assert torch.equal(scales, torch.tensor([scale * 2.0**-149]))
+    assert found.tolist() == [codes]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_with_a_non_finite_element_decodes_as_non_finite_and_no_other_row_does(bad: float) -> None:
     rows = torch.ones(3, 4)
@@ -130,15 +137,6 @@ def test_top_k_takes_nan_before_infinity(k: int) -> None:
     assert reference.top_k_rows(row, k).tolist() == [[3], [1, 3]][k - 1 : k]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_every_device_has_all_operations(name: str) -> None:
-    def operations(module: object) -> set[str]:
-        named: dict[str, object] = vars(module)
-        return {key for key, value in named.items() if isinstance(value, Callable) and key[0].islower()}
-
-    assert operations(IMPLEMENTATIONS[name]) >= operations(reference)
-
-
 def test_a_device_without_implementation_is_named() -> None:
     with pytest.raises(KeyError, match="meta"):
-        for_device(Tensor([1.0]).to("meta").device)
+        for_device(torch.device("meta"))

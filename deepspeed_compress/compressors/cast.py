@@ -12,7 +12,10 @@ __all__ = ["Cast"]
 
 @dataclass(frozen=True)
 class Cast:
-    """Elements as `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact."""
+    """Elements as `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact.
+
+    Finite values beyond the range of `dtype` become its largest one, so that only infinite ones arrive as infinite.
+    """
 
     dtype: torch.dtype = torch.float32
 
@@ -21,8 +24,14 @@ class Cast:
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         used = x.numel() * self.dtype.itemsize
-        out[:used].view(self.dtype).copy_(x)
+        out[:used].view(self.dtype).copy_(self._in_range(x))
         out[used:].zero_()
+
+    def _in_range(self, x: Tensor) -> Tensor:
+        if self.dtype.itemsize >= x.element_size():
+            return x
+        largest = torch.finfo(self.dtype).max
+        return torch.where(x.isinf(), x, x.clamp(-largest, largest))
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         values = payload[: out.numel() * self.dtype.itemsize].view(self.dtype)

@@ -34,7 +34,7 @@ class TopK:
         return (self.block_size - 1).bit_length()
 
     def _kept(self, width: int) -> int:
-        """Elements kept of a block of `width`. The slack undoes binary fractions: 0.1 * 640 is 64, not 65."""
+        """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
         return min(width, math.ceil(self.density * width - 1e-9)) if width else 0
 
     def kept(self, numel: int) -> int:

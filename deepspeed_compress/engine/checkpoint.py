@@ -4,6 +4,7 @@
 """
 
 import functools
+import inspect
 import json
 import os
 import warnings
@@ -26,26 +27,25 @@ FORMAT = "1"
 def attach_checkpoint(engine: Any, session: Session) -> None:
     """Wrap `save_checkpoint` and `load_checkpoint` of this engine; their signatures stay."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    layout = _layout(engine, session)
 
     @functools.wraps(save)
-    def save_checkpoint(save_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-        result = save(save_dir, tag, *args, **options)
-        save_state(
-            session, state_file(Path(save_dir) / str(tag or f"global_step{engine.global_steps}"), engine.global_rank)
-        )
-        # A rank that returns may be killed; by then every rank's file must be complete.
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        given = inspect.signature(save).bind(*args, **options).arguments
+        directory = Path(given["save_dir"]) / str(given.get("tag") or f"global_step{engine.global_steps}")
+        save_state(session, state_file(directory, engine.global_rank), layout)
+        # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
         dist.barrier()
-        return result
+        return save(*args, **options)
 
     @functools.wraps(load)
-    def load_checkpoint(load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-        path, client_state = load(load_dir, tag, *args, **options)
+    def load_checkpoint(*args: Any, **options: Any) -> Any:
+        given = inspect.signature(load).bind(*args, **options).arguments
+        path, client_state = load(*args, **options)
         if path is not None:
-            file = state_file(Path(path).parent, engine.global_rank)
-            if options.get("load_module_only") or not options.get("load_optimizer_states", True):
-                session.reset()
-            else:
-                load_state(session, file, torch.device(engine.device))
+            session.reset()
+            if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
+                load_state(session, state_file(Path(path).parent, engine.global_rank), layout, engine.device)
             session.begin(engine.global_steps)
         return path, client_state
 
@@ -53,12 +53,23 @@ def attach_checkpoint(engine: Any, session: Session) -> None:
     engine.load_checkpoint = load_checkpoint
 
 
+def _layout(engine: Any, session: Session) -> dict[str, str]:
+    """What must be the same when the state is loaded, for its pieces to fit."""
+    return {
+        "format": FORMAT,
+        "method": session.config.gradients.method,
+        "world_size": str(dist.get_world_size()),
+        "data_parallel_size": str(engine.dp_world_size),
+        "zero_stage": str(int(engine.zero_optimization_stage())),
+    }
+
+
 def state_file(directory: Path, rank: int) -> Path:
     """The file of global rank `rank` in a checkpoint's tag directory."""
     return directory / f"deepspeed_compress_rank_{rank:05d}.safetensors"
 
 
-def save_state(session: Session, file: Path) -> None:
+def save_state(session: Session, file: Path, layout: dict[str, str]) -> None:
     """Write the residuals to `file`, by a temporary name. Nothing is written for a method without state."""
     if not session.residuals:
         return
@@ -67,37 +78,37 @@ def save_state(session: Session, file: Path) -> None:
         for direction, residuals in session.residuals.items()
         for piece, residual in residuals.items()
     }
-    metadata = {"format": FORMAT, "ranks": str(dist.get_world_size()), "method": session.config.gradients.method}
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata)
+    save_file(tensors, temporary, layout)
     os.replace(temporary, file)
 
 
-def load_state(session: Session, file: Path, device: torch.device) -> None:
-    """Restore the residuals from `file`.
+def load_state(session: Session, file: Path, layout: dict[str, str], device: torch.device) -> None:
+    """Restore the residuals from `file`, which are zero before.
 
-    A missing file, or one of another number of ranks or another method, leaves the residuals at zero with a
-    CompressWarning; a damaged one is a StateError.
+    A missing file, or one of another layout, leaves them at zero with a CompressWarning; a damaged one is a StateError.
     """
-    session.reset()
     if not session.residuals:
         return
     if not file.exists():
         _warn_reset(f"{file} does not exist (the checkpoint was written without compression?)")
         return
+    metadata, tensors = _read(file)
+    if metadata != layout:
+        _warn_reset(f"{file} was written with {metadata}, this run has {layout}")
+        return
+    pieces = {tuple(json.loads(key)): tensor for key, tensor in tensors.items()}
+    for direction, residuals in session.residuals.items():
+        residuals.load({piece[1:]: tensor for piece, tensor in pieces.items() if piece[0] == direction}, device)
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     try:
         with safe_open(file, "pt") as stored:
-            metadata = stored.metadata() or {}
-            found = {json.dumps(json.loads(key)): stored.get_tensor(key) for key in stored.offset_keys()}
-    except (SafetensorError, ValueError) as error:
+            return stored.metadata() or {}, {key: stored.get_tensor(key) for key in stored.offset_keys()}
+    except (SafetensorError, OSError) as error:
         raise StateError(f"{file} is damaged ({error}); remove it to start with residuals of zero") from error
-    expected = {"format": FORMAT, "ranks": str(dist.get_world_size()), "method": session.config.gradients.method}
-    if metadata != expected:
-        _warn_reset(f"{file} was written with {metadata}, this run has {expected}")
-        return
-    for direction, residuals in session.residuals.items():
-        pieces = {tuple(json.loads(key)): tensor for key, tensor in found.items()}
-        residuals.load({piece[1:]: tensor for piece, tensor in pieces.items() if piece[0] == direction}, device)
 
 
 def _warn_reset(reason: str) -> None:

@@ -1,16 +1,21 @@
 """Which engine this is, and what cannot be compressed rightly in it: refused here, with the reason."""
 
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.kernels import IMPLEMENTATIONS
 
-__all__ = ["engine_kind", "refuse_unsupported", "tied_parameters"]
+__all__ = ["engine_kind", "refuse_unsupported", "shared_parameters", "tensor_size"]
 
 
 def engine_kind(engine: Any) -> str:
@@ -30,15 +35,32 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
         )
 
 
-def tied_parameters(engine: Any) -> list[str]:
-    """Parameters that several pipeline stages hold, the same names on every rank that has them.
+def shared_parameters(engine: Any) -> list[str]:
+    """Parameters of which ranks outside the data-parallel group hold copies: they must go uncompressed.
 
-    Each stage reduces its own copy; if they compressed them, in different buckets, the copies would drift apart.
+    Each group reduces its own copy. If they compressed them, in different buckets, the copies would drift apart. Such
+    are weights tied between pipeline stages, and under AutoTP all that it does not split.
     """
+    shared = _tied(engine) | _replicated(engine)
+    return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]
+
+
+def _tied(engine: Any) -> set[int]:
     if not isinstance(engine, PipelineEngine):
-        return []
-    tied = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
-    return [name for parameter, name in engine.param_names.items() if id(parameter) in tied]
+        return set()
+    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+
+
+def _replicated(engine: Any) -> set[int]:
+    if tensor_size(engine) == 1:
+        return set()
+    return {id(parameter) for parameter in engine.module.parameters() if not is_model_parallel_parameter(parameter)}
+
+
+def tensor_size(engine: Any) -> int:
+    """Ranks that share a layer: by AutoTP, or by the topology of a pipeline."""
+    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
+    return int(dist.get_world_size() // (stages * engine.seq_data_parallel_group.size()))
 
 
 def _subclassed(engine: Any) -> bool:
@@ -59,17 +81,30 @@ def _own_quantization(engine: Any) -> bool:
     return bool(zero.zero_quantized_gradients) or zero.zero_hpz_partition_size > 1
 
 
+def _device_type(engine: Any) -> str:
+    return torch.device(engine.device).type
+
+
 _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_no_optimizer, 'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one'),
     (
         lambda engine: engine.has_moe_layers,
         "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
-        'version; write "gradients": {"method": "none"} in a separate configuration for this model',
+        "version; remove the section deepspeed_compress for this model",
     ),
     (
         _subclassed,
         "ZenFlow and SuperOffload reduce gradients on paths of their own; remove zero_optimization.zenflow or "
         "offload_optimizer.super_offload",
+    ),
+    (
+        lambda engine: _device_type(engine) not in IMPLEMENTATIONS,
+        f"it is on a device without kernels; available: {', '.join(IMPLEMENTATIONS)}",
+    ),
+    (
+        lambda engine: engine.torch_autocast_z0_gradscaler is not None,
+        "torch_autocast in fp16 without ZeRO scales the loss where DeepSpeed cannot see it; use ZeRO 1 to 3, or "
+        'torch_autocast with "dtype": "bfloat16"',
     ),
     (_uses_muon, "the Muon optimizer needs whole gradient matrices on several ranks; use Adam or SGD"),
     (
@@ -96,8 +131,17 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
             f"stage {stage}; use deepspeed_compress.initialize, or write {asked.zero_stage} as zero_optimization.stage"
         )
     stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
-    if asked.pipeline != stages and "pipeline" in asked.model_fields_set:
-        yield (
-            f"/deepspeed_compress/parallelism/pipeline is {asked.pipeline}, but the model has {stages} pipeline "
-            f"stage(s); pass a PipelineModule with num_stages={asked.pipeline}, or write {stages}"
-        )
+    for key, wanted, found in (("pipeline", asked.pipeline, stages), ("tensor", asked.tensor, tensor_size(engine))):
+        if wanted != found and key in asked.model_fields_set:
+            yield (
+                f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
+                f"{_HOW_TO_GET[key]}, or write {found}"
+            )
+
+
+_HOW_TO_GET = MappingProxyType(
+    {
+        "pipeline": "pass a PipelineModule with that many stages",
+        "tensor": "use deepspeed_compress.initialize",
+    }
+)

@@ -11,7 +11,7 @@ from deepspeed_compress.errors import SeamError
 
 __all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
-SUPPORTED = (Version("0.19.8"), Version("0.20"))
+SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
 """DeepSpeed versions that work: the first one, and the first one that is not known to."""
 
 
@@ -49,6 +49,10 @@ STEP = (
 )
 ZERO_0 = (Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),)
 ZERO_12 = (
+    Seam(
+        _Z12 + "allreduce_bucket",
+        ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
+    ),
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
     Seam(
@@ -68,7 +72,7 @@ ZERO_3 = (
 
 
 def _supported() -> str:
-    return f"deepspeed >={SUPPORTED[0]},<{SUPPORTED[1]}"
+    return f"deepspeed >={SUPPORTED[0]},<{SUPPORTED[1].base_version}"
 
 
 def check_version(found: str) -> None:

@@ -43,7 +43,7 @@ class Session:
         self.residuals: Mapping[str, Residuals] = reduction.residuals if reduction else MappingProxyType({})
         self._reduction = reduction
         self._warmup = DenseWarmUp(config.schedule.warmup_steps)
-        self._writer = writer
+        self._writer = writer if writer is not None and writer.active else None
 
     @property
     def reducer(self) -> PayloadReducer:

@@ -45,12 +45,13 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
     def avg_scatter_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         count(params_to_reduce, communication_data_type, contiguous=False)
-        return _reduced_shares(optimizer, session, params_to_reduce)
+        return _reduced_shares(optimizer, session, params_to_reduce, 1.0 / ranks)
 
     def avg_scatter_contiguous_grads(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
         parameters = optimizer.ipg_buckets[communication_data_type].params
         count(parameters, communication_data_type, contiguous=True)
-        return _reduced_shares(optimizer, session, parameters)
+        # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
+        return _reduced_shares(optimizer, session, parameters, optimizer.sequence_parallel_size / ranks)
 
     def count_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
         count(params_to_reduce, communication_data_type, contiguous=False)
@@ -73,14 +74,14 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
     return lambda: 0  # counted already, gather by gather
 
 
-def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any]) -> list[Tensor]:
+def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any], scale: float) -> list[Tensor]:
     """This rank's share of the mean gradient of each parameter, padded to its partition.
 
     Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
     """
     ranks, rank = optimizer.dp_process_group.size(), optimizer.dp_process_group.rank()
     bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
-    session.reduce(bucket, _partition(optimizer, parameters, ranks), optimizer.sequence_parallel_size / ranks, False)
+    session.reduce(bucket, _partition(optimizer, parameters, ranks), scale, everywhere=False)
     shares = []
     for gradient, parameter in zip(torch.split(bucket, [p.ds_numel for p in parameters]), parameters, strict=True):
         share = math.ceil(parameter.ds_numel / ranks)
@@ -130,4 +131,4 @@ def _gather_bytes(parameter: Any) -> int:
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
         return 0
     size = parameter.ds_tensor.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
-    return int(size) * (parameter.ds_process_group.size() - 1)
+    return int(size * (parameter.ds_process_group.size() - 1))

@@ -52,6 +52,11 @@ class StatisticsWriter:
         self._path = Path(directory) / FILE_NAME if directory else None
         self._sink = sink
 
+    @property
+    def active(self) -> bool:
+        """Whether anything is written anywhere."""
+        return self._path is not None or (self._sink is not None and self._sink.enabled)
+
     def write(self, statistics: StepStatistics) -> None:
         fields = {name: _finite(value) for name, value in asdict(statistics).items()}
         if self._path is not None:

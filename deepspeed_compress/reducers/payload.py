@@ -116,14 +116,15 @@ class PayloadReducer:
         plan, message = self.plan(partition), self.clock.next_message()
         with self.meter.phase("compress", bucket.device):
             outgoing = [self._outgoing(bucket, plan, owner, message) for owner in range(partition.world_size)]
-        incoming = [torch.empty_like(outgoing[self._rank]) for _ in outgoing]
+        size = plan.sizes[self._rank]
+        incoming = [bucket.new_empty(size, dtype=torch.uint8) for _ in outgoing]
         self._exchange(outgoing, incoming)
         with self.meter.phase("decompress", bucket.device):
             return self._sum(bucket, incoming, plan, scale)
 
     def _outgoing(self, bucket: Tensor, plan: Plan, owner: int, message: int) -> Tensor:
         if owner == self._rank:
-            return bucket.new_empty(plan.sizes[owner], dtype=torch.uint8)
+            return bucket.new_empty(0, dtype=torch.uint8)
         flat = _gather_pieces(bucket, plan.pieces[owner])
         return self._encode(flat, plan, owner, self.encoders, message)
 

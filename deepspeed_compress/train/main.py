@@ -17,7 +17,7 @@ from deepspeed_compress.train.checkpoint import Identity
 from deepspeed_compress.train.loop import Loop
 from deepspeed_compress.train.options import Options, parse_options
 from deepspeed_compress.train.progress import display
-from deepspeed_compress.train.ranks import Ranks, start_ranks
+from deepspeed_compress.train.ranks import AgreedError, Ranks, start_ranks
 from deepspeed_compress.train.sample import sample_text
 from deepspeed_compress.train.setup import Data, Plan, Training, prepare_data, read_plan, start_training
 from deepspeed_compress.train.stepper import PipelineStepper, PlainStepper, share_of
@@ -121,8 +121,9 @@ def _last_lines(options: Options, summary: dict[str, Any]) -> str:
 
 
 def _report(error: CompressError, ranks: Ranks) -> None:
-    """Rank 0 speaks first; the launcher then ends the others, so an error common to all is printed once."""
-    if not ranks.is_first:
+    """Rank 0 speaks for all where all agree; else each for itself, unless the launcher ends it first."""
+    if ranks.is_first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, AgreedError):
         time.sleep(3)
-    prefix = "" if ranks.is_first else f"rank {ranks.rank}: "
-    print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
+        print(f"rank {ranks.rank}: error: {error}", file=sys.stderr, flush=True)

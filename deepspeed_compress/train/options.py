@@ -97,7 +97,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--vocab-size",
-        type=_from(257),
+        type=_AtLeast(257),
         metavar="N",
         help="of a tokenizer that is trained (default: the model's)",
     )
@@ -128,7 +128,7 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         ("--sample-tokens", 60, 0, "length of the sample text at the end; 0: none"),
     ]
     for name, default, least, text in counts:
-        group.add_argument(name, type=_from(least), default=default, metavar="N", help=f"{text} (default {default})")
+        group.add_argument(name, type=_AtLeast(least), default=default, metavar="N", help=f"{text} (default {default})")
     group.add_argument(
         "--resume",
         action="store_true",
@@ -141,7 +141,7 @@ def _add_launcher(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--deepspeed", action="store_true", help="accepted, as other programs need it; always on")
 
 
-class _from:
+class _AtLeast:
     """An integer of at least `least`, as an argparse type."""
 
     def __init__(self, least: int) -> None:

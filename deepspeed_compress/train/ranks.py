@@ -16,6 +16,10 @@ from deepspeed_compress.errors import CompressError
 T = TypeVar("T")
 
 
+class AgreedError(CompressError):
+    """An error that every rank raises together, so that one of them may speak for all."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among the others."""
@@ -29,7 +33,7 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Do `action` on every rank. A CompressError that it raises on any rank is raised on all of them."""
+        """Do `action` on every rank. A CompressError on any rank becomes an AgreedError on all of them."""
         outcome: list[T] = []
         error: CompressError | None = None
         try:
@@ -40,11 +44,11 @@ class Ranks:
         dist.all_gather_object(errors, error)
         for found in errors:
             if found is not None:
-                raise found
+                raise AgreedError(str(found)) from found
         return outcome[0]
 
     def first_only(self, action: Callable[[], T]) -> T:
-        """Do `action` on rank 0 alone; its result (or CompressError) reaches every rank."""
+        """Do `action` on rank 0 alone; its result, or an AgreedError, reaches every rank."""
         result = self.agree(lambda: action() if self.is_first else None)
         shared: list[Any] = [result]
         dist.broadcast_object_list(shared, src=0)

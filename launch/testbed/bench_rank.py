@@ -5,6 +5,7 @@ every method and rate to the job's result file.
 """
 
 import gc
+import itertools
 import json
 import logging
 import statistics
@@ -101,6 +102,7 @@ def _compute_only(job: Job, batch: Tensor) -> list[float]:
 
 def _measure_method(job: Job, batch: Tensor, method: str, section: dict[str, Any] | None, compute_only: object) -> None:
     """Make the engine, measure it at every rate, and take it down."""
+    gc.collect()  # the engine before
     set_own_rate(UNLIMITED)
     engine, counted = _engine(job, section)
 
@@ -115,8 +117,6 @@ def _measure_method(job: Job, batch: Tensor, method: str, section: dict[str, Any
         _write(job, row | {"compute_only_s": compute_only} | _measure_rate(rate, steps, step, counted))
     set_own_rate(UNLIMITED)
     engine.destroy()
-    del engine
-    gc.collect()
 
 
 def _engine(job: Job, section: dict[str, Any] | None) -> tuple[Any, list[Bytes]]:
@@ -173,11 +173,10 @@ def _quiet_counters() -> Counters:
     """Counters when nothing is under way: gloo returns from a send before the bytes have left the host."""
     dist.barrier()
     time.sleep(0.1)
-    device = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(DEVICE))
-    fields = device.partition(":")[2].split()
-    names, values = [line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")]
-    tcp = dict(zip(names[1:], map(int, values[1:]), strict=True))
-    return Counters(int(fields[8]), int(fields[9]), tcp["OutSegs"], tcp["RetransSegs"])
+    interface = Path("/proc/net/dev").read_text().partition(f"{DEVICE}:")[2].split()
+    names, values = [line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line]
+    tcp = dict(zip(names, values, strict=True))
+    return Counters(int(interface[8]), int(interface[9]), int(tcp["OutSegs"]), int(tcp["RetransSegs"]))
 
 
 def _times(step: Callable[[], None], count: int) -> list[float]:
@@ -186,7 +185,7 @@ def _times(step: Callable[[], None], count: int) -> list[float]:
     for _ in range(count):
         step()
         marks.append(time.perf_counter())
-    return [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
+    return [end - begin for begin, end in itertools.pairwise(marks)]
 
 
 def _over_ranks(times: list[float]) -> dict[str, float]:

@@ -39,6 +39,8 @@ NAMESPACES = Path("/run/netns")
 UNLIMITED = "none"
 
 TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"})
+_CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
+"""Bits of linux/capability.h."""
 _UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
 
 
@@ -63,17 +65,23 @@ def check_machine() -> None:
     missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
         raise ClusterError(f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2")
-    if os.geteuid() != 0:
-        raise ClusterError("making network namespaces needs root; run the command again with sudo")
+    if lacking := [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]:
+        raise ClusterError(
+            f"making network namespaces needs root ({' and '.join(lacking)}); run the command again with sudo, "
+            "in a container with --privileged"
+        )
+
+
+def _effective_capabilities() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
 
 
 def bits_per_second(rate: str) -> float:
     """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if found is None or float(found[1]) == 0:
-        raise ClusterError(
-            f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"'
-        )
+        raise ClusterError(f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"')
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -173,7 +181,8 @@ class Cluster:
         begin = time.monotonic()
         processes: list[subprocess.Popen[str]] = []
         try:
-            processes += [self._start(host, command, environment) for host in range(self.hosts)]
+            for host in range(self.hosts):
+                processes.append(self._start(host, command, environment))
             readers = [_Reader(process, on_line if host == 0 else None) for host, process in enumerate(processes)]
             failure = _wait(processes, timeout)
         finally:
@@ -211,10 +220,11 @@ class _Reader:
 
     def _read(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.append(line)
-            if on_line is not None:
-                on_line(line)
+        with process.stdout:
+            for line in process.stdout:
+                self._lines.append(line)
+                if on_line is not None:
+                    on_line(line)
 
     def text(self) -> str:
         self._thread.join(5)

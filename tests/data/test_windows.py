@@ -45,9 +45,7 @@ def test_evaluation_batches() -> None:
 
 
 def test_too_little_text() -> None:
-    with pytest.raises(
-        DataError, match=r"held-out text: 200 tokens, no file with 150 together \(--seq-len\)"
-    ):
+    with pytest.raises(DataError, match=r"held-out text: 200 tokens, no file with 150 together \(--seq-len\)"):
         split_windows(CACHE, 150, 0.2)
     with pytest.raises(DataError, match="train text"):
         split_windows(CACHE, 500, 0.2)

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,9 @@ def run_forks(ranks: int, work: Callable[..., T], *args: Any, timeout: float = 1
             if process.is_alive():
                 process.kill()
                 process.join()
+        # DeepSpeed leaves 66 MiB of shared memory behind for every rank and port.
+        for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
+            leftover.unlink(missing_ok=True)
 
 
 def _results(receivers: list[Connection], deadline: float) -> list[Any]:

@@ -42,7 +42,7 @@ def _run_ranks(world_size: int, action: Callable[..., Any], *arguments: Any) -> 
 
 def _receive(connection: Connection) -> Any:
     try:
-        return connection.recv() if connection.poll(120) else TimeoutError("a rank gave no answer in 120 s")
+        return connection.recv() if connection.poll(200) else TimeoutError("a rank gave no answer in 200 s")
     except EOFError:
         return RuntimeError("a rank ended without an answer")
 

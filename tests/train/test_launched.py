@@ -72,7 +72,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         str(port),
     ]
     command += [str(ROOT / "launch" / "train_gpt.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -101,6 +101,7 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     process = launch(*arguments, "--output-dir", str(whole))
@@ -123,9 +124,7 @@ def stop_after_step_3(whole: Path, stopped: Path) -> None:
     shutil.rmtree(stopped / "checkpoints" / "global_step6")
     (stopped / "checkpoints" / "latest").write_text("global_step3")
     (stopped / "summary.json").unlink()
-    kept = [
-        line for line in (whole / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] < 5
-    ]
+    kept = [line for line in (whole / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] < 5]
     (stopped / "metrics.jsonl").write_text("\n".join(kept) + "\n")
 
 
@@ -137,6 +136,7 @@ def check_summary(summary: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_missing_corpus_is_one_line_and_status_2(arguments: list[str], tmp_path: Path) -> None:
     process = launch(*arguments, "--output-dir", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2

@@ -1,0 +1,63 @@
+"""A step that DeepSpeed skips leaves no trace, and residuals follow the loss scale."""
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, train, weights
+
+INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
+SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
+
+
+@pytest.mark.parametrize("section", [INT4, {"gradients": {"method": "topk", "density": 0.1, "block_size": 64}}])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_skipped_step_leaves_no_trace(stage, section):
+    """A NaN in one rank's batch: every rank skips, and what follows is as if the step had not been."""
+    section = {**section, "seed": 1}
+    poisoned = Job(stage=stage, section=section, steps=5, poison=(2, 1), accumulation=2)
+    without = Job(stage=stage, section=section, steps=5, skip=(2,), accumulation=2)
+    for bad, good in run_forks(2, train, poisoned, without):
+        assert bad.skipped == 1
+        assert bad.parameters == good.parameters
+
+
+def fp16_run(rank: int, stage: int) -> list[dict]:
+    """Residual norm and loss scale after every step, a step with an infinite gradient among them."""
+    get_accelerator().is_fp16_supported = lambda: True
+    job = Job(stage=stage, section=INT4, extra={"fp16": SCALE}, steps=8)
+    engine = start(job)
+    seen = []
+    for step, batch in enumerate(data(rank, job)):
+        if step == 4 and rank == 1:
+            batch = (batch[0] * 3e4, batch[1])
+        before = snapshot(engine)
+        run(engine, [batch])
+        seen.append({"before": before, "after": snapshot(engine), "skipped": engine.skipped_steps})
+    assert all(torch.isfinite(torch.tensor(values)).all() for values in weights(engine).values())
+    return seen
+
+
+def snapshot(engine) -> dict:
+    residuals = {
+        str((direction, *piece)): tensor.tolist()
+        for direction, store in engine.compression.residuals.items()
+        for piece, tensor in store.items()
+    }
+    return {"scale": float(engine.optimizer.loss_scale), "residuals": residuals}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_residuals_follow_the_loss_scale(stage):
+    """The scale doubles after three good steps and halves after the overflow; powers of two are exact."""
+    for rank in run_forks(2, fp16_run, stage):
+        assert [step["skipped"] for step in rank] == [0, 0, 0, 0, 1, 1, 1, 1]
+        scales = [step["after"]["scale"] for step in rank]
+        assert max(scales[:4]) == 2 * scales[0]
+        overflow = rank[4]
+        factor = overflow["after"]["scale"] / overflow["before"]["scale"]
+        assert factor == 0.5
+        assert overflow["after"]["residuals"] == {
+            piece: [factor * value for value in values] for piece, values in overflow["before"]["residuals"].items()
+        }

@@ -1,0 +1,175 @@
+"""Who may import whom: the table of the design, held by walking the imports of every module."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import deepspeed_compress
+
+PACKAGE = "deepspeed_compress"
+ROOT = Path(deepspeed_compress.__file__).parent
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the modules of a part may import: other parts or modules of the package, and third-party packages.
+
+    `lazily`: what they may import inside functions besides.
+    """
+
+    ours: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    lazily: frozenset[str] = frozenset()
+
+
+def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
+    return Allowed(*(frozenset(names.split()) for names in (ours, others, lazily)))
+
+
+TABLE = {
+    "__init__": allow("errors version", lazily="engine"),
+    "version": allow(),
+    "errors": allow(),
+    "config": allow("errors", "pydantic pydantic_core hjson"),
+    "lint": allow("config errors"),
+    "kernels": allow("", "torch"),
+    "compressors": allow("kernels", "torch"),
+    "buckets": allow("", "torch"),
+    "feedback": allow("compressors.base buckets", "torch"),
+    "reducers": allow("compressors.base buckets", "torch"),
+    "monitor": allow("", "torch"),
+    "policy": allow("config monitor"),
+    "build": allow("config compressors errors feedback monitor reducers", "torch"),
+    "engine": allow(
+        "build buckets config errors feedback kernels monitor policy reducers", "torch deepspeed packaging safetensors"
+    ),
+    "models": allow("errors", "torch deepspeed transformers"),
+    "data": allow("errors", "numpy tokenizers"),
+    "train": allow(
+        "config data errors models", "torch deepspeed numpy rich tokenizers transformers", lazily="__init__"
+    ),
+    "integrations": allow("engine errors", "transformers accelerate trl"),
+    "report": allow("errors train.records", "matplotlib plotly rich"),
+    "cli": allow("errors", lazily="config report lint rich"),
+}
+"""Parts that a later version adds have their row already."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """`target`: "part.module" of the package, or the name of another distribution; `nested` in a function or not."""
+
+    target: str
+    ours: bool
+    nested: bool
+
+
+def part_of(module: Path) -> str:
+    return module.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def our_target(name: str) -> str:
+    """What `name`, a dotted path that may end in an attribute, is within the package: its deepest module."""
+    parts = name.split(".")[1:]
+    while parts and not (ROOT.joinpath(*parts).with_suffix(".py").exists() or ROOT.joinpath(*parts).is_dir()):
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+def names_of(node: ast.AST, package: str) -> Iterator[str]:
+    """The dotted names that a node imports: statements, relative ones too, and import_module("a literal")."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = package.rsplit(".", node.level - 1)[0] + "." if node.level else ""
+        yield from (
+            f"{above}{node.module}.{alias.name}" if node.module else f"{above}{alias.name}" for alias in node.names
+        )
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def imports_of(source: str, package: str) -> set[Import]:
+    """Everything that `source`, a module in `package`, imports anywhere, the standard library left out."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nested = {id(node) for function in functions for node in ast.walk(function)}
+    found = {(name, id(node) in nested) for node in ast.walk(tree) for name in names_of(node, package)}
+    tops = {(name, name.split(".")[0], inside) for name, inside in found}
+    return {
+        Import(our_target(name) if top == PACKAGE else top, top == PACKAGE, inside)
+        for name, top, inside in tops
+        if top not in sys.stdlib_module_names
+    }
+
+
+def within(target: str, names: frozenset[str]) -> bool:
+    return any(f"{target}.".startswith(f"{name}.") for name in names)
+
+
+def violations(part: str, imports: set[Import]) -> list[str]:
+    allowed = TABLE[part]
+
+    def fine(one: Import) -> bool:
+        always = allowed.ours | {part} if one.ours else allowed.others
+        return within(one.target, always) or (one.nested and within(one.target, allowed.lazily))
+
+    return sorted(one.target for one in imports if not fine(one))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))
+def test_a_module_imports_what_its_part_may(module: Path) -> None:
+    package = ".".join([PACKAGE, *module.relative_to(ROOT).parent.parts])
+    assert violations(part_of(module), imports_of(module.read_text(encoding="utf-8"), package)) == []
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert {part_of(module) for module in MODULES} >= {"config", "compressors", "reducers", "engine", "build"}
+    assert imports_of((ROOT / "feedback.py").read_text(encoding="utf-8"), PACKAGE) == {
+        Import("compressors.base", True, False),
+        Import("buckets", True, False),
+        Import("torch", False, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "target"),
+    [
+        ("reducers", "from deepspeed_compress.feedback import Residuals", "feedback"),
+        ("reducers", "from deepspeed_compress import feedback", "feedback"),
+        ("reducers", "from deepspeed_compress import monitor", "monitor"),
+        ("reducers", "import deepspeed_compress.config.models", "config.models"),
+        ("reducers", "from deepspeed_compress.compressors import Blockwise", "compressors"),
+        ("feedback", "from deepspeed_compress.compressors.topk import TopK", "compressors.topk"),
+        ("reducers", "from ..feedback import Residuals", "feedback"),
+        ("reducers", "from .. import feedback", "feedback"),
+        ("config", "def f():\n    import torch.nn", "torch"),
+        ("config", "if TYPE_CHECKING:\n    from torch import Tensor", "torch"),
+        ("config", "importlib.import_module('torch')", "torch"),
+        ("kernels", "from deepspeed_compress import Tensor", "__init__"),
+        ("cli", "from deepspeed_compress.config import json_schema", "config"),
+        ("cli", "def f():\n    import torch", "torch"),
+    ],
+)
+def test_a_forbidden_import_is_found(part: str, source: str, target: str) -> None:
+    assert violations(part, imports_of(source, f"{PACKAGE}.{part}")) == [target]
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("reducers", "from .plan import Plan"),
+        ("reducers", "from deepspeed_compress.compressors.base import Compressor"),
+        ("reducers", "from torch.distributed import ProcessGroup"),
+        ("cli", "def f():\n    from deepspeed_compress.config import json_schema"),
+        ("engine", "from deepspeed.accelerator import get_accelerator"),
+        ("config", "import json"),
+    ],
+)
+def test_an_allowed_import_passes(part: str, source: str) -> None:
+    assert violations(part, imports_of(source, f"{PACKAGE}.{part}")) == []

@@ -1,0 +1,67 @@
+"""The public names, and what importing them costs."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepspeed_compress
+from deepspeed_compress import errors
+
+NAMES = [
+    "CompressError",
+    "CompressWarning",
+    "ConfigError",
+    "DataError",
+    "SeamError",
+    "StateError",
+    "UnsupportedError",
+    "__version__",
+    "attach",
+    "initialize",
+    "install",
+]
+LIGHT = ["deepspeed_compress", "deepspeed_compress.config", "deepspeed_compress.cli", "deepspeed_compress.lint"]
+HEAVY = {"torch", "deepspeed", "transformers"}
+ROOT = Path(deepspeed_compress.__file__).parent
+
+
+def test_public_names_are_frozen() -> None:
+    assert sorted(deepspeed_compress.__all__) == NAMES
+
+
+def test_every_error_is_public() -> None:
+    assert set(errors.__all__) == {name for name in NAMES if name.endswith(("Error", "Warning"))}
+    assert all(getattr(deepspeed_compress, name) is getattr(errors, name) for name in errors.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name.endswith("Error")])
+def test_every_error_is_a_compress_error(name: str) -> None:
+    assert issubclass(getattr(errors, name), deepspeed_compress.CompressError)
+
+
+def test_the_names_loaded_on_use_are_those_of_the_engine() -> None:
+    tree = ast.parse((ROOT / "engine" / "__init__.py").read_text(encoding="utf-8"))
+    [names] = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert ast.literal_eval(names) == [name for name in NAMES if name not in vars(deepspeed_compress)]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="initialise"):
+        _ = deepspeed_compress.initialise
+
+
+@pytest.mark.parametrize("module", [name for name in LIGHT if importlib.util.find_spec(name)])
+def test_importing_is_light(module: str) -> None:
+    """In a fresh interpreter: neither torch nor DeepSpeed nor transformers is loaded."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    assert module in loaded.stdout.split()
+    assert not HEAVY & set(loaded.stdout.split())
