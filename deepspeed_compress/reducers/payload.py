@@ -89,7 +89,10 @@ class PayloadReducer:
 
         `bucket`: flat fp32, bf16 or fp16 [partition.numel]. Sums are fp32, in rank order on every rank.
         """
-        total = self._reduce(bucket, partition, scale)
+        self._keep(self._reduce(bucket, partition, scale), bucket, partition)
+
+    def _keep(self, total: Tensor, bucket: Tensor, partition: Partition) -> None:
+        """Put this rank's sums where they belong."""
         for piece in self.plan(partition).pieces[self._rank]:
             scatter(total[piece.first : piece.first + piece.numel], piece.segments, bucket)
 
@@ -99,6 +102,10 @@ class PayloadReducer:
         Each owner encodes its mean again, with a residual of its own, and decodes it as the others do.
         """
         total = self._reduce(bucket, partition, scale)
+        if self.group.size() == 1:
+            # Nothing travels, so nothing is encoded.
+            self._keep(total, bucket, partition)
+            return
         plan, message = self.plan(partition), self.clock.next_message()
         with self.meter.phase("compress", bucket.device):
             mine = self._encode(total, plan, self._rank, self.mean_encoders, message)

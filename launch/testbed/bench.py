@@ -26,6 +26,7 @@ from typing import Any
 
 from cluster import Cluster, ClusterError, Run, bits_per_second, check_machine, signals_as_exceptions
 from job import DEEPSPEED, PROGRESS, SECTIONS, Job
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -226,11 +227,11 @@ def _save(document: Row, output: Path) -> None:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="a step: median, least and greatest seconds; MB that a host sends")
+    table = Table(title="a step: median, least and greatest seconds; MB that a host sends", box=SIMPLE_HEAD)
     for name in ("hosts", "ZeRO", "rate", "method", "seconds", "least", "greatest", "/ compute", "speed-up"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for name in (*COLUMNS, "difference"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ends = following is None or following["stage"] != row["stage"] or following["hosts"] != row["hosts"]
         table.add_row(*_cells(row), end_section=ends)
