@@ -112,6 +112,10 @@ if [[ "$venv" == /* ]]; then
     export PATH="$venv/bin:$PATH"
 fi
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# DeepSpeed compiles an operation at start. A build that was killed leaves a lock on which all later ones would wait.
+TORCH_EXTENSIONS_DIR=$(cd "$venv" && pwd)/torch_extensions
+export TORCH_EXTENSIONS_DIR
+find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
 mkdir -p "$runs"
 
 say "corpus"

@@ -227,10 +227,12 @@ def _save(document: Row, output: Path) -> None:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="a step: median, least and greatest seconds; MB that a host sends", box=SIMPLE_HEAD)
-    for name in ("hosts", "ZeRO", "rate", "method", "seconds", "least", "greatest", "/ compute", "speed-up"):
+    table = Table(
+        title="a step: median seconds and their range; MB that a host sends", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name in ("hosts", "ZeRO", "rate", "method", "seconds", "min", "max", "/ compute", "speed-up"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for name in (*COLUMNS, "difference"):
+    for name in (*COLUMNS, "diff"):
         table.add_column(name, justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         ends = following is None or following["stage"] != row["stage"] or following["hosts"] != row["hosts"]
