@@ -72,7 +72,7 @@ def test_check_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "baseline", "output"),
-    [([], None, "run/report.html"), (["--baseline", "b", "--output", "o.html"], "b", "o.html")],
+    [([], None, "run"), (["--baseline", "b", "--output", "o"], "b", "o")],
 )
 def test_report_calls_the_writer(
     options: list[str],
@@ -85,10 +85,10 @@ def test_report_calls_the_writer(
 
     def write_report(run_dir: Path, baseline: Path | None, output: Path) -> tuple[Path, Path]:
         calls.append((run_dir, baseline, output))
-        return output, output.with_suffix(".png")
+        return output / "report.html", output / "report.png"
 
     module = types.SimpleNamespace(write_report=write_report)
     monkeypatch.setitem(sys.modules, "deepspeed_compress.report", module)
     assert main(["report", "run", *options]) == 0
     assert calls == [(Path("run"), baseline and Path(baseline), Path(output))]
-    assert capsys.readouterr().out.splitlines() == [output, output.replace("html", "png")]
+    assert capsys.readouterr().out.splitlines() == [f"{output}/report.html", f"{output}/report.png"]

@@ -32,7 +32,8 @@ def expanded(native: dict, parallelism: dict | None) -> dict:
         ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, {"tensor_parallel": {"autotp_size": 2}}),
-        ({"tensor_parallel": {"autotp_size": 0}}, {"tensor": 1}, {"tensor_parallel": {"autotp_size": 1}}),
+        ({"tensor_parallel": {"autotp_size": 0}}, {"tensor": 1}, {"tensor_parallel": {"autotp_size": 0}}),
+        ({}, {"tensor": 1}, {}),
         ({}, {"zero_stage": 1, "pipeline": 2}, {"zero_optimization": {"stage": 1}}),
     ],
 )

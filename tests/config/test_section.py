@@ -69,7 +69,7 @@ def test_empty_section_is_the_documented_default() -> None:
     parsed = parse_section({SECTION: {}})
     assert parsed == CompressConfig()
     assert parsed.gradients == BlockwiseConfig(
-        bits=8, block_size=256, rounding="nearest", error_feedback=ErrorFeedback(dtype="fp32")
+        bits=8, block_size=256, rounding="nearest", error_feedback=ErrorFeedback(dtype="bf16")
     )
 
 
