@@ -92,8 +92,19 @@ def write_report(run_dir: Path, baseline: Path | None, output: Path) -> tuple[Pa
 
 def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:
     """The baseline, if any, then the run. Raises DataError when one is not finished."""
-    first = [_load(baseline, GREY, 3.4)] if baseline else []
-    return [*first, _load(run_dir, ACCENT, 1.8)]
+    if baseline is None:
+        return [_load(run_dir, run_dir.resolve().name, ACCENT, 1.8)]
+    former, name = _distinct_names(baseline.resolve(), run_dir.resolve())
+    return [_load(baseline, former, GREY, 3.4), _load(run_dir, name, ACCENT, 1.8)]
+
+
+def _distinct_names(first: Path, second: Path) -> tuple[str, str]:
+    """The last parts of two paths, as many as tell them apart: none/seed0 and int4/seed0."""
+    for count in range(1, min(len(first.parts), len(second.parts))):
+        names = "/".join(first.parts[-count:]), "/".join(second.parts[-count:])
+        if names[0] != names[1]:
+            return names
+    return str(first), str(second)
 
 
 def table_rows(runs: list[Run]) -> list[list[str]]:
@@ -137,13 +148,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _load(directory: Path, colour: str, width: float) -> Run:
+def _load(directory: Path, name: str, colour: str, width: float) -> Run:
     summary = read_summary(directory)
     # The summary says where compression.jsonl is, should the configuration have put it elsewhere.
     monitor = Path(summary.get("monitor_path") or directory)
     lines = read_lines(monitor / COMPRESSION)
     metrics = read_lines(directory / METRICS)
-    return Run(directory.resolve().name, colour, width, summary, metrics, lines)
+    return Run(name, colour, width, summary, metrics, lines)
 
 
 def _row(runs: list[Run], title: str, key: str, form: Callable[[Any], str]) -> list[str]:

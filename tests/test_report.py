@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.report import load_runs, main, table_rows, write_report
+from deepspeed_compress.report import _distinct_names, load_runs, main, table_rows, write_report
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
@@ -86,3 +86,8 @@ def test_without_the_plotting_packages(
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(DataError, match="pip install"):
         write_report(*runs, tmp_path)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    assert _distinct_names(Path("/runs/none/seed0"), Path("/runs/int4/seed0")) == ("none/seed0", "int4/seed0")
+    assert _distinct_names(Path("/runs/dense"), Path("/runs/int4")) == ("dense", "int4")
