@@ -1,0 +1,40 @@
+"""AutoTP beside compression: what tensor-parallel ranks hold in common stays equal to the bit."""
+
+import pytest
+import torch
+
+import deepspeed_compress
+from tests.support.forks import run_forks
+from tests.support.jobs import Job
+
+
+def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str], int]:
+    """Parameters of the rank after three steps, the names of those that went uncompressed, and bytes of a step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    section = {"parallelism": {"tensor": 2}, "gradients": {"bits": 4, "block_size": 32}}
+    config = Job(stage=stage, section=section).config()
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
+    reducer = engine.compression.reducer
+    # Tensor-parallel neighbors read the same batch.
+    generator = torch.Generator().manual_seed(engine.data_parallel_group.rank())
+    for _ in range(3):
+        tokens = torch.randint(0, 64, (3, 8), generator=generator)
+        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.step()
+    raw = [name for name in engine.param_names.values() if reducer.codec_of(name) == 0]
+    found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
+    return found, raw, len(engine.param_names)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_replicated_parameters_stay_equal(stage):
+    results = run_forks(4, train_llama, stage)
+    parameters, raw, count = results[0]
+    assert any("norm" in name for name in raw)
+    assert 0 < len(raw) < count
+    for name in raw:
+        assert all(other[0][name] == parameters[name] for other in results), name
