@@ -2,14 +2,53 @@
 
 from types import MappingProxyType
 
-from deepspeed_compress.compressors.base import Compressor, random_key
+from deepspeed_compress.compressors.base import Compressor, message_key, random_key
+from deepspeed_compress.compressors.block_topk import BlockTopK
 from deepspeed_compress.compressors.blockwise import Blockwise
 from deepspeed_compress.compressors.cast import Cast
+from deepspeed_compress.compressors.fp8 import FP8
+from deepspeed_compress.compressors.linear import Linear
+from deepspeed_compress.compressors.percentile import Percentile
+from deepspeed_compress.compressors.qsgd import QSGD
+from deepspeed_compress.compressors.randomk import RandomK
+from deepspeed_compress.compressors.sign import Sign
 from deepspeed_compress.compressors.topk import TopK
 
-__all__ = ["COMPRESSORS", "Blockwise", "Cast", "Compressor", "TopK", "random_key"]
+__all__ = [
+    "COMPRESSORS",
+    "FP8",
+    "QSGD",
+    "BlockTopK",
+    "Blockwise",
+    "Cast",
+    "Compressor",
+    "Linear",
+    "Percentile",
+    "RandomK",
+    "Sign",
+    "TopK",
+    "message_key",
+    "random_key",
+]
 
 COMPRESSORS: MappingProxyType[str, type[Compressor]] = MappingProxyType(
-    {"none": Cast, "bf16": Cast, "fp16": Cast, "blockwise": Blockwise, "topk": TopK}
+    {
+        "none": Cast,
+        "bf16": Cast,
+        "fp16": Cast,
+        "blockwise": Blockwise,
+        "linear": Linear,
+        "stochastic_linear": Linear,
+        "percentile": Percentile,
+        "qsgd": QSGD,
+        "fp8_e4m3": FP8,
+        "fp8_e5m2": FP8,
+        "sign": Sign,
+        "topk": TopK,
+        "randomk": RandomK,
+        "block_topk": BlockTopK,
+        "dgc": TopK,
+        "demo": TopK,
+    }
 )
-"""Every `method` of the configuration and the class that does it."""
+"""Every `method` of the configuration that has messages of its own, and the class that makes them."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Compressor", "aligned", "random_key"]
+__all__ = ["ALIGNMENT", "Compressor", "aligned", "message_key", "random_key"]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
@@ -19,7 +19,7 @@ class Compressor(Protocol):
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32) into `out` (uint8 [payload_bytes(x.numel())]). `x` is not changed.
 
-        `key` is the 64-bit key of the random numbers (see `random_key`). A non-finite element of `x` makes
+        `key` is the 64-bit key of the random numbers (see `message_key`). A non-finite element of `x` makes
         at least one decoded element non-finite.
         """
 
@@ -45,3 +45,11 @@ def random_key(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state
+
+
+def message_key(message: tuple[int, ...], sender: int) -> int:
+    """The key of a message: its upper 32 bits come from `message` (seed, step, ...) alone, so all ranks have the same.
+
+    The lower 32 bits differ from sender to sender, so that their rounding errors are independent.
+    """
+    return random_key(*message) >> 32 << 32 | random_key(*message, sender) >> 32

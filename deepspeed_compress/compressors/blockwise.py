@@ -1,90 +1,94 @@
-"""Blockwise absmax quantization to 8 or 4 bits."""
+"""Blockwise quantization to 8, 4 or 2 bits with one scale a block."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compressors.base import aligned
+from deepspeed_compress.compressors.blocks import SymmetricQuantizer, fitted
 from deepspeed_compress.kernels import for_device
 
 __all__ = ["Blockwise"]
 
+_OUTER = 4
+"""The outer of the four levels of 2 bits, in units of the scale."""
+_ITERATIONS = 2
+
 
 @dataclass(frozen=True)
-class Blockwise:
+class Blockwise(SymmetricQuantizer):
     """q = round(x / s) with s = max|x| / (2**(bits-1) - 1) over each block of `block_size` elements.
 
     Source: block-wise quantization of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-    (arXiv:2110.02861, section 2.1), with linear symmetric levels; `stochastic` rounds to floor(x / s + u),
-    u uniform in [0, 1), which is unbiased (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1).
+    (arXiv:2110.02861, section 2.1), with linear symmetric levels.
 
-    Payload: fp32 scales of all blocks, then the codes: a byte each for 8 bits, two to a byte for 4.
+    2 bits, stochastic: the same, which is TernGrad (Wen et al., arXiv:1705.07878, section 3) on blocks.
+    2 bits to nearest: the three levels of max|x| would lose most of a block, so there are four, -4s, -s, s, 4s, with
+    s fitted to the block by two iterations of Lloyd's algorithm (IEEE Trans. Inf. Theory 28, 1982): s minimizes the
+    squared error given the levels chosen, then each element takes the level nearest to it. Relative squared errors on
+    blocks of 256 normal / Laplace distributed elements: 0.12 / 0.18, against 0.65 / 0.69 for max|x| and 0.19 / 0.28
+    for the ternary form of Li and Liu (arXiv:1605.04711). There is no level at zero: an element that is 0 becomes s,
+    unless the whole block is 0.
+
+    A scale of 16 bits (`scale_dtype`) is rounded before the codes are taken. If that makes it smaller, the largest
+    elements are clipped, by up to 2**-8 (bf16) or 2**-11 (fp16) of their magnitude, so stochastic rounding is unbiased
+    with fp32 scales only. fp16 ends at 65504, where blocks are clipped, and at 2**-25, below which they become 0.
+
+    Payload: see `BlockQuantizer`. Codes are two's complement; the four levels have 2 for the sign plus 1 if outer.
     """
 
     bits: int = 8
     block_size: int = 256
     stochastic: bool = False
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits
 
     @property
     def levels(self) -> int:
         return int(2 ** (self.bits - 1)) - 1
 
-    def payload_bytes(self, numel: int) -> int:
-        return self._scale_bytes(numel) + aligned(self._code_bytes(numel))
+    @property
+    def _four_levels(self) -> bool:
+        return self.bits == 2 and not self.stochastic
 
-    def _scale_bytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block_size)
+    def _scales(self, rows: Tensor) -> Tensor:
+        return fitted(rows.abs().amax(dim=1).div_(self.levels), self.scale_dtype, self.levels)
 
-    def _code_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self._four_levels:
+            return super()._quantize(rows, noise)
+        magnitudes = rows.abs()
+        scales = fitted(_lloyd(magnitudes), self.scale_dtype, _OUTER).unsqueeze(1)
+        return scales, (rows >= 0).to(torch.uint8).mul_(2).add_(_is_outer(magnitudes, scales))
 
-    def _rows(self, flat: Tensor) -> list[Tensor]:
-        """`flat` as whole blocks [r, block_size] and a shorter last block [1, rest], views of it."""
-        whole = flat.numel() // self.block_size * self.block_size
-        rows = [flat[:whole].view(-1, self.block_size), flat[whole:].view(1, -1)]
-        return [part for part in rows if part.numel()]
-
-    def _fields(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales (fp32) and packed codes (uint8) of `payload`, as views."""
-        split = self._scale_bytes(numel)
-        return payload[:split].view(torch.float32), payload[split : split + self._code_bytes(numel)]
-
-    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-        kernels = for_device(x.device)
-        scales, packed = self._fields(out, x.numel())
-        codes = torch.empty(x.numel(), dtype=torch.int8, device=x.device)
-        noise = self._rows(kernels.uniform(x.numel(), key, x.device)) if self.stochastic else (None, None)
-        first = 0
-        for rows, code_rows, row_noise in zip(self._rows(x), self._rows(codes), noise, strict=False):
-            row_scales, row_codes = kernels.quantize_rows(rows, self.levels, row_noise)
-            scales[first : first + len(rows)] = row_scales
-            code_rows.copy_(row_codes)
-            first += len(rows)
-        _PACK[self.bits](codes, packed)
-        out[scales.nbytes + packed.nbytes :].zero_()
-
-    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        kernels = for_device(out.device)
-        scales, packed = self._fields(payload, out.numel())
-        codes = _UNPACK[self.bits](packed, out.numel())
-        first = 0
-        for code_rows, out_rows in zip(self._rows(codes), self._rows(out), strict=True):
-            kernels.dequantize_rows_add(scales[first : first + len(out_rows)], code_rows, out_rows, scale)
-            first += len(out_rows)
+    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+        if not self._four_levels:
+            super()._dequantize_add(numbers, codes, out, scale)
+            return
+        signed = ((codes & 1) * (_OUTER - 1) + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1)
+        for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)
 
 
-_PACK: MappingProxyType[int, Callable[[Tensor, Tensor], object]] = MappingProxyType(
-    {
-        8: lambda codes, packed: packed.copy_(codes.view(torch.uint8)),
-        4: lambda codes, packed: for_device(codes.device).pack_nibbles(codes, packed),
-    }
-)
-_UNPACK: MappingProxyType[int, Callable[[Tensor, int], Tensor]] = MappingProxyType(
-    {
-        8: lambda packed, count: packed.view(torch.int8),
-        4: lambda packed, count: for_device(packed.device).unpack_nibbles(packed, count),
-    }
-)
+def _is_outer(magnitudes: Tensor, scales: Tensor) -> Tensor:
+    """Whether each of `magnitudes` [r, b] is nearer to the outer level: bool. `scales`: [r, 1]."""
+    return magnitudes >= scales * ((1 + _OUTER) / 2)
+
+
+def _lloyd(magnitudes: Tensor) -> Tensor:
+    """The scale of the four levels of each row of `magnitudes` (fp32 [r, b]): fp64 [r].
+
+    Sums are fp64, which nothing can overflow and which the order of summation does not show in.
+    """
+    width, total = magnitudes.shape[1], magnitudes.sum(dim=1, dtype=torch.float64)
+    # The best scale for normal and Laplace distributed elements is about half of the mean magnitude.
+    scales = total / (2 * width)
+    for _ in range(_ITERATIONS):
+        outer = _is_outer(magnitudes, scales.to(torch.float32).unsqueeze(1))
+        outer_total = (magnitudes * outer).sum(dim=1, dtype=torch.float64)
+        # Counting in fp32 is exact, and much faster than in int64.
+        outer_count = outer.sum(dim=1, dtype=torch.float32)
+        scales = (total + (_OUTER - 1) * outer_total) / (width + (_OUTER**2 - 1) * outer_count)
+    return scales

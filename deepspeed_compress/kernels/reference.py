@@ -4,7 +4,10 @@ A "row" is one quantization or selection block. Everything is deterministic: the
 give the same bits on every device.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _MASK32 = 0xFFFFFFFF
@@ -26,20 +29,15 @@ def uniform(count: int, key: int, device: torch.device) -> Tensor:
     return (bits >> 8).to(torch.float32).mul_(2.0**-24)
 
 
-def quantize_rows(rows: Tensor, levels: int, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Symmetric absmax quantization of each row.
+def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    """`rows` (fp32 [r, b]) / `scales` (fp32 [r]), rounded and clipped to -levels..levels: int8 [r, b]; NaN becomes 0.
 
-    `rows`: fp32 [r, b]. Returns (scales fp32 [r], codes int8 [r, b] in -levels..levels): the largest
-    magnitude of a row maps to `levels`. `noise` (fp32 [r, b] in [0, 1)) selects stochastic rounding,
-    None rounds to nearest even. A row with a non-finite element gets a non-finite scale, so that it
-    decodes as non-finite.
+    `noise` (fp32 [r, b] in [0, 1)) selects stochastic rounding, None rounds to nearest even.
     """
-    scales = rows.abs().amax(dim=1).div_(levels)
     # A scale may underflow to zero, or be so small that the quotient leaves the range of int8.
     quotient = rows / torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
     quotient = quotient.round_() if noise is None else quotient.add_(noise).floor_()
-    codes = quotient.clamp_(-levels, levels).nan_to_num_(0.0).to(torch.int8)
-    return scales, codes
+    return quotient.clamp_(-levels, levels).nan_to_num_(0.0).to(torch.int8)
 
 
 def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
@@ -47,37 +45,137 @@ def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float
     out.addcmul_(codes.to(torch.float32), (scales * scale).unsqueeze(1))
 
 
-def pack_nibbles(codes: Tensor, out: Tensor) -> None:
-    """Two int8 codes in -8..7 to a byte of `out` (uint8), the first in the low half; an odd last one alone."""
-    raw = codes.view(torch.uint8)
-    low, high = raw[0::2], raw[1::2]
-    torch.bitwise_and(low, 0xF, out=out)
-    out[: high.numel()].bitwise_or_(high << 4)
-
-
-def unpack_nibbles(packed: Tensor, count: int) -> Tensor:
-    """The inverse of `pack_nibbles`: int8 [count]."""
-    signed = packed.view(torch.int8)
-    pairs = torch.stack(((signed << 4) >> 4, signed >> 4), dim=1)
-    return pairs.view(-1)[:count]
-
-
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
-    """Columns of the `k` largest magnitudes of each row: int64 [r, k], ascending; NaN counts as largest."""
-    return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    """Columns of the `k` largest magnitudes of each row (fp32 [r, n]): int64 [r, k], ascending.
+
+    NaN counts as largest, and of equal magnitudes the lower column wins. The k largest elements lie in the k
+    groups of largest maximum, so most elements are only compared within their group.
+    """
+    magnitudes = _magnitudes(rows)
+    group = 1 << max(0, round(math.log2(rows.shape[1] / k) / 2))
+    # Zeros at the end lose against all elements, since they come last of equals.
+    magnitudes = F.pad(magnitudes, (0, -rows.shape[1] % group))
+    maxima = magnitudes.view(len(rows), magnitudes.shape[1] // group, group).amax(dim=2)
+    every_group = torch.arange(maxima.shape[1], device=rows.device).expand_as(maxima)
+    groups = _largest(maxima, every_group, min(k, maxima.shape[1]))
+    columns = (groups.unsqueeze(2) * group + torch.arange(group, device=rows.device)).flatten(1)
+    return _largest(magnitudes.gather(1, columns), columns, k).sort(dim=1).values
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    """int32 in the order of |x| (fp32), NaN above infinity: the bits without the sign."""
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
+    """Those of `columns` (int64 [r, c]) that have the `k` largest `magnitudes` (int32 [r, c]): int64 [r, k].
+
+    Of equal magnitudes the lower column wins, on every device: `topk` alone leaves that open.
+    """
+    ranks = magnitudes.to(torch.int64).mul_(1 << 32).sub_(columns)
+    return columns.gather(1, ranks.topk(k, dim=1, sorted=False).indices)
+
+
+_SAMPLE_STRIDE = 100
+"""One element of so many is sampled."""
+
+
+def top_k_sampled(row: Tensor, k: int) -> Tensor:
+    """What `top_k_rows` returns for one row (fp32 [1, n]), by a threshold that a sample gives.
+
+    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the
+    threshold, then the exact top-k is taken of the survivors. The threshold is that of 3 standard deviations more
+    elements than k, so that rarely too few survive; then all elements are searched.
+    """
+    magnitudes = _magnitudes(row)
+    sample = magnitudes[0, ::_SAMPLE_STRIDE]
+    expected = k * sample.numel() / row.numel()
+    rank = math.ceil(expected + 3 * math.sqrt(expected))
+    if rank > sample.numel():
+        return top_k_rows(row, k)
+    survivors = (magnitudes[0] >= sample.topk(rank).values[-1]).nonzero().view(1, -1)
+    if survivors.numel() < k:
+        return top_k_rows(row, k)
+    return _largest(magnitudes.gather(1, survivors), survivors, k).sort(dim=1).values
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """Non-negative integers below 2**`width` to a dense little-endian bit string in `out` (uint8)."""
-    bits = (values.view(-1, 1) >> torch.arange(width, device=values.device)) & 1
-    padded = bits.new_zeros(out.numel() * 8)
-    padded[: bits.numel()] = bits.view(-1)
-    weights = 1 << torch.arange(8, device=values.device)
-    out.copy_((padded.view(-1, 8) * weights).sum(dim=1))
+    groups = -(-values.numel() // 8)
+    columns = torch.zeros(groups * 8, dtype=torch.int64, device=values.device)
+    columns[: values.numel()] = values
+    packed = columns.new_zeros(groups, width)
+    for value, byte, shift in _overlaps(width):
+        packed[:, byte] |= _shifted_left(columns[value::8], shift)
+    used = min(packed.numel(), out.numel())
+    out[:used] = (packed & 0xFF).view(-1)[:used]
+    out[used:].zero_()
 
 
 def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     """The inverse of `pack_bits`: int64 [count]."""
-    bits = (packed.to(torch.int64).unsqueeze(1) >> torch.arange(8, device=packed.device)) & 1
-    weights = 1 << torch.arange(width, device=packed.device)
-    return (bits.view(-1)[: count * width].view(count, width) * weights).sum(dim=1)
+    groups = -(-count // 8)
+    raw = torch.zeros(groups * width, dtype=torch.int64, device=packed.device)
+    used = min(raw.numel(), packed.numel())
+    raw[:used] = packed[:used]
+    columns = raw.new_zeros(groups, 8)
+    for value, byte, shift in _overlaps(width):
+        columns[:, value] |= _shifted_left(raw.view(groups, width)[:, byte], -shift)
+    return (columns & ((1 << width) - 1)).view(-1)[:count]
+
+
+def _overlaps(width: int) -> list[tuple[int, int, int]]:
+    """(value, byte, shift) for every pair that shares bits when 8 values of `width` bits fill `width` bytes.
+
+    The value shifted left by `shift` has its bits where the byte has them.
+    """
+    return [
+        (value, byte, value * width - byte * 8)
+        for value in range(8 if width else 0)
+        for byte in range(value * width // 8, ((value + 1) * width - 1) // 8 + 1)
+    ]
+
+
+def _shifted_left(x: Tensor, bits: int) -> Tensor:
+    return x << bits if bits >= 0 else x >> -bits
+
+
+def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    """(`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 where high = low.
+
+    `rows`: fp32 [r, b]; `low`, `high`: fp32 [r]; `noise` as in `quantize_rows`.
+    """
+    # Half of everything where the difference is beyond fp32; elsewhere that could cost denormals their last bit.
+    factor = 1 - 0.5 * (high - low).isinf().to(rows.dtype).unsqueeze(1)
+    start = low.unsqueeze(1) * factor
+    span = high.unsqueeze(1) * factor - start
+    quotient = (rows * factor - start) / torch.where(span > 0, span, torch.ones_like(span)) * levels
+    quotient = quotient.round_() if noise is None else quotient.add_(noise).floor_()
+    return quotient.clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
+
+
+def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
+    """The low `width` bits (1 to 8) of each byte of `codes` (uint8), as `pack_bits` does; the rest of `out` is 0."""
+    used = -(-codes.numel() * width // 8)
+    out[used:].zero_()
+    low = codes & ((1 << width) - 1)
+    if 8 % width:
+        pack_bits(low, width, out[:used])
+        return
+    out[:used] = low[:: 8 // width]
+    for place in range(1, 8 // width):
+        part = low[place :: 8 // width]
+        out[: part.numel()] |= part << width * place
+
+
+def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
+    """The inverse of `pack_codes`: uint8 [count] below 2**`width`; may be a view of `packed`."""
+    packed = packed[: -(-count * width // 8)]
+    if 8 % width:
+        return unpack_bits(packed, width, count).to(torch.uint8)
+    if width == 8:
+        return packed
+    codes = packed.new_empty(packed.numel(), 8 // width)
+    for place in range(8 // width):
+        torch.bitwise_and(packed >> width * place, (1 << width) - 1, out=codes[:, place])
+    return codes.view(-1)[:count]
