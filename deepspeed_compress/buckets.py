@@ -3,14 +3,24 @@
 Pure functions and frozen values: a partition is built once for a bucket layout and is then a dictionary key.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["Partition", "Segment", "even_partition", "gather", "partition_by_sizes", "scatter"]
+__all__ = [
+    "Partition",
+    "Segment",
+    "cut",
+    "even_partition",
+    "gather",
+    "partition_by_sizes",
+    "relabel",
+    "scatter",
+    "select",
+]
 
 
 @dataclass(frozen=True)
@@ -106,3 +116,39 @@ def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None
     for offset, numel in _runs(segments):
         bucket.narrow(0, offset, numel).copy_(values.narrow(0, position, numel))
         position += numel
+
+
+def select(partition: Partition, keep: Callable[[Segment], bool]) -> tuple[tuple[Segment, ...], Partition]:
+    """The segments that `keep` accepts, and the partition of the sub-bucket that they form.
+
+    `gather(bucket, segments)` is that sub-bucket; the partition has the same segments at their offsets in it.
+    """
+    kept = tuple(segment for segment in partition.segments if keep(segment))
+    moved: list[Segment] = []
+    offset = 0
+    for segment in kept:
+        moved.append(replace(segment, offset=offset))
+        offset += segment.numel
+    return kept, Partition(tuple(moved), partition.world_size)
+
+
+def relabel(partition: Partition, owner_of: Callable[[int], int], world_size: int) -> Partition:
+    """The same segments with owners `owner_of(owner)` in a group of `world_size`."""
+    return Partition(tuple(replace(part, owner=owner_of(part.owner)) for part in partition.segments), world_size)
+
+
+def cut(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment, ...], ...]:
+    """`segments` in `count` runs of near-equal numbers of elements, in order; some are empty if there are too few."""
+    total = sum(segment.numel for segment in segments)
+    runs: list[list[Segment]] = [[] for _ in range(count)]
+    position = 0
+    for segment in segments:
+        done = 0
+        while done < segment.numel:
+            run = position * count // total
+            # The first position of the next run: the smallest p with p * count // total > run.
+            length = min(segment.numel - done, -(-(run + 1) * total // count) - position)
+            begin, offset = segment.begin + done, segment.offset + done
+            runs[run].append(replace(segment, begin=begin, offset=offset, numel=length))
+            done, position = done + length, position + length
+    return tuple(tuple(run) for run in runs)

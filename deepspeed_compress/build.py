@@ -3,112 +3,298 @@
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.compressors import Blockwise, Cast, Compressor, TopK
+from deepspeed_compress.codec import Codec, Nothing
+from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.feedback import Residuals, WithFeedback, WithoutFeedback
+from deepspeed_compress.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
+from deepspeed_compress.methods import codec_at, compressor_from
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.reducers import Encoder, PayloadReducer, StepClock
-
-__all__ = ["Reduction", "build_reduction", "compressor_from"]
-
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from deepspeed_compress.reducers import (
+    ClippingReducer,
+    DifferenceGather,
+    Memory,
+    PayloadReducer,
+    PowerSGDReducer,
+    Reducer,
+    StepClock,
+    TwoLevelReducer,
 )
+from deepspeed_compress.reducers.gather import EXACT
+from deepspeed_compress.residuals import Residuals
 
-RAW, COMPRESSED = 0, 1
-"""Codecs of a message: elements in their own dtype, and the method that the user chose."""
+__all__ = ["RAW", "Groups", "Parameters", "Reduction", "Stores", "build_reduction", "build_weight_gather"]
+
+RAW = 0
+"""Codec of what goes uncompressed: elements in their own dtype."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The data-parallel group `whole`; with a hierarchy also its ranks on this node (`node`), and those of all nodes
+    that have this rank's place on theirs (`across`)."""
+
+    whole: ProcessGroup
+    node: ProcessGroup | None = None
+    across: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What the builder must know of the model.
+
+    `shapes`: of this rank's parameters, by name. `everywhere`: names of the parameters of all ranks. `exempt`: those
+    that must go uncompressed whatever the configuration says. `dtype`: of the gradients, in which uncompressed elements
+    travel.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    everywhere: Sequence[str]
+    exempt: frozenset[str] = frozenset()
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Row length of each matrix; dimensions after the first count as one."""
+        return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
+
+    def numel(self, name: str) -> int:
+        return int(torch.Size(self.shapes[name]).numel())
+
+
+@dataclass
+class Stores:
+    """The memories of a run, by what they hold; made when first asked for."""
+
+    transactional: bool
+    by_name: dict[str, Residuals] = field(default_factory=dict)
+
+    def get(self, name: str, dtype: str, on_host: bool = False, scaled: bool = True) -> Residuals:
+        if name not in self.by_name:
+            self.by_name[name] = Residuals(dtype, self.transactional, on_host, scaled)
+        return self.by_name[name]
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Everything that gradient reduction needs: the reducer in force later, the plain one, and their shared state."""
+    """The reducer of the chosen method, the one that compresses nothing, and all that is remembered between steps."""
 
-    compressed: PayloadReducer
-    plain: PayloadReducer
-    residuals: Mapping[str, Residuals]
-    """By the direction that they belong to: "gradients", "means"."""
-    clock: StepClock
-    meter: Meter
-
-
-def compressor_from(method: Any) -> Compressor:
-    """The compressor of a method's configuration (a member of `GradientsConfig` or `ValuesConfig`)."""
-    return _BUILDERS[method.method](method)
-
-
-def _blockwise(method: Any) -> Compressor:
-    return Blockwise(method.bits, method.block_size, method.rounding == "stochastic")
-
-
-def _topk(method: Any) -> Compressor:
-    values = Cast(torch.float32) if method.values is None else compressor_from(method.values)
-    return TopK(method.density, method.block_size, values)
-
-
-_BUILDERS: Mapping[str, Callable[[Any], Compressor]] = MappingProxyType(
-    {
-        "bf16": lambda method: Cast(torch.bfloat16),
-        "fp16": lambda method: Cast(torch.float16),
-        "blockwise": _blockwise,
-        "topk": _topk,
-    }
-)
+    compressed: Reducer
+    plain: Reducer
+    stores: Mapping[str, Residuals]
 
 
 def build_reduction(
-    config: CompressConfig,
-    group: ProcessGroup,
-    parameters: Sequence[str],
-    exempt: Sequence[str],
-    raw_dtype: torch.dtype,
-    transactional: bool,
+    config: CompressConfig, groups: Groups, parameters: Parameters, transactional: bool, clock: StepClock, meter: Meter
 ) -> Reduction:
     """Reducers for a method other than "none".
 
-    `parameters`: names of all parameters; `exempt`: those that must go uncompressed whatever the configuration says.
-    `raw_dtype`: dtype of the gradients, in which uncompressed elements travel. `transactional`: the optimizer may skip
-    a step. Warns of an override that matches no parameter.
+    `transactional`: the optimizer may skip a step. Warns of an override that matches no parameter.
     """
-    clock, meter = StepClock(), Meter()
-    raw = WithoutFeedback(Cast(raw_dtype))
-    compressor = compressor_from(config.gradients)
-    feedback = config.gradients.error_feedback  # type: ignore[union-attr]
-    residuals: dict[str, Residuals] = {}
+    builder = _Builder(config, groups, parameters, Stores(transactional), clock, meter)
+    return Reduction(builder.compressed(), builder.plain(), MappingProxyType(builder.stores.by_name))
 
-    def encoder(direction: str) -> Encoder:
-        if feedback is None:
-            return WithoutFeedback(compressor)
-        residuals[direction] = Residuals(_DTYPES[feedback.dtype], transactional)
-        return WithFeedback(compressor, residuals[direction])
 
-    codec_of = _codec_of(config, parameters, exempt)
-    compressed = PayloadReducer(
-        group, (raw, encoder("gradients")), (raw, encoder("means")), codec_of, clock, meter, config.seed
+def build_weight_gather(
+    config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter
+) -> Callable[..., DifferenceGather]:
+    """What makes the gather of one flat buffer of weights (see `DifferenceGather`)."""
+    raw = parameters.exempt | _small(parameters, config.weights)
+    codecs = (Codec(compressor_from(config.weights)),)
+    return partial(
+        DifferenceGather,
+        codecs=codecs,
+        codec_of=lambda name: EXACT if name in raw else 1,
+        clock=clock,
+        meter=meter,
+        seed=config.seed,
     )
-    plain = PayloadReducer(group, (raw,), (raw,), lambda name: RAW, clock, meter, config.seed)
-    return Reduction(compressed, plain, MappingProxyType(residuals), clock, meter)
 
 
-def _codec_of(config: CompressConfig, parameters: Sequence[str], exempt: Sequence[str]) -> Callable[[str], int]:
-    """Parameter name to codec; overrides choose `none`, the only method that they know in this version."""
-    overrides = config.gradients.overrides  # type: ignore[union-attr]
+def _small(parameters: Parameters, settings: Any) -> frozenset[str]:
+    return frozenset(name for name in parameters.shapes if parameters.numel(name) < settings.min_numel)
+
+
+@dataclass(frozen=True)
+class _Treatment:
+    """One codec of the table: what it is in each step, and what a sender remembers."""
+
+    codec_at: Callable[[int], Codec]
+    memory: Callable[[str], Memory]
+    """From the name of a direction ("gradients", "means" ...) to its memory."""
+
+
+class _Builder:
+    """Puts the reducers of one configuration together."""
+
+    def __init__(
+        self,
+        config: CompressConfig,
+        groups: Groups,
+        parameters: Parameters,
+        stores: Stores,
+        clock: StepClock,
+        meter: Meter,
+    ) -> None:
+        self.settings: Any = config.gradients
+        self.seed = config.seed
+        self.groups = groups
+        self.parameters = parameters
+        self.stores = stores
+        self.clock = clock
+        self.meter = meter
+        self.raw = _constant(Cast(parameters.dtype))
+        self.codec_of = self._codecs()
+
+    def plain(self) -> Reducer:
+        """Nothing is compressed; in two levels too, so that less crosses the slow link."""
+        return self._levels(lambda group, inside: self._payload(group, [self.raw], lambda name: RAW))
+
+    def compressed(self) -> Reducer:
+        reducer = self._powersgd() if self.settings.method == "powersgd" else self._levels(self._level)
+        clip_norm = getattr(self.settings, "clip_norm", None)
+        return ClippingReducer(reducer, clip_norm, self.clock) if clip_norm else reducer
+
+    def _levels(self, level: Callable[[ProcessGroup, bool], PayloadReducer]) -> Reducer:
+        """`level` makes the reducer of a group, given whether it is the one inside a node."""
+        groups = self.groups
+        if groups.node is None or groups.across is None:
+            return level(groups.whole, False)
+        return TwoLevelReducer(groups.whole, level(groups.node, True), level(groups.across, False))
+
+    def _level(self, group: ProcessGroup, inside: bool) -> PayloadReducer:
+        if not inside:
+            return self._payload(group, [self.raw, self._treatment(self.settings), *self._overrides()], self.codec_of)
+        settings = self.settings.hierarchy.inside
+        if settings.method == "none":
+            return self._payload(group, [self.raw], lambda name: RAW)
+        treatments = [self.raw, self._treatment(settings)]
+        return self._payload(group, treatments, lambda name: min(self.codec_of(name), 1), "node", "node_means")
+
+    def _powersgd(self) -> Reducer:
+        """Matrices of codec 1 by their factors; other parameters of codec 1, vectors for instance, uncompressed."""
+        settings, group = self.settings, self.groups.whole
+        factors = Cast(torch.float32) if settings.factors is None else compressor_from(settings.factors)
+        feedback = settings.error_feedback
+        return PowerSGDReducer(
+            self._payload(group, [self.raw, self.raw, *self._overrides()], self.codec_of),
+            self._payload(group, [_constant(factors)], lambda name: 0),
+            self.parameters.shapes,
+            settings.rank,
+            self._store("gradients", feedback) if feedback is not None else None,
+            self.stores.get("factors", "fp32", scaled=False),
+            lambda name: self.codec_of(name) == 1,
+            self.seed,
+        )
+
+    def _payload(
+        self,
+        group: ProcessGroup,
+        treatments: Sequence[_Treatment],
+        codec_of: Callable[[str], int],
+        direction: str = "gradients",
+        back: str = "means",
+    ) -> PayloadReducer:
+        chunk_bytes = self.settings.chunk_bytes
+        return PayloadReducer(
+            group,
+            lru_cache(maxsize=4)(lambda step: tuple(treatment.codec_at(step) for treatment in treatments)),
+            [treatment.memory(direction) for treatment in treatments],
+            [treatment.memory(back) for treatment in treatments],
+            codec_of,
+            self.clock,
+            self.meter,
+            self.seed,
+            chunk_bytes and chunk_bytes // self.parameters.dtype.itemsize,
+        )
+
+    def _treatment(self, settings: Any) -> _Treatment:
+        widths = self.parameters.widths
+        return _Treatment(lambda step: codec_at(settings, widths, step), partial(self._memory, settings))
+
+    def _overrides(self) -> list[_Treatment]:
+        """Every override that is a codec of its own."""
+        return [self._override(override) for override in self.settings.overrides if not _is_raw(override)]
+
+    def _override(self, override: Any) -> _Treatment:
+        inner = self.raw if override.method == "none" else self._treatment(override)
+        if override.every == 1:
+            return inner
+        # Between two sends everything goes into the memory of error feedback.
+        silent = Codec(Nothing())
+        return _Treatment(
+            lambda step: inner.codec_at(step) if (step + 1) % override.every == 0 else silent, self._feedback
+        )
+
+    def _memory(self, settings: Any, direction: str) -> Memory:
+        """The memory that `settings` ask for; what comes back from the owner has error feedback alone."""
+        kind = _MEMORIES.get(settings.method) if direction == "gradients" else None
+        return kind(self, settings) if kind else self._feedback(direction)
+
+    def _feedback(self, direction: str) -> Memory:
+        settings = self.settings.memory if hasattr(self.settings, "memory") else self.settings.error_feedback
+        if settings is None:
+            return WithoutFeedback()
+        return WithFeedback(self._store(direction, settings), getattr(settings, "decay", 1.0))
+
+    def momentum_correction(self, settings: Any) -> Memory:
+        velocity, accumulated = (self._store(name, settings.memory) for name in ("velocity", "gradients"))
+        return MomentumCorrection(velocity, accumulated, settings.momentum, settings.nesterov)
+
+    def decoupled_momentum(self, settings: Any) -> Memory:
+        return WithFeedback(self._store("gradients", settings.memory), settings.momentum, own_exact=False)
+
+    def _store(self, name: str, settings: Any) -> Residuals:
+        return self.stores.get(name, settings.dtype, settings.device == "cpu")
+
+    def _codecs(self) -> Callable[[str], int]:
+        """Parameter name to codec: of the first override that matches, else the chosen method's, which is 1."""
+        overrides = self.settings.overrides
+        _warn_of_idle(overrides, self.parameters.everywhere)
+        raw = self.parameters.exempt | _small(self.parameters, self.settings)
+        own = [index for index, override in enumerate(overrides) if not _is_raw(override)]
+
+        def codec_of(name: str) -> int:
+            matches = (index for index, override in enumerate(overrides) if re.search(override.parameters, name))
+            found = next(matches, None)
+            if name in raw or (found is not None and found not in own):
+                return RAW
+            return 1 if found is None else 2 + own.index(found)
+
+        return cache(codec_of)
+
+
+_MEMORIES: Mapping[str, Callable[[_Builder, Any], Memory]] = MappingProxyType(
+    {"dgc": _Builder.momentum_correction, "demo": _Builder.decoupled_momentum}
+)
+
+
+def _constant(compressor: Compressor) -> _Treatment:
+    """The same in every step, and no memory."""
+    codec = Codec(compressor)
+    return _Treatment(lambda step: codec, lambda direction: WithoutFeedback())
+
+
+def _is_raw(override: Any) -> bool:
+    return bool(override.method == "none" and override.every == 1)
+
+
+def _warn_of_idle(overrides: Sequence[Any], names: Sequence[str]) -> None:
+    """CompressWarning for every override that matches none of `names`."""
     for index, override in enumerate(overrides):
-        if parameters and not any(re.search(override.parameters, name) for name in parameters):
+        if names and not any(re.search(override.parameters, name) for name in names):
             warnings.warn(
                 f"/deepspeed_compress/gradients/overrides/{index}/parameters: {override.parameters!r} matches none of "
-                f"the {len(parameters)} parameters on this rank (for example {parameters[0]!r}), so it has no effect; "
+                f"the {len(names)} parameters on this rank (for example {names[0]!r}), so it has no effect; "
                 "write a regular expression that is found in their names, or remove the override",
                 CompressWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-    raw = {name for name in parameters if any(re.search(override.parameters, name) for override in overrides)}
-    raw.update(exempt)
-    return lambda name: RAW if name in raw else COMPRESSED

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_compress.buckets import Partition, Segment, even_partition, gather, partition_by_sizes, scatter
+from deepspeed_compress.buckets import Partition, Segment, even_partition, gather, partition_by_sizes, scatter, select
 from tests.support.properties import properties
 
 SIZES = st.lists(st.integers(0, 40), max_size=8).map(
@@ -125,3 +125,31 @@ def test_a_partition_refuses_what_is_none(segments: list[Segment], words: str) -
 def test_equal_layouts_are_one_key() -> None:
     first, second = (even_partition([("a", 3), ("b", 4)], 2) for _ in range(2))
     assert len({first, second, even_partition([("a", 4), ("b", 3)], 2)}) == 2
+
+
+@properties
+@given(parts(), st.integers(1, 3))
+def test_select_forms_a_sub_bucket_of_the_same_segments(
+    case: tuple[list[tuple[str, list[tuple[int, int]]]], int], every: int
+) -> None:
+    partition = partition_by_sizes(*case)
+
+    def keep(segment: Segment) -> bool:
+        return (segment.begin + segment.owner) % every == 0
+
+    kept, part = select(partition, keep)
+    assert kept == tuple(segment for segment in partition.segments if keep(segment))
+    assert part.world_size == partition.world_size
+    bucket = torch.arange(partition.numel, dtype=torch.float32)
+    sub_bucket = gather(bucket, kept)
+    assert part.numel == sub_bucket.numel()
+    for before, after in zip(kept, part.segments, strict=True):
+        same = ("parameter", "begin", "numel", "owner")
+        assert [getattr(before, name) for name in same] == [getattr(after, name) for name in same]
+        assert gather(sub_bucket, [after]).tolist() == gather(bucket, [before]).tolist()
+
+
+def test_select_of_everything_is_the_partition_and_of_nothing_is_empty() -> None:
+    partition = even_partition([("a", 3), ("b", 4)], 2)
+    assert select(partition, lambda segment: True) == (partition.segments, partition)
+    assert select(partition, lambda segment: False) == ((), Partition((), 2))

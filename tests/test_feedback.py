@@ -1,4 +1,5 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from deepspeed_compress.buckets import Segment, even_partition
+from deepspeed_compress.codec import Codec, Nothing
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor, TopK
-from deepspeed_compress.feedback import Residuals, WithFeedback, WithoutFeedback
+from deepspeed_compress.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
+from deepspeed_compress.residuals import Residuals
+from deepspeed_compress.transforms import DCT, Hadamard, Identity, Transform
 from tests.support.codecs import CODECS, decode, transmit
 from tests.support.properties import properties
 
@@ -29,18 +33,41 @@ def segments_of(ranges: Iterable[tuple[str, int, int]]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def send(feedback: WithFeedback | WithoutFeedback, x: Tensor, key: int = 0) -> Tensor:
+@dataclass(frozen=True)
+class Sender:
+    """A codec and what is remembered between its messages."""
+
+    compressor: Compressor
+    memory: WithFeedback | WithoutFeedback | MomentumCorrection
+    transform: Transform = Identity()  # noqa: RUF009
+
+    @property
+    def residuals(self) -> Residuals:
+        assert isinstance(self.memory, WithFeedback)
+        return self.memory.residuals
+
+    @property
+    def codec(self) -> Codec:
+        return Codec(self.compressor, self.transform)
+
+    def encode(self, x: Tensor, segments: Sequence[Segment], key: int = 0) -> Tensor:
+        payload = torch.empty(self.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
+        self.memory.encode(x.clone(), segments, payload, key, self.codec)
+        return payload
+
+
+def send(sender: Sender, x: Tensor, key: int = 0) -> Tensor:
     """What the receiver of a message of SEGMENTS decodes."""
-    payload = torch.empty(feedback.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
-    feedback.encode(x.clone(), SEGMENTS, payload, key)
-    return decode(feedback.compressor, payload, x.numel())
+    decoded = torch.zeros_like(x)
+    sender.codec.decode_add([sender.encode(x, SEGMENTS, key)], SEGMENTS, decoded, 1.0)
+    return decoded
 
 
-def with_feedback(codec: Compressor, dtype: torch.dtype = torch.float32, transactional: bool = False) -> WithFeedback:
-    return WithFeedback(codec, Residuals(dtype, transactional))
+def with_feedback(codec: Compressor, dtype: str = "fp32", transactional: bool = False, decay: float = 1.0) -> Sender:
+    return Sender(codec, WithFeedback(Residuals(dtype, transactional), decay))
 
 
-def residual(feedback: WithFeedback) -> Tensor:
+def residual(feedback: Sender) -> Tensor:
     return feedback.residuals.read(SEGMENTS, CPU).clone()
 
 
@@ -62,18 +89,18 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("codec", "levels"), EXACT, ids=lambda value: repr(value))
-def test_nothing_is_lost_where_arithmetic_is_exact(codec: Compressor, levels: int, dtype: torch.dtype) -> None:
+def test_nothing_is_lost_where_arithmetic_is_exact(codec: Compressor, levels: int, dtype: str) -> None:
     feedback = with_feedback(codec, dtype)
     for step in range(6):
         x, old = integers(levels, step), residual(feedback)
         assert torch.equal(send(feedback, x, step) + residual(feedback), x + old)
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)], ids=str)
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 2**-22), ("bf16", 2**-8)])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_nothing_is_lost_but_rounding(codec: Compressor, dtype: torch.dtype, rounding: float) -> None:
+def test_nothing_is_lost_but_rounding(codec: Compressor, dtype: str, rounding: float) -> None:
     """fp32: an ulp of the largest term. A bf16 residual: half an ulp of itself, 2**-9 of it, besides."""
     feedback = with_feedback(codec, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -99,10 +126,8 @@ def test_the_first_message_has_no_memory(codec: Compressor) -> None:
 
 def test_without_feedback_every_message_is_alone() -> None:
     codec, x = Blockwise(4, BLOCK), integers(127, 0)
-    payload = torch.empty(codec.payload_bytes(NUMEL), dtype=torch.uint8)
     for _ in range(2):
-        WithoutFeedback(codec).encode(x, SEGMENTS, payload, 0)
-        assert torch.equal(decode(codec, payload, NUMEL), transmit(codec, x, 0))
+        assert torch.equal(send(Sender(codec, WithoutFeedback()), x), transmit(codec, x, 0))
 
 
 def test_micro_steps_build_on_each_other_and_a_rollback_undoes_them_all() -> None:
@@ -129,24 +154,25 @@ def test_a_non_finite_step_leaves_no_trace_after_rollback() -> None:
 
 
 def test_writes_without_transactions_are_final() -> None:
-    residuals = Residuals(torch.float32, transactional=False)
+    residuals = Residuals("fp32", transactional=False)
     residuals.write(SEGMENTS, torch.ones(NUMEL))
     residuals.rollback()
     assert torch.equal(residuals.read(SEGMENTS, CPU), torch.ones(NUMEL))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_residuals_are_kept_in_their_dtype(dtype: torch.dtype) -> None:
-    residuals = Residuals(dtype, transactional=True)
-    assert residuals.read(SEGMENTS, CPU).dtype == dtype
-    residuals.write(SEGMENTS, torch.full((NUMEL,), 1 / 3))
+@pytest.mark.parametrize(("dtype", "size", "error"), [("fp32", 800, 0), ("bf16", 400, 2**-9), ("int8", 204, 0.00394)])
+def test_residuals_are_kept_in_their_form(dtype: str, size: int, error: float) -> None:
+    """int8: a byte an element and an fp32 scale for 256, rounded to half of a 127th of the largest, 0.00394."""
+    residuals, values = Residuals(dtype, transactional=True), torch.linspace(-1, 1, NUMEL)
+    residuals.write(SEGMENTS, values)
     residuals.commit()
-    assert torch.equal(residuals.read(SEGMENTS, CPU), torch.full((NUMEL,), 1 / 3).to(dtype))
-    assert all(values.dtype == dtype for _, values in residuals.items())
+    assert (residuals.read(SEGMENTS, CPU) - values).abs().max() <= error
+    [(_, payload)] = residuals.payloads()
+    assert payload.nbytes == size
 
 
 def test_square_norm_counts_the_running_step() -> None:
-    residuals = Residuals(torch.float32, transactional=True)
+    residuals = Residuals("fp32", transactional=True)
     assert residuals.square_norm() == 0
     residuals.write(SEGMENTS, torch.full((NUMEL,), 2.0))
     assert residuals.square_norm() == 4 * NUMEL
@@ -154,15 +180,116 @@ def test_square_norm_counts_the_running_step() -> None:
     assert residuals.square_norm() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loaded_residuals_replace_all_and_are_copies(dtype: torch.dtype) -> None:
-    residuals = Residuals(dtype, transactional=True)
-    residuals.write(SEGMENTS, torch.ones(NUMEL))
-    values = torch.tensor([1.0, 2.0])
-    residuals.load({("w", 3, 2): values}, CPU)
-    values.zero_()
-    found = residuals.read(segments_of([("w", 2, 4), ("b", 0, 1)]), CPU)
-    assert (found.dtype, found.tolist()) == (dtype, [0, 1, 2, 0, 0])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_restored_residuals_have_the_same_bits_and_are_copies(dtype: str, on_host: bool) -> None:
+    stored, other = Residuals(dtype, transactional=True), Residuals(dtype, True, on_host)
+    stored.write(SEGMENTS, torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)))
+    stored.commit()
+    expected = stored.read(SEGMENTS, CPU)
+    other.write(SEGMENTS, torch.ones(NUMEL))
+    other.restore(dict(stored.payloads()), CPU)
+    stored.write(SEGMENTS, torch.zeros(NUMEL))
+    stored.commit()
+    assert torch.equal(other.read(SEGMENTS, CPU), expected)
+
+
+def test_what_is_added_moves_to_the_layout_that_is_read() -> None:
+    residuals = Residuals("fp32", transactional=True)
+    for value in (1.0, 2.0):
+        residuals.add([(("w", 3, 2), torch.tensor([value, 2 * value]))], CPU)
+    assert residuals.read(segments_of([("w", 2, 4), ("b", 0, 1)]), CPU).tolist() == [0, 3, 6, 0, 0]
+
+
+def test_pruning_forgets_what_the_step_has_not_written() -> None:
+    residuals = Residuals("fp32", transactional=True)
+    residuals.add([(("w", 0, 4), torch.ones(4)), (("b", 0, 2), torch.ones(2))], CPU)
+    residuals.write(segments_of([("w", 0, 2)]), torch.full((2,), 5.0))
+    residuals.prune()
+    residuals.commit()
+    assert {piece: values.tolist() for piece, values in residuals.items()} == {("w", 0, 2): [5, 5]}
+    assert not residuals.holds(segments_of([("w", 2, 2), ("b", 0, 2)]))
+
+
+def test_unscaled_memory_does_not_follow_the_loss_scale() -> None:
+    for scaled, expected in ((True, 2.0), (False, 1.0)):
+        residuals = Residuals("fp32", transactional=False, scaled=scaled)
+        residuals.write(SEGMENTS, torch.ones(NUMEL))
+        residuals.scale(2.0)
+        assert residuals.read(SEGMENTS, CPU).tolist() == [expected] * NUMEL
+
+
+@pytest.mark.parametrize("transform", [Identity(), Hadamard(64), DCT({"w": 20}, 4)], ids=lambda one: type(one).__name__)
+def test_nothing_is_lost_in_a_transformed_domain(transform: Transform) -> None:
+    sender = Sender(TopK(0.1, 64), WithFeedback(Residuals("fp32", False)), transform)
+    for step in range(6):
+        x, old = integers(7, step), residual(sender)
+        torch.testing.assert_close(send(sender, x) + residual(sender), x + old, rtol=1e-5, atol=1e-4)
+
+
+def test_a_decayed_residual_is_decoupled_momentum() -> None:
+    """DeMo, algorithm 1: m = beta m + g; q = the largest coefficients of m; m = m - q; q is sent."""
+    beta, codec, transform = 0.9, TopK(0.05, 64), Hadamard(64)
+    sender = Sender(codec, WithFeedback(Residuals("fp32", False), beta), transform)
+    momentum = torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(10):
+        gradient = integers(7, step)
+        momentum = beta * momentum + gradient
+        chosen = transmit(codec, transform.forward(momentum.float(), SEGMENTS))
+        sent = transform.inverse(chosen, SEGMENTS)
+        momentum -= sent
+        torch.testing.assert_close(send(sender, gradient), sent, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(residual(sender).double(), momentum, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_follows_the_paper(nesterov: bool) -> None:
+    """DGC, algorithm 4 and appendix B, in float64: u and v per worker, both cleared where a value was sent."""
+    m, kept = 0.9, 20
+    memory = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), m, nesterov)
+    sender = Sender(TopK(kept / NUMEL, 64, scope="tensor"), memory)
+    u, v = (torch.zeros(NUMEL, dtype=torch.float64) for _ in range(2))
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(12):
+        gradient = torch.randn(NUMEL, generator=generator)
+        if nesterov:
+            u = m * (u + gradient)
+            v = v + u + gradient
+        else:
+            u = m * u + gradient
+            v = v + u
+        largest = v.abs().topk(kept).indices
+        sent = torch.zeros_like(v)
+        sent[largest] = v[largest]
+        torch.testing.assert_close(send(sender, gradient).double(), sent, rtol=1e-5, atol=1e-5)
+        v[largest] = u[largest] = 0
+    for store, expected in ((memory.velocity, u), (memory.accumulated, v)):
+        torch.testing.assert_close(store.read(SEGMENTS, CPU).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_own_elements_are_exact_and_take_a_residual_left_from_another_owner() -> None:
+    sender, x = with_feedback(Blockwise(4, BLOCK), transactional=True), integers(7, 0) / 3
+    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), x)
+    sender.residuals.add([(("w", 0, 2), torch.tensor([1.0, 2.0]))], CPU)
+    expected = x.clone()
+    expected[:2] += torch.tensor([1.0, 2.0])
+    for _ in range(2):
+        assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), expected)
+        sender.residuals.rollback()
+    sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec)
+    sender.residuals.commit()
+    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), x)
+
+
+def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
+    sender, x = with_feedback(Nothing()), integers(7, 0)
+    for step in (1, 2):
+        assert sender.encode(x, SEGMENTS).numel() == 0
+        assert torch.equal(residual(sender), step * x)
+    own = Sender(Nothing(), WithFeedback(Residuals("fp32", False)))
+    assert not own.memory.keep(x.clone(), SEGMENTS, 0, own.codec).any()
+    exact = Codec(Cast(torch.float32))
+    assert torch.equal(own.memory.keep(x.clone(), SEGMENTS, 0, exact), 2 * x)
 
 
 NUMELS = {"a": 7, "b": 4, "c": 1}
@@ -186,7 +313,7 @@ def elements(message: Iterable[tuple[str, int, int]]) -> list[Element]:
 
 
 def test_a_new_layout_in_the_middle_of_a_step_keeps_what_the_step_has_not_written() -> None:
-    residuals = Residuals(torch.float32, transactional=True)
+    residuals = Residuals("fp32", transactional=True)
     first, second = segments_of([("a", 0, 2)]), segments_of([("b", 0, 2)])
     residuals.write(second, torch.tensor([3.0, 4.0]))
     residuals.commit()
@@ -199,7 +326,7 @@ class ResidualsAgainstDictionaries(RuleBasedStateMachine):
 
     @initialize(transactional=st.booleans())
     def start(self, transactional: bool) -> None:
-        self.residuals = Residuals(torch.float32, transactional)
+        self.residuals = Residuals("fp32", transactional)
         self.transactional = transactional
         self.applied: dict[Element, float] = {}
         self.running: dict[Element, float] = {}
@@ -238,9 +365,9 @@ class ResidualsAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: not self.running)
     @rule()
     def save_and_load(self) -> None:
-        saved = {piece: values.clone() for piece, values in self.residuals.items()}
-        self.residuals = Residuals(torch.float32, self.transactional)
-        self.residuals.load(saved, CPU)
+        saved = {layout: payload.clone() for layout, payload in self.residuals.payloads()}
+        self.residuals = Residuals("fp32", self.transactional)
+        self.residuals.restore(saved, CPU)
 
     @invariant()
     def every_element_has_one_home(self) -> None:
@@ -260,13 +387,12 @@ TestResidualsAgainstDictionaries.settings = properties
 @given(st.lists(messages(), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 def test_changing_buckets_lose_nothing_of_what_is_fed_in(layouts: list[Message], seed: int) -> None:
     """Per element: everything sent plus the residual is everything fed in, however the messages were formed."""
-    feedback = WithFeedback(TopK(0.3, 64), Residuals(torch.float32, transactional=True))
+    feedback = with_feedback(TopK(0.3, 64), transactional=True)
     generator = torch.Generator().manual_seed(seed)
     balance = dict.fromkeys(elements((name, 0, numel) for name, numel in NUMELS.items()), 0.0)
     for layout in layouts:
         x = torch.randint(-9, 9, (len(elements(layout)),), generator=generator).float()
-        payload = torch.empty(feedback.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
-        feedback.encode(x.clone(), segments_of(layout), payload, 0)
+        payload = feedback.encode(x, segments_of(layout))
         lost = x - decode(feedback.compressor, payload, x.numel())
         for element, value in zip(elements(layout), lost.tolist(), strict=True):
             balance[element] += value

@@ -12,19 +12,23 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.buckets import Partition, even_partition, gather, partition_by_sizes
+from deepspeed_compress.codec import Codec, Nothing
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor, TopK
-from deepspeed_compress.feedback import Residuals, WithFeedback, WithoutFeedback
+from deepspeed_compress.feedback import WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
-    Encoder,
+    ClippingReducer,
+    Memory,
     PayloadReducer,
     StepClock,
     cosine_with_truth,
     exchange,
-    make_plan,
+    make_plans,
     true_sum,
 )
-from tests.support.codecs import CODECS, transmit
+from deepspeed_compress.residuals import Residuals
+from deepspeed_compress.transforms import DCT, Hadamard, Transform
+from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.properties import properties
 from tests.support.threads import TIMEOUT, run_threads
 
@@ -70,18 +74,29 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 def make_reducer(
     group: ProcessGroup,
-    codecs: Sequence[Compressor],
+    codecs: Sequence[Compressor | Codec],
     codec_of: Callable[[str], int] = lambda name: 0,
     residuals: Sequence[Residuals] = (),
     seed: int = 0,
+    chunk_numel: int | None = None,
 ) -> PayloadReducer:
     """A reducer without feedback, or with `residuals` for gradients and means."""
 
-    def encoders(memory: Sequence[Residuals]) -> list[Encoder]:
-        return [WithFeedback(codec, memory[0]) if memory else WithoutFeedback(codec) for codec in codecs]
+    def memories(stores: Sequence[Residuals]) -> list[Memory]:
+        return [WithFeedback(stores[0]) if stores else WithoutFeedback() for _ in codecs]
 
-    clock, meter = StepClock(), Meter()
-    return PayloadReducer(group, encoders(residuals[:1]), encoders(residuals[1:]), codec_of, clock, meter, seed)
+    table = tuple(codec if isinstance(codec, Codec) else Codec(codec) for codec in codecs)
+    return PayloadReducer(
+        group,
+        lambda step: table,
+        memories(residuals[:1]),
+        memories(residuals[1:]),
+        codec_of,
+        StepClock(),
+        Meter(),
+        seed,
+        chunk_numel,
+    )
 
 
 def reduced(
@@ -137,7 +152,7 @@ def test_the_scale_makes_it_the_mean(operation: str, ranks: int) -> None:
         torch.testing.assert_close(gather(found, own), gather(mean, own), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if "stochastic=True" not in repr(codec)], ids=repr)
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not is_random(codec)], ids=repr)
 def test_reduce_scatter_adds_what_the_others_decode_to_the_exact_own(codec: Compressor) -> None:
     ranks, partition = 3, interleaved(3)
     buckets = [normal(rank, partition.numel) for rank in range(ranks)]
@@ -246,7 +261,7 @@ def long_run(
     """Per rank: the sum of STEPS results, and the residuals of gradients and means at the end."""
 
     def work(group: ProcessGroup, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        memory = [Residuals(torch.float32, transactional=False) for _ in range(2)]
+        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
         reducer = make_reducer(group, [codec], residuals=memory if feedback else ())
         total = torch.zeros(partition.numel, dtype=torch.float64)
         for step in range(STEPS):
@@ -338,7 +353,7 @@ def training_bits(seed: int, first_step: int = 0) -> list[bytes]:
     partition = layout(211, 3)
 
     def work(group: ProcessGroup, rank: int) -> bytes:
-        memory = [Residuals(torch.bfloat16, transactional=False) for _ in range(2)]
+        memory = [Residuals("bf16", transactional=False) for _ in range(2)]
         reducer = make_reducer(group, [STOCHASTIC], residuals=memory, seed=seed)
         results = []
         for step, operation in itertools.product(range(2), ["all_reduce", "reduce_scatter", "all_reduce"]):
@@ -440,7 +455,7 @@ def test_a_plan_places_every_element_once_and_leaves_no_gap(
     runs: list[tuple[int, int]], codecs: list[Compressor]
 ) -> None:
     partition = partition_by_sizes([(f"p{index}", [run]) for index, run in enumerate(runs)], 3)
-    plan = make_plan(partition, codecs, lambda name: int(name[1:]) % len(codecs))
+    [plan] = make_plans(partition, [Codec(codec) for codec in codecs], lambda name: int(name[1:]) % len(codecs))
     for owner, pieces in enumerate(plan.pieces):
         ends = [0, *(piece.end for piece in pieces)]
         lasts = [0, *(piece.first + piece.numel for piece in pieces)]
@@ -458,6 +473,115 @@ def test_a_bucket_must_fit_its_partition() -> None:
 
     with pytest.raises(AssertionError, match="bucket of 5 for a partition of 4"):
         run_threads(1, work)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("chunk_numel", [1, 50, 10**6])
+def test_a_bucket_in_chunks_gives_the_same_sums_and_bytes(operation: str, chunk_numel: int) -> None:
+    ranks, partition = 3, interleaved(3)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[Tensor, int, int]:
+        reducer = make_reducer(group, [FP32], chunk_numel=chunk_numel)
+        bucket = normal(rank, partition.numel)
+        getattr(reducer, operation)(bucket, partition, 1.0)
+        return bucket, reducer.meter.bytes_sent, len(reducer.plans(partition))
+
+    whole = reduced(operation, [normal(rank, partition.numel) for rank in range(ranks)], partition, [FP32])
+    for expected, (found, sent, rounds) in zip(whole, run_threads(ranks, work), strict=True):
+        assert torch.equal(found, expected)
+        assert rounds == max(1, -(-partition.numel // chunk_numel))
+        assert sent >= 4 * partition.numel // ranks
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("transform", [Hadamard(32), DCT({"weight": 7}, 4)], ids=lambda one: type(one).__name__)
+def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Transform) -> None:
+    partition = interleaved(3)
+    buckets = [normal(rank, partition.numel) for rank in range(3)]
+    found = reduced(operation, buckets, partition, [Codec(FP32, transform)])
+    for rank, bucket in enumerate(found):
+        own = partition.owned_by(rank)
+        torch.testing.assert_close(gather(bucket, own), gather(sum(buckets), own), rtol=1e-5, atol=1e-5)
+
+
+def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
+    """Every third step: zero mean gradients in between, own elements too, then the mean of all three."""
+    partition, every = interleaved(2), 3
+    codecs = {True: (Codec(FP32),), False: (Codec(Nothing()),)}
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        memories = [[WithFeedback(Residuals("fp32", transactional=True))] for _ in range(2)]
+        reducer = PayloadReducer(
+            group, lambda step: codecs[(step + 1) % every == 0], *memories, lambda name: 0, StepClock(), Meter()
+        )
+        results = []
+        for step in range(2 * every):
+            reducer.clock.begin(step)
+            bucket = integers(10 * step + rank, partition.numel)
+            reducer.reduce_scatter(bucket, partition, 0.5)
+            memories[0][0].residuals.commit()
+            results.append(gather(bucket, partition.owned_by(rank)))
+        return results
+
+    for rank, results in enumerate(run_threads(2, work)):
+        for step, found in enumerate(results):
+            steps = range(step + 1 - every, step + 1) if (step + 1) % every == 0 else ()
+            parts = [integers(10 * past + peer, partition.numel) for past in steps for peer in range(2)]
+            expected = 0.5 * sum(parts, torch.zeros(partition.numel))
+            assert torch.equal(found, gather(expected, partition.owned_by(rank)))
+
+
+def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:
+    """Payload sizes depend on counts alone, whatever a rank has to send."""
+    partition = layout(211, 2)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[int, ...]:
+        reducer = make_reducer(group, [TOPK])
+        bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
+        reducer.all_reduce(bucket, partition, 1.0)
+        [plan] = reducer.plans(partition)
+        return plan.sizes
+
+    first, second = run_threads(2, work)
+    assert first == second
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_clipping_limits_each_parameter_on_each_rank(loss_scale: float) -> None:
+    partition, limit = layout(211, 2), 0.5
+
+    def clipped(rank: int) -> Tensor:
+        bucket = normal(rank, 211) * loss_scale
+        for part in (bucket[:141], bucket[141:]):
+            part.mul_(min(1.0, limit * loss_scale / float(part.norm())))
+        return bucket
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        inner = make_reducer(group, [FP32])
+        inner.clock.begin(0, loss_scale)
+        bucket = normal(rank, 211) * loss_scale
+        ClippingReducer(inner, limit, inner.clock).all_reduce(bucket, partition, 1.0)
+        return bucket
+
+    for found in run_threads(2, work):
+        torch.testing.assert_close(found, clipped(0) + clipped(1), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_leaves_small_and_non_finite_gradients() -> None:
+    partition = layout(211, 1)
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        inner = make_reducer(group, [FP32])
+        found = []
+        for bucket in (normal(0, 211) * 1e-3, torch.zeros(211), torch.full((211,), math.nan)):
+            ClippingReducer(inner, 1.0, inner.clock).all_reduce(bucket, partition, 1.0)
+            found.append(bucket)
+        return found
+
+    [(small, zeros, bad)] = run_threads(1, work)
+    assert torch.equal(small, normal(0, 211) * 1e-3)
+    assert not zeros.any()
+    assert bad.isnan().all()
 
 
 def test_the_clock_counts_messages_within_a_step() -> None:

@@ -5,47 +5,28 @@ Nothing here imports torch, deepspeed or transformers.
 
 from deepspeed_compress.config.expand import check_world, expand
 from deepspeed_compress.config.loading import read_ds_config
-from deepspeed_compress.config.models import (
-    SECTION,
-    BlockwiseConfig,
-    BlockwiseValues,
-    CastConfig,
-    CastValues,
-    CompressConfig,
-    ErrorFeedback,
-    GradientsConfig,
-    Lint,
-    Monitor,
-    NoneConfig,
-    Override,
-    Parallelism,
-    Schedule,
-    TopKConfig,
-    ValuesConfig,
-)
+from deepspeed_compress.config.models import SECTION, CompressConfig, Lint, Monitor, Parallelism, Schedule
 from deepspeed_compress.config.notices import find_notices
+from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems, parse_section
 
 __all__ = [
     "SECTION",
-    "BlockwiseConfig",
-    "BlockwiseValues",
-    "CastConfig",
-    "CastValues",
     "CompressConfig",
     "ErrorFeedback",
     "GradientsConfig",
+    "Hierarchy",
     "Lint",
+    "Memory",
     "Monitor",
-    "NoneConfig",
     "Override",
     "Parallelism",
     "Problem",
     "Schedule",
-    "TopKConfig",
-    "ValuesConfig",
+    "WeightsConfig",
     "check_world",
     "expand",
     "find_notices",

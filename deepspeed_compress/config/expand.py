@@ -3,69 +3,30 @@
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.config.models import SECTION, CompressConfig, NoneConfig, Parallelism
+from deepspeed_compress.config.contradictions import find_mismatches
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import NATIVES, STAGE, TENSOR, Native
 from deepspeed_compress.config.problems import Problem, pointer, raise_problems, show
 from deepspeed_compress.errors import CompressWarning
-
-
-@dataclass(frozen=True, slots=True)
-class _Native:
-    """A field of Parallelism and the key of DeepSpeed that says the same."""
-
-    field: str
-    section: str
-    key: str
-    off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
-
-    @property
-    def ours(self) -> str:
-        return pointer((SECTION, "parallelism", self.field))
-
-    @property
-    def theirs(self) -> str:
-        return pointer((self.section, self.key))
-
-    def given(self, parallelism: Parallelism) -> int | None:
-        """The value that the user wrote into our section; a default is not given."""
-        value: int | None = getattr(parallelism, self.field)
-        return value if self.field in parallelism.model_fields_set else None
-
-    def native(self, ds_config: Mapping[str, Any]) -> object:
-        """The value in DeepSpeed's own key; None when absent or "auto", which DeepSpeed drops."""
-        section = ds_config.get(self.section)
-        value = section.get(self.key) if isinstance(section, dict) else None
-        return None if value == "auto" else value
-
-    def effective(self, ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
-        """The value that holds; what is not an integer is left for DeepSpeed to refuse."""
-        given, native = self.given(parallelism), self.native(ds_config)
-        value = native if given is None else given
-        return max(value, self.off) if isinstance(value, int) else self.off
-
-
-_STAGE = _Native("zero_stage", "zero_optimization", "stage", 0)
-_TENSOR = _Native("tensor", "tensor_parallel", "autotp_size", 1)
-_NATIVES = (_STAGE, _TENSOR)
 
 
 def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, Any]:
     """A copy of `ds_config` that carries the section's parallelism in DeepSpeed's own keys.
 
-    The section itself stays. Raises ConfigError when a value given in both places differs, or when
-    pipeline parallelism meets ZeRO stage 2 or 3.
+    The section itself stays. Raises ConfigError when a value given in both places differs, when pipeline parallelism
+    meets ZeRO stage 2 or 3, and when a method cannot be right with the rest of the file (see `find_mismatches`).
     """
     parallelism = section.parallelism or Parallelism()
-    problems = find_conflicts(ds_config, parallelism)
+    problems = find_conflicts(ds_config, parallelism) + find_mismatches(ds_config, section)
     if problems:
         raise_problems(problems)
     expanded = copy.deepcopy(dict(ds_config))
-    for native in _NATIVES:
+    for native in NATIVES:
         value = native.given(parallelism)
         # DeepSpeed turns AutoTP on for any size above 0, so a size of 1 is left out.
-        if value is not None and (native is not _TENSOR or value > 1):
+        if value is not None and (native is not TENSOR or value > 1):
             expanded.setdefault(native.section, {})[native.key] = value
     return expanded
 
@@ -81,8 +42,8 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     problems = list(_indivisible(ds_config or {}, parallelism, world_size))
     if problems:
         raise_problems(problems)
-    size = world_size // (_TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
-    if size == 1 and not isinstance(section.gradients, NoneConfig):
+    size = world_size // (TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
+    if size == 1 and section.gradients.method != "none":
         text = f"{pointer((SECTION, 'gradients'))}: has no effect, because the data-parallel size is 1"
         warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
     return size
@@ -92,12 +53,12 @@ def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
 ) -> list[Problem]:
     """Where the parallelism contradicts DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
-    problems = [p for native in _NATIVES for p in _disagreement(native, ds_config, parallelism)]
+    problems = [p for native in NATIVES for p in _disagreement(native, ds_config, parallelism)]
     problems += _pipeline_with_partitioned_gradients(ds_config, parallelism)
     return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
 
 
-def _disagreement(native: _Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
+def _disagreement(native: Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
     ours, theirs = native.given(parallelism), native.native(ds_config)
     outer = ds_config.get(native.section, {})
     if ours is None:
@@ -115,18 +76,17 @@ def _same(ours: int, theirs: object, off: int) -> bool:
 
 
 def _pipeline_with_partitioned_gradients(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
-    stage = _STAGE.effective(ds_config, parallelism)
+    stage = STAGE.effective(ds_config, parallelism)
     if parallelism.pipeline > 1 and stage >= 2:
-        at = _STAGE.theirs if _STAGE.given(parallelism) is None else _STAGE.ours
         what = (
             f"{stage} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: "
             f"{parallelism.pipeline} in DeepSpeed (allowed with a pipeline: 0, 1)"
         )
-        yield Problem(at, what, '0 or 1, or "pipeline": 1')
+        yield Problem(STAGE.place(parallelism), what, '0 or 1, or "pipeline": 1')
 
 
 def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Problem]:
-    tensor, pipeline = _TENSOR.effective(ds_config, parallelism), parallelism.pipeline
+    tensor, pipeline = TENSOR.effective(ds_config, parallelism), parallelism.pipeline
     if world_size < 1 or world_size % (tensor * pipeline):
         what = (
             f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks do not divide the world size "

@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from deepspeed_compress.config.models import SECTION, CompressConfig, NoneConfig, TopKConfig
-from deepspeed_compress.config.problems import Problem, pointer, show
+from deepspeed_compress.config.contradictions import override_places, sparse_places
+from deepspeed_compress.config.methods import Model
+from deepspeed_compress.config.models import SECTION, CompressConfig
+from deepspeed_compress.config.problems import Path, Problem, pointer, show
 
 # A pattern that is found in all of these is found in every name.
 _ANY_NAMES = ("", "a", "0.b_1")
@@ -15,51 +18,129 @@ def find_notices(section: CompressConfig) -> list[Problem]:
     return [notice for rule in _RULES for notice in rule(section)]
 
 
-def _notice(path: str, what: str, write: str) -> Problem:
-    return Problem(pointer((SECTION, *path.split("."))), what, write)
+def _notice(path: Path, what: str, write: str) -> Problem:
+    return Problem(pointer((SECTION, *path)), what, write)
 
 
-def _warmup_of_nothing(section: CompressConfig) -> Iterator[Problem]:
-    steps = section.schedule.warmup_steps
-    if steps and isinstance(section.gradients, NoneConfig):
+def _nothing_compressed(section: CompressConfig) -> Iterator[Problem]:
+    steps, cosine_every = section.schedule.warmup_steps, section.monitor.cosine_every
+    if steps and section.gradients.method == section.weights.method == "none":
         what = f'{steps} has no effect, because method "none" never compresses (allowed: 0)'
-        yield _notice("schedule.warmup_steps", what, "0, or choose a method")
+        yield _notice(("schedule", "warmup_steps"), what, "0, or choose a method")
+    if cosine_every and section.gradients.method == "none":
+        what = f'{cosine_every} has no effect, because method "none" changes nothing (allowed: 0)'
+        yield _notice(("monitor", "cosine_every"), what, "0, or choose a method")
+
+
+_RANDOM_METHODS = frozenset({"qsgd", "stochastic_linear", "randomk", "powersgd"})
 
 
 def _seed_unused(section: CompressConfig) -> Iterator[Problem]:
-    users = (section.gradients, getattr(section.gradients, "values", None))
-    random = any(getattr(user, "rounding", None) == "stochastic" for user in users)
+    random = any(
+        getattr(part, "rounding", None) == "stochastic" or getattr(part, "method", None) in _RANDOM_METHODS
+        for part in _parts(section)
+    )
     if section.seed and not random:
-        what = f"{section.seed} has no effect, because nothing is rounded stochastically (allowed: 0)"
-        yield _notice("seed", what, '0, or "rounding": "stochastic"')
+        what = f"{section.seed} has no effect, because nothing is random (allowed: 0)"
+        yield _notice(("seed",), what, '0, or "rounding": "stochastic"')
 
 
-def _dense_topk(section: CompressConfig) -> Iterator[Problem]:
-    topk = section.gradients
-    if not isinstance(topk, TopKConfig):
-        return
-    if topk.density == 1:
-        what = "1.0 drops nothing and sends an index with every value (useful: below 0.5)"
-        yield _notice("gradients.density", what, 'a smaller density, or "method": "blockwise"')
-    elif topk.density * topk.block_size < 1:
-        what = (
-            f"{topk.density} of block_size {topk.block_size} is less than one value, but one is always sent "
-            f"(useful: at least {1 / topk.block_size})"
-        )
-        yield _notice("gradients.density", what, "a larger density or a larger block_size")
+def _parts(node: object) -> Iterator[object]:
+    """`node` and every model inside it."""
+    if isinstance(node, Model):
+        yield node
+        for name in type(node).model_fields:
+            yield from _parts(getattr(node, name))
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from _parts(item)
+
+
+def _density(section: CompressConfig) -> Iterator[Problem]:
+    for path, method in sparse_places(section):
+        units = _units(method)
+        if method.density == 1:
+            what = "1.0 drops nothing and sends an index with every value (useful: below 0.5)"
+            yield _notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
+        elif units and method.density * units < 1:
+            what = (
+                f"{method.density} of a block of {units} is less than one, but one is always sent "
+                f"(useful: at least {1 / units})"
+            )
+            yield _notice((*path, "density"), what, "a larger density or larger blocks")
+
+
+def _units(method: Any) -> int | None:
+    """What a sparsifier chooses from: values of a block, or groups; None for whole messages."""
+    if method.method == "demo":
+        return int(method.tile**2)
+    if method.method == "block_topk":
+        return int(method.block_size // method.group)
+    return method.block_size if getattr(method, "scope", "block") == "block" else None
+
+
+def _density_warmup(section: CompressConfig) -> Iterator[Problem]:
+    dense = section.schedule.warmup_steps
+    for path, method in sparse_places(section):
+        steps = getattr(method, "density_warmup_steps", 0)
+        if steps and method.density >= 0.25:
+            what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
+            yield _notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
+        elif steps and steps <= dense:
+            what = f"{steps} has no effect, because schedule.warmup_steps {dense} are uncompressed (allowed: 0)"
+            yield _notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
+
+
+def _block_of_nothing(section: CompressConfig) -> Iterator[Problem]:
+    for path, method in sparse_places(section):
+        scope, default = getattr(method, "scope", "block"), type(method).model_fields.get("block_size")
+        if scope != "block" and default is not None and method.block_size != default.default:
+            what = f'{method.block_size} has no effect with scope "{scope}" (allowed: {default.default})'
+            yield _notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
+
+
+_LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
+
+
+def _remembers(gradients: Any) -> bool:
+    return getattr(gradients, "error_feedback", getattr(gradients, "memory", None)) is not None
+
+
+def _biased_alone(section: CompressConfig) -> Iterator[Problem]:
+    """Methods that lose most of the gradient need a memory."""
+    methods = [section.gradients, *(override for _, override in override_places(section))]
+    lossy = [m.method for m in methods if m.method in _LOSSY or getattr(m, "rescale", None) is False]
+    if lossy and not _remembers(section.gradients):
+        what = f'null with method "{lossy[0]}" loses for ever what is not sent (allowed: an object)'
+        yield _notice(("gradients", "error_feedback"), what, "{}, or a method without bias such as qsgd")
+
+
+def _rescaled_feedback(section: CompressConfig) -> Iterator[Problem]:
+    for path, method in sparse_places(section):
+        if getattr(method, "rescale", False) and _remembers(section.gradients):
+            what = "true together with error feedback sends too much and diverges (allowed: false)"
+            yield _notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
 
 def _overrides(section: CompressConfig) -> Iterator[Problem]:
     seen: set[str] = set()
-    for index, override in enumerate(getattr(section.gradients, "overrides", ())):
-        path = f"gradients.overrides.{index}.parameters"
-        pattern = override.parameters
+    for path, override in override_places(section):
+        at, pattern = (*path, "parameters"), override.parameters
         if pattern in seen:
-            yield _notice(path, f"{show(pattern)} has no effect, an earlier override has it", "it once")
-        elif all(re.search(pattern, name) for name in _ANY_NAMES):
-            what = f"{show(pattern)} matches every parameter, so that nothing is compressed"
-            yield _notice(path, what, 'a narrower pattern, or "method": "none" for all gradients')
+            yield _notice(at, f"{show(pattern)} has no effect, an earlier override has it", "it once")
+        elif override.every == 1 and all(re.search(pattern, name) for name in _ANY_NAMES):
+            what = f"{show(pattern)} matches every parameter, so that gradients.method has no effect"
+            yield _notice(at, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
         seen.add(pattern)
 
 
-_RULES = (_warmup_of_nothing, _seed_unused, _dense_topk, _overrides)
+_RULES = (
+    _nothing_compressed,
+    _seed_unused,
+    _density,
+    _density_warmup,
+    _block_of_nothing,
+    _biased_alone,
+    _rescaled_feedback,
+    _overrides,
+)

@@ -1,9 +1,11 @@
 """The JSON Schema of the section, and questions that error messages ask of it."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-from deepspeed_compress.config.models import DEFAULT_METHOD, CompressConfig
+from deepspeed_compress.config.methods import DEFAULT_METHOD
+from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.problems import Path, listed, show
 
 Node = dict[str, Any]
@@ -15,11 +17,15 @@ def json_schema() -> Node:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+# Made once: it takes longer than everything else that reading a configuration needs.
+_generated = cache(json_schema)
+
+
 class SchemaView:
     """The schema as seen by one section: unions resolve to the variant that its `method` chooses."""
 
     def __init__(self, section: object) -> None:
-        self._schema = json_schema()
+        self._schema = _generated()
         self._section = section
 
     def at(self, path: Path) -> Node:
@@ -27,29 +33,45 @@ class SchemaView:
         node, value = self._resolve(self._schema), self._section
         for part in path:
             node = self._child(node, part, value)
-            value = value.get(part) if isinstance(value, dict) else None
+            value = _inside(value, part)
         return node
 
     def keys(self, path: Path) -> list[str]:
         """The keys that the object at `path` may have."""
         return sorted(self._variant(self.at(path), _value_at(self._section, path)).get("properties", {}))
 
-    def places(self, key: str) -> Iterator[tuple[Path, str | None]]:
-        """Every place of the section that may hold `key`, with the method that it belongs to."""
-        yield from self._places(key, self._resolve(self._schema), ())
+    def places(self, path: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+        """Every place of the section that may hold the last key of `path`: (place, methods with it, methods without).
 
-    def _places(self, key: str, node: Node, path: Path) -> Iterator[tuple[Path, str | None]]:
-        for method, variant in self._variants(node):
-            for name, child in variant.get("properties", {}).items():
-                if name == key:
-                    yield (*path, name), method
-                yield from self._places(key, self._resolve(child), (*path, name))
+        Of the items of a list it is the one that `path` goes through, or else the first.
+        """
+        yield from self._places(path, self._resolve(self._schema), (), set())
+
+    def _places(
+        self, wanted: Path, node: Node, path: Path, seen: set[tuple[Path, str]]
+    ) -> Iterator[tuple[Path, list[str], list[str]]]:
+        variants = {method: variant.get("properties", {}) for method, variant in self._variants(node)}
+        having = [method for method, keys in variants.items() if wanted[-1] in keys]
+        if having:
+            lacking = variants.keys() - having
+            yield (*path, wanted[-1]), sorted(filter(None, having)), sorted(filter(None, lacking))
+        children = [((*path, name), child) for keys in variants.values() for name, child in keys.items()]
+        if "items" in node:
+            index = next(iter(wanted[len(path) :]), 0) if wanted[: len(path)] == path else 0
+            children.append(((*path, index), node["items"]))
+        for place, child in children:
+            # Most methods of a place have the same children.
+            if (place, str(child)) not in seen:
+                seen.add((place, str(child)))
+                yield from self._places(wanted, self._resolve(child), place, seen)
 
     def _child(self, node: Node, part: str | int, value: object) -> Node:
         if isinstance(part, int):
             return self._resolve(node.get("items", {}))
         if part == "method" and "discriminator" in node:
-            return {"enum": list(node["discriminator"]["mapping"]), "default": DEFAULT_METHOD}
+            methods = sorted(node["discriminator"]["mapping"], key=lambda method: (method != "none", method))
+            optional = "method" not in self._variant(node, None).get("required", ())
+            return {"enum": methods, **({"default": DEFAULT_METHOD} if optional else {})}
         return self._resolve(self._variant(node, value).get("properties", {}).get(part, {}))
 
     def _variants(self, node: Node) -> Iterator[tuple[str | None, Node]]:
@@ -63,8 +85,10 @@ class SchemaView:
     def _variant(self, node: Node, value: object) -> Node:
         variants = dict(self._variants(node))
         method = value.get("method") if isinstance(value, dict) else None
+        if len(variants) == 1:
+            return node
         known = isinstance(method, str) and method in variants
-        return variants[method if known else DEFAULT_METHOD] if len(variants) > 1 else node
+        return variants[method] if known else variants.get(DEFAULT_METHOD, next(iter(variants.values())))
 
     def _resolve(self, node: Node) -> Node:
         """Follow `$ref`, and take what is not null of an optional value; siblings such as defaults win."""
@@ -79,8 +103,15 @@ class SchemaView:
 
 def _value_at(value: object, path: Path) -> object:
     for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
+        value = _inside(value, part)
     return value
+
+
+def _inside(value: object, part: str | int) -> object:
+    """What `value`, a part of the section, holds under a key or an index; None if it holds nothing there."""
+    if isinstance(value, dict):
+        return value.get(part)
+    return value[part] if isinstance(value, list | tuple) and isinstance(part, int) else None
 
 
 def choices(node: Node) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from deepspeed_compress.config.contradictions import find_contradictions, find_mismatches
 from deepspeed_compress.config.expand import find_conflicts
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
@@ -16,15 +17,15 @@ from deepspeed_compress.config.problems import Path, Problem, listed, pointer, r
 from deepspeed_compress.config.schema import SchemaView, choices, describe
 from deepspeed_compress.errors import CompressWarning
 
-# pydantic puts the tag of a discriminated union into the location, after these places.
-_UNIONS = (("gradients",), ("gradients", "values"))
+# Places that a message names at most.
+_PLACES = 3
 
 
 def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
     """Validate `ds_config["deepspeed_compress"]`.
 
     Warns (CompressWarning) of settings without effect. Raises ConfigError that lists every problem: unknown
-    keys, wrong values, "auto", and what is not available in this version.
+    keys, wrong values, "auto", what is not available in this version, and settings that contradict each other.
     """
     problems = _section_problems(ds_config)
     if problems:
@@ -43,9 +44,12 @@ def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
     problems = _section_problems(ds_config)
     prefix = pointer((SECTION, "parallelism"))
     section = ds_config.get(SECTION)
+    valid = not problems
     if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in problems):
         parallelism = Parallelism.model_validate(section.get("parallelism") or {})
         problems += find_conflicts(ds_config, parallelism, world_size)
+    if valid:
+        problems += find_mismatches(ds_config, CompressConfig.model_validate(section), world_size)
     return problems
 
 
@@ -55,7 +59,7 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
     raw = ds_config[SECTION]
     problems = list(find_planned(raw))
     try:
-        CompressConfig.model_validate(raw)
+        problems += find_contradictions(CompressConfig.model_validate(raw))
     except ValidationError as error:
         problems += _without_those_inside(problems, _translate(error, raw))
     return sorted(problems, key=lambda problem: problem.pointer)
@@ -76,15 +80,16 @@ def _without_those_inside(found: list[Problem], others: Iterator[Problem]) -> li
 def _translate(error: ValidationError, raw: object) -> Iterator[Problem]:
     view = SchemaView(raw)
     for detail in error.errors(include_url=False):
-        yield _BUILDERS.get(detail["type"], _bad_value)(_path(detail["loc"]), detail, view)
+        yield _BUILDERS.get(detail["type"], _bad_value)(_path(detail["loc"], view), detail, view)
 
 
-def _path(location: Path) -> Path:
+def _path(location: Path, view: SchemaView) -> Path:
+    """The place in the file: without the tags that pydantic puts after the place of a discriminated union."""
     path: Path = ()
     parts = iter(location)
     for part in parts:
         path = (*path, part)
-        if path in _UNIONS:
+        if "discriminator" in view.at(path):
             next(parts, None)
     return path
 
@@ -125,17 +130,34 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
     keys = view.keys(path[:-1])
     what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
     close = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    write = f'"{close[0]}", if you meant that' if close else _elsewhere(str(path[-1]), view)
+    write = f'"{close[0]}", if you meant that' if close else _elsewhere(path, view)
     return Problem(pointer((SECTION, *path)), what, write)
 
 
-def _elsewhere(key: str, view: SchemaView) -> str:
-    """Where a key that is unknown here would be known."""
-    places: dict[str, list[str]] = {}
-    for path, method in view.places(key):
-        places.setdefault(pointer((SECTION, *path)), []).extend([method] if method else [])
-    texts = [at + (f" (method {listed(methods)})" if methods else "") for at, methods in places.items()]
+def _elsewhere(path: Path, view: SchemaView) -> str:
+    """Where a key that is unknown here would be known: in the same object with other methods, else in other places."""
+    places = {pointer((SECTION, *found)): _methods(having, lacking) for found, having, lacking in view.places(path)}
+    here = pointer((SECTION, *path))
+    chosen = [here] if here in places else sorted(places, key=lambda place: place.count("/"))[:_PLACES]
+    texts = [place + places[place] for place in chosen]
     return f"it where it has a meaning: {' or '.join(texts)}" if texts else "nothing: remove the key"
 
 
-_BUILDERS = {"extra_forbidden": _unknown_key, "missing": _missing_key, "union_tag_invalid": _bad_method}
+def _methods(having: list[str], lacking: list[str]) -> str:
+    """Which methods have a key, by the shorter list; nothing where there is no choice."""
+    if not having or not lacking:
+        return ""
+    return f" (method {listed(having)})" if len(having) <= len(lacking) else f" (any method but {listed(lacking)})"
+
+
+def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+    given = detail["input"]
+    return _missing_key((*path, "method"), detail, view) if isinstance(given, dict) else _bad_value(path, detail, view)
+
+
+_BUILDERS = {
+    "extra_forbidden": _unknown_key,
+    "missing": _missing_key,
+    "union_tag_invalid": _bad_method,
+    "union_tag_not_found": _missing_method,
+}

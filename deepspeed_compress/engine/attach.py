@@ -13,18 +13,21 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.build import build_reduction
+from deepspeed_compress.build import Parameters, Reduction, build_reduction, build_weight_gather
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
 from deepspeed_compress.engine import seams
-from deepspeed_compress.engine.checkpoint import attach_checkpoint
+from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
+from deepspeed_compress.engine.groups import find_position, make_groups
 from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.step import follow_steps
+from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.zero_0 import attach_zero_0
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import StatisticsWriter
+from deepspeed_compress.monitor import Meter, StatisticsWriter
+from deepspeed_compress.reducers import StepClock
 
 __all__ = ["attach", "initialize", "install"]
 
@@ -58,32 +61,59 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
     seams.check_seams(seams.STEP + _SEAMS[kind], deepspeed.__version__)
-    session = _session(engine, config, kind)
-    weight_bytes = _ATTACH[kind](engine, session)
+    if config.weights.method != "none":
+        check_weights(engine)
+    clock, meter = StepClock(), Meter()
+    parameters = _parameters(engine, kind)
+    session = Session(
+        config, _reduction(engine, config, parameters, clock, meter), clock, meter, _writer(engine, config)
+    )
+    weight_bytes, synchronise = _ATTACH[kind](engine, session), _nothing
+    if config.weights.method != "none":
+        weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
+        weight_bytes, synchronise = lambda: 0, weights.synchronise
     follow_steps(engine, session, weight_bytes)
-    attach_checkpoint(engine, session)
-    session.begin(engine.global_steps)
+    attach_checkpoint(engine, session, find_position(engine), synchronise)
+    session.begin(engine.global_steps, loss_scale(engine))
     engine.compression = session
     return engine
 
 
-def _session(engine: Any, config: CompressConfig, kind: str) -> Session:
-    writer = StatisticsWriter(config.monitor.path, engine.monitor) if engine.global_rank == 0 else None
-    if config.gradients.method == "none":
-        return Session(config, None, writer)
-    names = list(engine.param_names.values())
+def _nothing() -> None:
+    """Uncompressed weights are never behind their masters."""
+
+
+def _writer(engine: Any, config: CompressConfig) -> StatisticsWriter | None:
+    return StatisticsWriter(config.monitor.path, engine.monitor) if engine.global_rank == 0 else None
+
+
+def _parameters(engine: Any, kind: str) -> Parameters:
+    shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
     every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     # A pipeline stage has a part of the model; only all of them together tell whether an override matches nothing.
-    dist.all_gather_object(every_name, names)
-    reduction = build_reduction(
-        config,
-        group=engine.seq_data_parallel_group,
-        parameters=sorted({name for some in every_name for name in some}),
-        exempt=shared_parameters(engine),
-        raw_dtype=_RAW_DTYPE[kind](engine),
-        transactional=hasattr(engine.optimizer, "overflow"),
+    dist.all_gather_object(every_name, list(shapes))
+    return Parameters(
+        shapes=shapes,
+        everywhere=sorted({name for some in every_name for name in some}),
+        exempt=frozenset(shared_parameters(engine)),
+        dtype=_RAW_DTYPE[kind](engine),
     )
-    return Session(config, reduction, writer)
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Of the whole parameter: under ZeRO 3 this rank has a part."""
+    return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
+
+
+def _reduction(
+    engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter
+) -> Reduction | None:
+    if config.gradients.method == "none":
+        return None
+    hierarchy = getattr(config.gradients, "hierarchy", None)
+    groups = make_groups(engine, hierarchy.ranks_per_node if hierarchy else None)
+    transactional = hasattr(engine.optimizer, "overflow")
+    return build_reduction(config, groups, parameters, transactional, clock, meter)
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

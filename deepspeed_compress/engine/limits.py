@@ -1,6 +1,6 @@
 """Which engine this is, and what cannot be compressed rightly in it: refused here, with the reason."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +28,7 @@ def engine_kind(engine: Any) -> str:
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     """UnsupportedError naming everything in `engine` that the section cannot be right with."""
     problems = [problem for applies, problem in _LIMITS if applies(engine)]
-    problems += _mismatches(engine, config)
+    problems += [*_mismatches(engine, config), *_momentum(engine, config)]
     if problems:
         raise UnsupportedError(
             "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
@@ -137,6 +137,28 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
                 f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
                 f"{_HOW_TO_GET[key]}, or write {found}"
             )
+
+
+_OWN_MOMENTUM = frozenset({"dgc", "demo"})
+"""Methods that give gradients a momentum before they are sent."""
+
+
+def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Momentum that would be applied twice."""
+    if config.gradients.method not in _OWN_MOMENTUM or _no_optimizer(engine):
+        return
+    found = {_first_momentum(group) for group in engine.optimizer.param_groups} - {0.0}
+    if found:
+        yield (
+            f"/deepspeed_compress/gradients/method {config.gradients.method} gives the gradients a momentum, and the "
+            f"optimizer has one of {max(found)} besides; allowed: none. Write optimizer.params.betas: [0.0, 0.95] for "
+            "Adam, or optimizer.params.momentum: 0.0 for SGD"
+        )
+
+
+def _first_momentum(group: Mapping[str, Any]) -> float:
+    """The factor of the optimizer's first moment; 0.0 if it has none."""
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
 _HOW_TO_GET = MappingProxyType(

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from deepspeed_compress.buckets import Partition
 from deepspeed_compress.build import Reduction
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.feedback import Residuals
 from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.policy import DenseWarmUp
-from deepspeed_compress.reducers import PayloadReducer, StepClock, cosine_with_truth, true_sum
+from deepspeed_compress.reducers import Reducer, StepClock, cosine_with_truth, true_sum
+from deepspeed_compress.residuals import Residuals
+from deepspeed_compress.state import OWNED
 
 __all__ = ["FinishedStep", "Session"]
 
@@ -36,29 +36,39 @@ class FinishedStep:
 class Session:
     """Lives as long as the engine, as `engine.compression`. `reduction` is None for method "none"."""
 
-    def __init__(self, config: CompressConfig, reduction: Reduction | None, writer: StatisticsWriter | None) -> None:
+    def __init__(
+        self,
+        config: CompressConfig,
+        reduction: Reduction | None,
+        clock: StepClock,
+        meter: Meter,
+        writer: StatisticsWriter | None,
+    ) -> None:
         self.config = config
-        self.meter = reduction.meter if reduction else Meter()
-        self.clock = reduction.clock if reduction else StepClock()
-        self.residuals: Mapping[str, Residuals] = reduction.residuals if reduction else MappingProxyType({})
+        self.meter = meter
+        self.clock = clock
+        self.stores: Mapping[str, Residuals] = reduction.stores if reduction else MappingProxyType({})
+        self.prune_owned = False
+        """Set after loading the state of another number of ranks: memories of all owners are here."""
         self._reduction = reduction
         self._warmup = DenseWarmUp(config.schedule.warmup_steps)
         self._writer = writer if writer is not None and writer.active else None
 
     @property
-    def reducer(self) -> PayloadReducer:
+    def reducer(self) -> Reducer:
         """The reducer of the running step."""
         assert self._reduction is not None, 'method "none" leaves reduction to DeepSpeed'
-        return self._reduction.plain if self._dense else self._reduction.compressed
+        return self._reduction.plain if self.dense else self._reduction.compressed
 
     @property
-    def _dense(self) -> bool:
-        return self._reduction is None or self._warmup.dense(self.clock.step)
+    def dense(self) -> bool:
+        """Whether the running step sends everything uncompressed."""
+        return self._warmup.dense(self.clock.step)
 
     @property
     def method(self) -> str:
         """The method in force."""
-        return "none" if self._dense else self.config.gradients.method
+        return "none" if self.dense else self.config.gradients.method
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
@@ -73,29 +83,43 @@ class Session:
     def _sampled(self) -> bool:
         """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
         every = self.config.monitor.cosine_every
-        return every > 0 and self.clock.step % every == 0 and self.clock.message == 0 and not self._dense
+        return every > 0 and self.clock.step % every == 0 and self.clock.message == 0 and not self.dense
 
     def finish(self, finished: FinishedStep) -> None:
-        """Settle the residuals, report, and begin the next step."""
-        for residuals in self.residuals.values():
+        """Settle the memories, report, and begin the next step."""
+        if self.prune_owned and finished.applied and not self.dense:
+            self._prune()
+        for store in self.stores.values():
             if finished.applied:
-                residuals.commit()
+                store.commit()
             else:
-                residuals.rollback()
+                store.rollback()
             if finished.scale_after != finished.scale_before:
-                residuals.scale(finished.scale_after / finished.scale_before)
+                store.scale(finished.scale_after / finished.scale_before)
+        if self._forgets(finished.step):
+            self.reset()
         if self._due(finished.step) and self._writer is not None:
             self._writer.write(self.statistics(finished))
-        self.begin(finished.step)
+        self.begin(finished.step, finished.scale_after)
+
+    def _prune(self) -> None:
+        """Drop what other ranks own: the first step has shown it."""
+        for name in OWNED & self.stores.keys():
+            self.stores[name].prune()
+        self.prune_owned = False
+
+    def _forgets(self, step: int) -> bool:
+        interval = getattr(getattr(self.config.gradients, "error_feedback", None), "reset_interval", None)
+        return interval is not None and step % interval == 0
 
     def reset(self) -> None:
-        """Forget all residuals."""
-        for residuals in self.residuals.values():
-            residuals.load({}, torch.device("cpu"))
+        """Forget everything that is kept between steps."""
+        for store in self.stores.values():
+            store.clear()
 
-    def begin(self, step: int) -> None:
-        """Start optimizer step `step` (0-based)."""
-        self.clock.begin(step)
+    def begin(self, step: int, loss_scale: float) -> None:
+        """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
+        self.clock.begin(step, loss_scale)
         self.meter.reset(timed=self._due(step + 1))
 
     def _due(self, step: int) -> bool:
@@ -120,6 +144,6 @@ class Session:
         )
 
     def _residual_norm(self, loss_scale: float) -> float | None:
-        if not self.residuals:
-            return None
-        return math.sqrt(sum(residuals.square_norm() for residuals in self.residuals.values())) / loss_scale
+        """Of what was left out; a momentum is none of it."""
+        left = [store for name, store in self.stores.items() if name not in ("factors", "velocity")]
+        return math.sqrt(sum(store.square_norm() for store in left)) / loss_scale if left else None

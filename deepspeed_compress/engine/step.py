@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_compress.engine.checkpoint import loss_scale
 from deepspeed_compress.engine.session import FinishedStep, Session
 
 __all__ = ["follow_steps"]
@@ -17,15 +18,10 @@ def follow_steps(engine: Any, session: Session, weight_bytes: Callable[[], int])
     original = engine._take_model_step
 
     def _take_model_step(lr_kwargs: Any) -> None:
-        scale, skipped = _loss_scale(engine), engine.skipped_steps
+        scale, skipped = loss_scale(engine), engine.skipped_steps
         original(lr_kwargs)
         applied = engine.skipped_steps == skipped
         session.meter.bytes_weights += weight_bytes() if applied else 0
-        session.finish(FinishedStep(engine.global_steps, engine.global_samples, applied, scale, _loss_scale(engine)))
+        session.finish(FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine)))
 
     engine._take_model_step = _take_model_step
-
-
-def _loss_scale(engine: Any) -> float:
-    """The factor that gradients carry; 1.0 for optimizers without one."""
-    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)

@@ -1,18 +1,28 @@
-"""The only code that communicates: compressed reduce-scatter and all-reduce of flat buckets."""
+"""The only code that communicates: compressed reduce-scatter, all-reduce and all-gather of flat buckets."""
 
-from deepspeed_compress.reducers.exchange import exchange
-from deepspeed_compress.reducers.payload import Encoder, PayloadReducer, StepClock
-from deepspeed_compress.reducers.plan import Piece, Plan, make_plan
+from deepspeed_compress.reducers.clipping import ClippingReducer
+from deepspeed_compress.reducers.exchange import exchange, start_exchange
+from deepspeed_compress.reducers.gather import DifferenceGather
+from deepspeed_compress.reducers.payload import Memory, PayloadReducer, Reducer, StepClock
+from deepspeed_compress.reducers.plan import Piece, Plan, make_plans
+from deepspeed_compress.reducers.powersgd import PowerSGDReducer
 from deepspeed_compress.reducers.probe import cosine_with_truth, true_sum
+from deepspeed_compress.reducers.two_level import TwoLevelReducer
 
 __all__ = [
-    "Encoder",
+    "ClippingReducer",
+    "DifferenceGather",
+    "Memory",
     "PayloadReducer",
     "Piece",
     "Plan",
+    "PowerSGDReducer",
+    "Reducer",
     "StepClock",
+    "TwoLevelReducer",
     "cosine_with_truth",
     "exchange",
-    "make_plan",
+    "make_plans",
+    "start_exchange",
     "true_sum",
 ]

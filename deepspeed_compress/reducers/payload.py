@@ -1,8 +1,9 @@
-"""Compressed reduce-scatter and all-reduce of a flat bucket: one packed message to each owner, fp32 sums."""
+"""Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message an owner, fp32 sums."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -10,20 +11,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition, Segment, gather, scatter
-from deepspeed_compress.compressors.base import Compressor, random_key
-from deepspeed_compress.reducers.exchange import exchange
-from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plan
+from deepspeed_compress.codec import Codec
+from deepspeed_compress.compressors.base import message_key
+from deepspeed_compress.reducers.exchange import Flight, start_exchange
+from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
-__all__ = ["Encoder", "PayloadReducer", "StepClock"]
+__all__ = ["Memory", "Meter", "PayloadReducer", "Reducer", "StepClock"]
 
 
-class Encoder(Protocol):
-    """A compressor with or without a memory of what it left out (`feedback` has both)."""
+class Reducer(Protocol):
+    """Sums buckets over the ranks of `group`, each segment for its owner or for all."""
 
     @property
-    def compressor(self) -> Compressor: ...
+    def group(self) -> ProcessGroup: ...
 
-    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None: ...
+    def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None: ...
+
+    def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None: ...
+
+
+class Memory(Protocol):
+    """What a sender keeps between messages (`feedback` has the kinds)."""
+
+    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None: ...
+
+    def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor: ...
 
 
 class Meter(Protocol):
@@ -36,135 +48,191 @@ class Meter(Protocol):
 
 @dataclass
 class StepClock:
-    """Where the run is: `step` counts optimizer steps, `message` the messages since its beginning."""
+    """Where the run is: `step` counts optimizer steps, `message` the messages since its beginning.
+
+    `loss_scale`: the factor that the gradients of this step carry.
+    """
 
     step: int = 0
     message: int = 0
+    loss_scale: float = 1.0
 
     def next_message(self) -> int:
         self.message += 1
         return self.message
 
-    def begin(self, step: int) -> None:
-        self.step, self.message = step, 0
+    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+        self.step, self.message, self.loss_scale = step, 0, loss_scale
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Messages under way, held until `flight` has waited for them."""
+
+    number: int
+    outgoing: Sequence[Tensor]
+    incoming: Sequence[Tensor]
+    flight: Flight
+
+
+CodecsAt = Callable[[int], tuple[Codec, ...]]
+"""Optimizer step to the codecs in force, by their indices."""
 
 
 class PayloadReducer:
     """Reduces buckets over `group`.
 
-    `encoders`: one a codec, for the gradients that this rank sends; `mean_encoders`: the same codecs for the means that
-    it owns and sends back in `all_reduce`. `codec_of` gives the codec of a parameter. A rank's own elements never
-    travel, hence they enter the sum exactly.
+    `codecs_at` gives the codecs of a step, `codec_of` the index of a parameter's codec. `memories` has one entry a
+    codec for the gradients that this rank sends, `mean_memories` for the means that it owns and sends back in
+    `all_reduce`. A rank's own elements never travel. A bucket goes in rounds of at most `chunk_numel` elements of it:
+    while one travels the next is compressed.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
-        encoders: Sequence[Encoder],
-        mean_encoders: Sequence[Encoder],
+        codecs_at: CodecsAt,
+        memories: Sequence[Memory],
+        mean_memories: Sequence[Memory],
         codec_of: CodecOf,
         clock: StepClock,
         meter: Meter,
         seed: int = 0,
+        chunk_numel: int | None = None,
     ) -> None:
         self.group = group
-        self.encoders = tuple(encoders)
-        self.mean_encoders = tuple(mean_encoders)
+        self.codecs_at = codecs_at
+        self.memories = tuple(memories)
+        self.mean_memories = tuple(mean_memories)
         self.codec_of = codec_of
         self.clock = clock
         self.meter = meter
         self.seed = seed
-        self._compressors = tuple(encoder.compressor for encoder in encoders)
+        self.chunk_numel = chunk_numel
         self._rank: int = group.rank()
-        self._plans: dict[Partition, Plan] = {}
+        self._planned = lru_cache(maxsize=4096)(self._make_plans)
 
-    def plan(self, partition: Partition) -> Plan:
-        """The message layout for `partition`, computed once."""
-        if partition not in self._plans:
-            self._plans[partition] = make_plan(partition, self._compressors, self.codec_of)
-        return self._plans[partition]
+    def plans(self, partition: Partition) -> tuple[Plan, ...]:
+        """The message layouts of this step for `partition`, one a round."""
+        return self._planned(partition, self.codecs_at(self.clock.step))
+
+    def _make_plans(self, partition: Partition, codecs: tuple[Codec, ...]) -> tuple[Plan, ...]:
+        chunks = -(-partition.numel // self.chunk_numel) if self.chunk_numel else 1
+        return make_plans(partition, codecs, self.codec_of, max(1, chunks))
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.
 
-        `bucket`: flat fp32, bf16 or fp16 [partition.numel]. Sums are fp32, in rank order on every rank.
+        `bucket`: flat fp32, bf16 or fp16 [partition.numel]. Sums are fp32, in the same order in every run.
         """
-        self._keep(self._reduce(bucket, partition, scale), bucket, partition)
+        plans = self.plans(partition)
+        for plan, total in zip(plans, self._reduce(bucket, partition, plans, scale), strict=True):
+            self._put_own(total, plan, bucket)
 
-    def _keep(self, total: Tensor, bucket: Tensor, partition: Partition) -> None:
-        """Put this rank's sums where they belong."""
-        for piece in self.plan(partition).pieces[self._rank]:
-            scatter(total[piece.first : piece.first + piece.numel], piece.segments, bucket)
+    def all_gather(self, bucket: Tensor, partition: Partition) -> None:
+        """Every segment of `bucket` becomes what its owner has there, as its message says: the same bits everywhere."""
+        plans = self.plans(partition)
+        self._gather(bucket, plans, [_gather_pieces(bucket, plan.pieces[self._rank]) for plan in plans])
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank.
 
-        Each owner encodes its mean again, with a residual of its own, and decodes it as the others do.
+        Each owner encodes its mean again, with a memory of its own (the two-sided scheme of 1-bit Adam,
+        arXiv:2102.02888, algorithm 1), and decodes it as the others do.
         """
-        total = self._reduce(bucket, partition, scale)
+        plans = self.plans(partition)
+        totals = self._reduce(bucket, partition, plans, scale)
         if self.group.size() == 1:
             # Nothing travels, so nothing is encoded.
-            self._keep(total, bucket, partition)
+            for plan, total in zip(plans, totals, strict=True):
+                self._put_own(total, plan, bucket)
             return
-        plan, message = self.plan(partition), self.clock.next_message()
-        with self.meter.phase("compress", bucket.device):
-            mine = self._encode(total, plan, self._rank, self.mean_encoders, message)
-        incoming = [bucket.new_empty(size, dtype=torch.uint8) for size in plan.sizes]
-        incoming[self._rank] = mine
-        self._exchange([mine] * len(incoming), incoming)
-        with self.meter.phase("decompress", bucket.device):
-            for payload, pieces in zip(incoming, plan.pieces, strict=True):
-                for piece in pieces:
-                    scatter(self._decoded(payload, piece), piece.segments, bucket)
+        self._gather(bucket, plans, totals)
 
-    def _reduce(self, bucket: Tensor, partition: Partition, scale: float) -> Tensor:
-        """`scale` times the sum of this rank's elements, fp32, piece after piece of its plan."""
+    def _put_own(self, total: Tensor, plan: Plan, bucket: Tensor) -> None:
+        for piece in plan.pieces[self._rank]:
+            scatter(_part(total, piece), piece.segments, bucket)
+
+    def _reduce(self, bucket: Tensor, partition: Partition, plans: Sequence[Plan], scale: float) -> list[Tensor]:
+        """`scale` times the sum of this rank's elements, fp32, piece after piece of each plan."""
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
-        plan, message = self.plan(partition), self.clock.next_message()
+        rounds = [self._send_parts(bucket, plan) for plan in plans]
+        return [self._sum(bucket, sent, plan, scale) for sent, plan in zip(rounds, plans, strict=True)]
+
+    def _send_parts(self, bucket: Tensor, plan: Plan) -> _Round:
+        """Encode this rank's part of every other owner's elements, and begin to exchange."""
+        message, ranks = self.clock.next_message(), range(len(plan.sizes))
         with self.meter.phase("compress", bucket.device):
-            outgoing = [self._outgoing(bucket, plan, owner, message) for owner in range(partition.world_size)]
-        size = plan.sizes[self._rank]
-        incoming = [bucket.new_empty(size, dtype=torch.uint8) for _ in outgoing]
-        self._exchange(outgoing, incoming)
-        with self.meter.phase("decompress", bucket.device):
-            return self._sum(bucket, incoming, plan, scale)
+            outgoing = [
+                self._encode(_gather_pieces(bucket, plan.pieces[owner]), plan, owner, self.memories, message)
+                if owner != self._rank
+                else bucket.new_empty(0, dtype=torch.uint8)
+                for owner in ranks
+            ]
+        incoming = [bucket.new_empty(plan.sizes[self._rank], dtype=torch.uint8) for _ in ranks]
+        return self._start(message, outgoing, incoming)
 
-    def _outgoing(self, bucket: Tensor, plan: Plan, owner: int, message: int) -> Tensor:
-        if owner == self._rank:
-            return bucket.new_empty(0, dtype=torch.uint8)
-        flat = _gather_pieces(bucket, plan.pieces[owner])
-        return self._encode(flat, plan, owner, self.encoders, message)
+    def _gather(self, bucket: Tensor, plans: Sequence[Plan], totals: Sequence[Tensor]) -> None:
+        """Send `totals`, this rank's elements by plan, to all, and write what every owner sends into `bucket`."""
+        rounds = [self._send_totals(total, plan) for plan, total in zip(plans, totals, strict=True)]
+        for plan, sent in zip(plans, rounds, strict=True):
+            payloads = self._arrived(sent)
+            with self.meter.phase("decompress", bucket.device):
+                for payload, pieces in zip(payloads, plan.pieces, strict=True):
+                    for piece in pieces:
+                        scatter(self._decoded([payload], piece, 1.0, bucket.device), piece.segments, bucket)
 
-    def _encode(self, flat: Tensor, plan: Plan, owner: int, encoders: Sequence[Encoder], message: int) -> Tensor:
+    def _send_totals(self, total: Tensor, plan: Plan) -> _Round:
+        message = self.clock.next_message()
+        with self.meter.phase("compress", total.device):
+            mine = self._encode(total, plan, self._rank, self.mean_memories, message)
+        incoming = [total.new_empty(size, dtype=torch.uint8) for size in plan.sizes]
+        incoming[self._rank] = mine
+        return self._start(message, [mine] * len(incoming), incoming)
+
+    def _encode(self, flat: Tensor, plan: Plan, owner: int, memories: Sequence[Memory], message: int) -> Tensor:
         """The packed message of the elements of `owner`, `flat` (fp32; used as work space)."""
         payload = torch.empty(plan.sizes[owner], dtype=torch.uint8, device=flat.device)
+        codecs = self.codecs_at(self.clock.step)
         for piece in plan.pieces[owner]:
-            x, out = flat[piece.first : piece.first + piece.numel], payload[piece.begin : piece.end]
-            key = random_key(self.seed, self.clock.step, message, owner, self._rank, piece.codec)
-            encoders[piece.codec].encode(x, piece.segments, out, key)
+            out, key = payload[piece.begin : piece.end], self._key(message, owner, piece)
+            memories[piece.codec].encode(_part(flat, piece), piece.segments, out, key, codecs[piece.codec])
         return payload
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        with self.meter.phase("communicate", incoming[0].device):
-            exchange(self.group, outgoing, incoming)
-        self.meter.bytes_sent += sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+    def _key(self, message: int, owner: int, piece: Piece) -> int:
+        return message_key((self.seed, self.clock.step, message, owner, piece.codec), self._rank)
 
-    def _sum(self, bucket: Tensor, incoming: Sequence[Tensor], plan: Plan, scale: float) -> Tensor:
-        pieces = plan.pieces[self._rank]
-        total = torch.zeros(plan.numels[self._rank], dtype=torch.float32, device=bucket.device)
-        for source, payload in enumerate(incoming):
-            if source == self._rank:
-                total.add_(_gather_pieces(bucket, pieces), alpha=scale)
-                continue
+    def _start(self, message: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> _Round:
+        self.meter.bytes_sent += sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+        with self.meter.phase("communicate", incoming[0].device):
+            return _Round(message, outgoing, incoming, start_exchange(self.group, outgoing, incoming, message))
+
+    def _arrived(self, sent: _Round) -> Sequence[Tensor]:
+        with self.meter.phase("communicate", sent.incoming[0].device):
+            sent.flight()
+        return sent.incoming
+
+    def _sum(self, bucket: Tensor, sent: _Round, plan: Plan, scale: float) -> Tensor:
+        incoming, pieces, codecs = self._arrived(sent), plan.pieces[self._rank], self.codecs_at(self.clock.step)
+        with self.meter.phase("decompress", bucket.device):
+            total = _gather_pieces(bucket, pieces)
+            others = [payload for source, payload in enumerate(incoming) if source != self._rank]
             for piece in pieces:
-                part = total[piece.first : piece.first + piece.numel]
-                self._compressors[piece.codec].decompress_add(payload[piece.begin : piece.end], part, scale)
+                part, key = _part(total, piece), self._key(sent.number, self._rank, piece)
+                own = self.memories[piece.codec].keep(part, piece.segments, key, codecs[piece.codec])
+                part.copy_(self._decoded(others, piece, scale, bucket.device).add_(own, alpha=scale))
         return total
 
-    def _decoded(self, payload: Tensor, piece: Piece) -> Tensor:
-        out = torch.zeros(piece.numel, dtype=torch.float32, device=payload.device)
-        self._compressors[piece.codec].decompress_add(payload[piece.begin : piece.end], out, 1.0)
+    def _decoded(self, payloads: Sequence[Tensor], piece: Piece, scale: float, device: torch.device) -> Tensor:
+        """`scale` times the sum of one piece over messages: flat fp32 [piece.numel]."""
+        codec = self.codecs_at(self.clock.step)[piece.codec]
+        out = torch.zeros(piece.numel, dtype=torch.float32, device=device)
+        codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, out, scale)
         return out
+
+
+def _part(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.first : piece.first + piece.numel]
 
 
 def _gather_pieces(bucket: Tensor, pieces: Sequence[Piece]) -> Tensor:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deepspeed_compress.buckets import Partition, Segment
-from deepspeed_compress.compressors.base import Compressor
+from deepspeed_compress.buckets import Partition, Segment, cut
+from deepspeed_compress.codec import Codec
 
-__all__ = ["CodecOf", "Piece", "Plan", "make_plan"]
+__all__ = ["CodecOf", "Piece", "Plan", "make_plans"]
 
 CodecOf = Callable[[str], int]
 """Parameter name to the index of its codec."""
@@ -37,9 +37,14 @@ class Plan:
     numels: tuple[int, ...]
 
 
-def make_plan(partition: Partition, codecs: Sequence[Compressor], codec_of: CodecOf) -> Plan:
-    """The plan for `partition`; a pure function of sizes, hence equal on every rank."""
-    owners = [_pieces(partition.owned_by(rank), codecs, codec_of) for rank in range(partition.world_size)]
+def make_plans(partition: Partition, codecs: Sequence[Codec], codec_of: CodecOf, chunks: int = 1) -> tuple[Plan, ...]:
+    """The messages for `partition`, in `chunks` rounds of near-equal size; pure, hence equal on every rank."""
+    cuts = [cut(partition.owned_by(rank), chunks) for rank in range(partition.world_size)]
+    return tuple(_plan(owned, codecs, codec_of) for owned in zip(*cuts, strict=True))
+
+
+def _plan(owned: Sequence[Sequence[Segment]], codecs: Sequence[Codec], codec_of: CodecOf) -> Plan:
+    owners = [_pieces(segments, codecs, codec_of) for segments in owned]
     return Plan(
         pieces=tuple(owners),
         sizes=tuple(pieces[-1].end if pieces else 0 for pieces in owners),
@@ -47,7 +52,7 @@ def make_plan(partition: Partition, codecs: Sequence[Compressor], codec_of: Code
     )
 
 
-def _pieces(segments: Sequence[Segment], codecs: Sequence[Compressor], codec_of: CodecOf) -> tuple[Piece, ...]:
+def _pieces(segments: Sequence[Segment], codecs: Sequence[Codec], codec_of: CodecOf) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     begin = first = 0
     for index, codec in enumerate(codecs):
@@ -55,7 +60,7 @@ def _pieces(segments: Sequence[Segment], codecs: Sequence[Compressor], codec_of:
         if not chosen:
             continue
         numel = sum(segment.numel for segment in chosen)
-        end = begin + codec.payload_bytes(numel)
+        end = begin + codec.compressor.payload_bytes(numel)
         pieces.append(Piece(index, chosen, numel, begin, end, first))
         begin, first = end, first + numel
     return tuple(pieces)

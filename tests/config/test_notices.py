@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import pytest
@@ -5,28 +6,73 @@ import pytest
 from deepspeed_compress.config import SECTION, CompressConfig, find_notices, parse_section
 from deepspeed_compress.errors import CompressWarning
 
+NARROW = {"parameters": "a", "method": "none"}
+
+
+def overridden(**override: object) -> dict:
+    """The section with one override."""
+    return {"gradients": {"overrides": [{"parameters": "a", **override}]}}
+
 
 @pytest.mark.parametrize(
-    ("section", "pointer"),
+    ("section", "pointer", "words"),
     [
-        ({"gradients": {"method": "none"}, "schedule": {"warmup_steps": 5}}, "schedule/warmup_steps"),
-        ({"seed": 3}, "seed"),
-        ({"gradients": {"method": "topk", "density": 1}}, "gradients/density"),
-        ({"gradients": {"method": "topk", "density": 0.01, "block_size": 64}}, "gradients/density"),
+        ({"gradients": {"method": "none"}, "schedule": {"warmup_steps": 5}}, "schedule/warmup_steps", "never"),
+        ({"gradients": {"method": "none"}, "monitor": {"cosine_every": 5}}, "monitor/cosine_every", "no effect"),
+        ({"seed": 3}, "seed", "nothing is random"),
+        ({"gradients": {"rotation": {"method": "hadamard"}}, "seed": 3}, "seed", "nothing is random"),
+        ({"gradients": {"method": "topk", "density": 1}}, "gradients/density", "drops nothing"),
+        ({"gradients": {"method": "topk", "density": 0.01, "block_size": 64}}, "gradients/density", "block of 64 "),
+        ({"gradients": {"method": "demo", "density": 0.001, "tile": 16}}, "gradients/density", "block of 256 "),
         (
-            {"gradients": {"overrides": [{"parameters": "a", "method": "none"}] * 2}},
-            "gradients/overrides/1/parameters",
+            {"gradients": {"method": "block_topk", "block_size": 64, "group": 16}},
+            "gradients/density",
+            "block of 4 .*0.25",
+        ),
+        ({"weights": {"method": "topk", "density": 1}}, "weights/density", "drops nothing"),
+        (overridden(method="topk", block_size=64), "gradients/overrides/0/density", "block of 64 "),
+        (
+            {"gradients": {"method": "topk", "density": 0.25, "density_warmup_steps": 9}},
+            "gradients/density_warmup_steps",
+            "not below 0.25",
         ),
         (
-            {"gradients": {"overrides": [{"parameters": ".*", "method": "none"}]}},
-            "gradients/overrides/0/parameters",
+            {"gradients": {"method": "topk", "density_warmup_steps": 9}, "schedule": {"warmup_steps": 9}},
+            "gradients/density_warmup_steps",
+            "uncompressed",
         ),
+        (
+            {"gradients": {"method": "dgc", "scope": "tensor", "block_size": 64}},
+            "gradients/block_size",
+            'scope "tensor"',
+        ),
+        *(
+            ({"gradients": {"method": method, "error_feedback": None}}, "gradients/error_feedback", f'"{method}" loses')
+            for method in ("sign", "topk", "block_topk", "randomk", "powersgd")
+        ),
+        (
+            {"gradients": {"error_feedback": None, "overrides": [{"parameters": "a", "method": "sign"}]}},
+            "gradients/error_feedback",
+            '"sign" loses',
+        ),
+        ({"gradients": {"method": "randomk", "rescale": True}}, "gradients/rescale", "diverges"),
+        (overridden(method="randomk", rescale=True), "gradients/overrides/0/rescale", "diverges"),
+        (
+            {"gradients": {"method": "dgc", "overrides": [{"parameters": "a", "method": "randomk", "rescale": True}]}},
+            "gradients/overrides/0/rescale",
+            "diverges",
+        ),
+        ({"gradients": {"overrides": [NARROW, NARROW]}}, "gradients/overrides/1/parameters", "earlier override"),
+        (overridden(parameters=".*", method="none"), "gradients/overrides/0/parameters", "every parameter"),
+        (overridden(parameters="^", method="bf16"), "gradients/overrides/0/parameters", "every parameter"),
     ],
 )
-def test_settings_without_effect_warn(section: dict, pointer: str) -> None:
+def test_settings_without_effect_warn(section: dict, pointer: str, words: str) -> None:
     with pytest.warns(CompressWarning) as caught:
         parse_section({SECTION: section})
-    assert [str(w.message).split(":")[0] for w in caught] == [f"/{SECTION}/{pointer}"]
+    [message] = [str(warning.message) for warning in caught]
+    assert message.startswith(f"/{SECTION}/{pointer}: ")
+    assert re.search(words, message)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +82,14 @@ def test_settings_without_effect_warn(section: dict, pointer: str) -> None:
         {"gradients": {"rounding": "stochastic"}, "seed": 3},
         {"gradients": {"method": "topk", "values": {"rounding": "stochastic"}}, "seed": 3},
         {"gradients": {"overrides": [{"parameters": "^$|embed", "method": "none"}]}},
+        {"gradients": {"overrides": [{"parameters": ".*", "method": "blockwise", "every": 4}]}},
+        {"gradients": {"method": "qsgd", "error_feedback": None}, "seed": 3},
+        {"gradients": {"method": "randomk", "rescale": True, "error_feedback": None}},
+        {"gradients": {"hierarchy": {"ranks_per_node": 2, "inside": {"method": "stochastic_linear"}}}, "seed": 3},
+        {"gradients": {"method": "powersgd"}, "seed": 3},
+        {"gradients": {"method": "topk", "density": 0.0001, "scope": "threshold"}},
+        {"gradients": {"method": "topk", "density_warmup_steps": 10}, "schedule": {"warmup_steps": 9}},
+        {"gradients": {"method": "none"}, "weights": {}, "schedule": {"warmup_steps": 9}},
     ],
 )
 def test_settings_with_effect_are_silent(section: dict) -> None:

@@ -1,10 +1,12 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
 
-from deepspeed_compress.config import json_schema
+from deepspeed_compress.config import SECTION, json_schema
 
 
 def test_schema_is_valid_and_describes_every_key() -> None:
@@ -24,12 +26,43 @@ def test_schema_is_valid_and_describes_every_key() -> None:
         {"gradients": {"method": "topk", "bits": 4}},
         {"gradients": {"block_size": 100}},
         {"gradients": {"density": 0.1}},
-        {"weights": {}},
+        {"weights": {"method": "qsgd"}},
+        {"weights": {"method": "topk", "density_warmup_steps": 5}},
+        {"gradients": {"method": "powersgd", "hierarchy": {"ranks_per_node": 2}}},
+        {"gradients": {"method": "demo", "rotation": None}},
+        {"gradients": {"method": "percentile", "percentile": 0}},
+        {"gradients": {"hierarchy": {"ranks_per_node": 2, "inside": {"method": "topk"}}}},
+        {"gradients": {"overrides": [{"parameters": "a", "method": "dgc"}]}},
+        {"gradients": {"rotation": {"method": "dct", "tile": 8}}},
         {"parallelism": {"zero_stage": "auto"}},
     ],
 )
 def test_schema_refuses_what_the_models_refuse(section: dict) -> None:
     assert not jsonschema.Draft202012Validator(json_schema()).is_valid(section)
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("*.json")), ids=lambda f: f.stem)
+def test_shipped_sections_fit_the_schema(file: Path) -> None:
+    section = json.loads(file.read_text(encoding="utf-8"))[SECTION]
+    jsonschema.Draft202012Validator(json_schema()).validate(section)
+
+
+def test_one_key_has_one_default_but_for_these() -> None:
+    """A key means the same everywhere, so that it can be remembered."""
+    defaults: dict[str, set[str]] = {}
+    for model in json_schema()["$defs"].values():
+        for key, child in model["properties"].items():
+            if "default" in child:
+                defaults.setdefault(key, set()).add(json.dumps(child["default"]))
+    assert {key for key, found in defaults.items() if len(found) > 1} == {
+        "bits",
+        "block_size",
+        "density",
+        "error_feedback",
+        "method",
+        "momentum",
+        "values",
+    }
 
 
 def test_importing_the_config_loads_nothing_heavy() -> None:

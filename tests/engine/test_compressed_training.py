@@ -2,16 +2,37 @@
 
 import pytest
 
-from tests.support.forks import run_forks
+from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, train
 
 METHODS = {
     "bf16": {"method": "bf16"},
     "int8": {"method": "blockwise", "bits": 8, "block_size": 32},
     "int4_stochastic": {"method": "blockwise", "bits": 4, "block_size": 32, "rounding": "stochastic"},
+    "int2": {"method": "blockwise", "bits": 2, "block_size": 32},
+    "linear": {"method": "linear", "bits": 4, "block_size": 32, "chunk_bytes": 65536},
+    "stochastic_linear": {"method": "stochastic_linear", "block_size": 32},
+    "percentile": {"method": "percentile", "percentile": 90.0, "block_size": 32},
+    "qsgd": {"method": "qsgd", "levels": 7, "block_size": 32},
+    "fp8": {"method": "fp8_e4m3", "block_size": 32},
+    "sign": {"method": "sign", "block_size": 32, "rotation": {"method": "hadamard", "block_size": 64}},
     "topk": {"method": "topk", "density": 0.1, "block_size": 64},
-    "topk_int4": {"method": "topk", "density": 0.1, "block_size": 64, "values": {"bits": 4}},
+    "topk_int4": {"method": "topk", "density": 0.1, "scope": "tensor", "values": {"bits": 4}},
+    "randomk": {"method": "randomk", "density": 0.2, "block_size": 64},
+    "block_topk": {"method": "block_topk", "density": 0.2, "block_size": 64, "group": 8},
+    "powersgd": {"method": "powersgd", "rank": 2},
     "no_feedback": {"method": "blockwise", "bits": 8, "error_feedback": None},
+    "int8_memory": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "int8", "decay": 0.9, "device": "cpu"}},
+    "overrides": {
+        "bits": 4,
+        "block_size": 32,
+        "min_numel": 20,
+        "overrides": [{"parameters": "^2", "method": "sign"}, {"parameters": "^4", "method": "none", "every": 2}],
+    },
+}
+WITHOUT_MOMENTUM = {
+    "dgc": {"method": "dgc", "density": 0.1, "block_size": 64, "density_warmup_steps": 8},
+    "demo": {"method": "demo", "density": 0.1, "tile": 16, "momentum": 0.9},
 }
 
 
@@ -33,6 +54,35 @@ def test_replicas_agree_and_learn(stage):
     jobs = [Job(stage=stage, section={"gradients": method}, steps=40) for method in METHODS.values()]
     for results in zip(*run_forks(2, train, *jobs), strict=True):
         assert_learned(list(results))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_methods_with_a_momentum_of_their_own(stage):
+    extra = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.0, 0.95], "torch_adam": True}}}
+    jobs = [Job(stage, {"gradients": method}, extra=extra, steps=40) for method in WITHOUT_MOMENTUM.values()]
+    for results in zip(*run_forks(2, train, *jobs), strict=True):
+        assert_learned(list(results))
+
+
+@pytest.mark.parametrize("method", WITHOUT_MOMENTUM)
+def test_momentum_is_not_applied_twice(method):
+    with pytest.raises(RankError, match=r"momentum.*betas: \[0\.0"):
+        outcomes(2, stage=2, section={"gradients": WITHOUT_MOMENTUM[method]})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("inside", ["none", "blockwise"])
+def test_two_levels(stage, inside):
+    hierarchy = {"ranks_per_node": 2, "inside": {"method": inside}}
+    section = {"gradients": {"bits": 4, "block_size": 32, "hierarchy": hierarchy}}
+    assert_learned(outcomes(4, stage=stage, section=section, steps=40, accumulation=2))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_nodes_that_do_not_fit(size):
+    section = {"gradients": {"hierarchy": {"ranks_per_node": size}}}
+    with pytest.raises(RankError, match="hierarchy/ranks_per_node"):
+        outcomes(4, stage=2, section=section)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

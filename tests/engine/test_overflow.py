@@ -42,7 +42,7 @@ def fp16_run(rank: int, stage: int) -> list[dict]:
 def snapshot(engine) -> dict:
     residuals = {
         str((direction, *piece)): tensor.tolist()
-        for direction, store in engine.compression.residuals.items()
+        for direction, store in engine.compression.stores.items()
         for piece, tensor in store.items()
     }
     return {"scale": float(engine.optimizer.loss_scale), "residuals": residuals}

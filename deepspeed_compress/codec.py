@@ -1,0 +1,55 @@
+"""What both ends of a message agree on: a change of basis, then a compressor."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.buckets import Segment
+from deepspeed_compress.compressors.base import Compressor
+from deepspeed_compress.transforms import Identity, Transform
+
+__all__ = ["Codec", "Nothing"]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Sends no byte and decodes to zeros: the steps between two sends of delayed synchronisation."""
+
+    def payload_bytes(self, numel: int) -> int:
+        return 0
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        """Everything is left out."""
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        """Zeros change nothing."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """`compressor` applied to the coefficients that `transform` gives."""
+
+    compressor: Compressor
+    transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
+
+    @property
+    def silent(self) -> bool:
+        return isinstance(self.compressor, Nothing)
+
+    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
+        """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""
+        self.compressor.compress(self.transform.forward(x, segments), out, key)
+
+    def decode_add(self, payloads: Iterable[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
+        """`out` (flat fp32) += `scale` * the sum of the decoded `payloads`, in their order.
+
+        The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
+        """
+        plain = isinstance(self.transform, Identity)
+        coefficients = out if plain else torch.zeros_like(out)
+        for payload in payloads:
+            self.compressor.decompress_add(payload, coefficients, scale)
+        if not plain:
+            out.add_(self.transform.inverse(coefficients, segments))

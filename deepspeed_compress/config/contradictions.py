@@ -1,0 +1,129 @@
+"""Settings that are valid one by one and cannot be right together, or with the rest of the file."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.methods import Model
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.problems import Path, Problem, pointer, show
+
+
+def find_contradictions(section: CompressConfig) -> list[Problem]:
+    """What contradicts itself within `section`."""
+    return [problem for rule in _RULES for problem in rule(section)]
+
+
+def find_mismatches(
+    ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
+) -> list[Problem]:
+    """Methods of `section` that cannot be right with the rest of the file, or with `world_size` ranks in all."""
+    problems = [*_weights_that_no_one_gathers(ds_config, section), *_second_momentum(ds_config, section)]
+    return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
+
+
+def sparse_places(section: CompressConfig) -> Iterator[tuple[Path, Any]]:
+    """Every method of `section` that has a density, with its place."""
+    places: list[tuple[Path, Model]] = [(("gradients",), section.gradients), (("weights",), section.weights)]
+    for path, method in [*places, *override_places(section)]:
+        if hasattr(method, "density"):
+            yield path, method
+
+
+def override_places(section: CompressConfig) -> Iterator[tuple[Path, Any]]:
+    """Every override of `section`, with its place."""
+    for index, override in enumerate(getattr(section.gradients, "overrides", ())):
+        yield ("gradients", "overrides", index), override
+
+
+def _problem(path: Path, what: str, write: str) -> Problem:
+    return Problem(pointer((SECTION, *path)), what, write)
+
+
+def _collected_and_lost(section: CompressConfig) -> Iterator[Problem]:
+    """Delayed gradients wait in the memory of error feedback, which must keep them until they are sent."""
+    for path, override in override_places(section):
+        forgets = _forgets(section.gradients, override.every) if override.every > 1 else None
+        if forgets:
+            setting, write = forgets
+            what = f"{override.every} collects gradients where {setting} forgets them (allowed: 1)"
+            yield _problem((*path, "every"), what, f"1, or {write}")
+
+
+def _forgets(gradients: Any, every: int) -> tuple[str, str] | None:
+    """The setting by which no memory keeps gradients for `every` steps, and what to write in its place."""
+    # A method without this key has a memory that always keeps.
+    feedback = getattr(gradients, "error_feedback", gradients)
+    decay, reset = getattr(feedback, "decay", 1.0), getattr(feedback, "reset_interval", None)
+    if feedback is None:
+        return "error_feedback: null", '"error_feedback": {}'
+    if decay < 1:
+        return f"error_feedback/decay: {decay}", '"decay": 1.0'
+    if reset is not None and reset % every:
+        return f"error_feedback/reset_interval: {reset}", f'"reset_interval": {every * -(-reset // every)}'
+    return None
+
+
+def _group_beyond_block(section: CompressConfig) -> Iterator[Problem]:
+    for path, method in sparse_places(section):
+        if method.method == "block_topk" and method.group > method.block_size:
+            what = f"{method.group} is more than block_size {method.block_size} (allowed: up to block_size)"
+            yield _problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
+
+
+_RULES = (_collected_and_lost, _group_beyond_block)
+
+
+def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+    """Differences are taken where ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights."""
+    parallelism = section.parallelism or Parallelism()
+    stage = STAGE.effective(ds_config, parallelism)
+    reasons = {0: "every rank updates all weights by itself", 3: "no rank keeps the weights that it gathered"}
+    if section.weights.method == "none" or stage not in reasons or (stage == 0 and _bf16(ds_config)):
+        return
+    what = (
+        f'method "{section.weights.method}" cannot be combined with {STAGE.place(parallelism)}: {stage}, because there '
+        f"{reasons[stage]} (allowed: stages 1 and 2)"
+    )
+    yield _problem(("weights",), what, f'"method": "none", or stage 1 or 2 as {STAGE.place(parallelism)}')
+
+
+def _bf16(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the model may be in bf16, so that a pipeline has an optimizer that gathers weights under ZeRO 0 too."""
+    found = ds_config.get("bf16", ds_config.get("bfloat16"))
+    return isinstance(found, dict) and bool(found.get("enabled", False))
+
+
+_OWN_MOMENTUM = frozenset({"dgc", "demo"})
+_BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adamax", "nadam", "radam", "sparseadam"})
+"""Optimizers that have a first moment, of factor 0.9, unless `params.betas` says otherwise."""
+
+
+def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+    """DGC and DeMo give gradients a momentum, so the optimizer must not add another."""
+    optimizer = ds_config.get("optimizer")
+    if section.gradients.method not in _OWN_MOMENTUM or not isinstance(optimizer, dict):
+        return
+    name, params = str(optimizer.get("type", "")), optimizer.get("params")
+    params = params if isinstance(params, dict) else {}
+    betas, momentum = params.get("betas", [0.9, 0.999] if name.lower() in _BETAS else None), params.get("momentum")
+    method = pointer((SECTION, "gradients", "method"))
+    if isinstance(betas, list | tuple) and len(betas) == 2 and betas[0] not in (0, "auto"):
+        what = (
+            f"{show(betas)} of {name} adds a momentum to the one of {method}: "
+            f'"{section.gradients.method}" (allowed: a first value of 0)'
+        )
+        yield Problem("/optimizer/params/betas", what, f'"betas": {show([0.0, betas[1]])}')
+    elif isinstance(momentum, int | float) and momentum:
+        what = f'{show(momentum)} adds to the momentum of {method}: "{section.gradients.method}" (allowed: 0)'
+        yield Problem("/optimizer/params/momentum", what, '"momentum": 0.0')
+
+
+def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]:
+    hierarchy = getattr(section.gradients, "hierarchy", None)
+    if hierarchy is not None and (world_size % hierarchy.ranks_per_node or world_size < 2 * hierarchy.ranks_per_node):
+        what = (
+            f"{hierarchy.ranks_per_node} does not divide {world_size} ranks into two nodes or more "
+            "(allowed: the ranks that the launcher starts on each of several nodes)"
+        )
+        yield _problem(("gradients", "hierarchy", "ranks_per_node"), what, 'such a number, or "hierarchy": null')

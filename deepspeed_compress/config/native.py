@@ -1,0 +1,52 @@
+"""Keys of DeepSpeed that say the same as keys of the section's `parallelism`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, Parallelism
+from deepspeed_compress.config.problems import pointer
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A field of Parallelism and the key of DeepSpeed that says the same."""
+
+    field: str
+    section: str
+    key: str
+    off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
+
+    @property
+    def ours(self) -> str:
+        return pointer((SECTION, "parallelism", self.field))
+
+    @property
+    def theirs(self) -> str:
+        return pointer((self.section, self.key))
+
+    def given(self, parallelism: Parallelism) -> int | None:
+        """The value that the user wrote into our section; a default is not given."""
+        value: int | None = getattr(parallelism, self.field)
+        return value if self.field in parallelism.model_fields_set else None
+
+    def native(self, ds_config: Mapping[str, Any]) -> object:
+        """The value in DeepSpeed's own key; None when absent or "auto", which DeepSpeed drops."""
+        section = ds_config.get(self.section)
+        value = section.get(self.key) if isinstance(section, dict) else None
+        return None if value == "auto" else value
+
+    def effective(self, ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
+        """The value that holds; what is not an integer is left for DeepSpeed to refuse."""
+        given, native = self.given(parallelism), self.native(ds_config)
+        value = native if given is None else given
+        return max(value, self.off) if isinstance(value, int) else self.off
+
+    def place(self, parallelism: Parallelism) -> str:
+        """JSON pointer of the key that decides."""
+        return self.theirs if self.given(parallelism) is None else self.ours
+
+
+STAGE = Native("zero_stage", "zero_optimization", "stage", 0)
+TENSOR = Native("tensor", "tensor_parallel", "autotp_size", 1)
+NATIVES = (STAGE, TENSOR)

@@ -1,0 +1,76 @@
+"""Which ranks reduce together: the data-parallel group, and its parts on this node and across nodes."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.build import Groups
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.state import Position
+
+__all__ = ["find_position", "make_groups", "split_by_node"]
+
+_POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
+
+
+def _all_groups(engine: Any) -> list[tuple[int, ...]]:
+    """Global ranks of every data-parallel group, the same list on all ranks. A collective call."""
+    mine = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return sorted(set(found))
+
+
+def find_position(engine: Any) -> Position:
+    """Where this rank is among all data-parallel groups. A collective call."""
+    groups, rank = _all_groups(engine), dist.get_rank()
+    number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
+    return Position(index=mine.index(rank), size=len(mine), group=number, groups=len(groups))
+
+
+def make_groups(engine: Any, ranks_per_node: int | None) -> Groups:
+    """The group of `engine`, divided by nodes if `ranks_per_node` is given. A collective call.
+
+    Raises ConfigError when the division is impossible or has no effect.
+    """
+    whole = engine.seq_data_parallel_group
+    if ranks_per_node is None:
+        return Groups(whole)
+    # All ranks must make all groups, in the same order.
+    divided = [split_by_node(group, ranks_per_node, dist.get_world_size()) for group in _all_groups(engine)]
+    made = {ranks: dist.new_group(ranks) for nodes in divided for ranks in [*nodes, *zip(*nodes, strict=True)]}
+    rank = dist.get_rank()
+    nodes = next(nodes for nodes in divided if any(rank in node for node in nodes))
+    node = next(node for node in nodes if rank in node)
+    across = tuple(other[node.index(rank)] for other in nodes)
+    return Groups(whole, made[node], made[across])
+
+
+def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) -> list[tuple[int, ...]]:
+    """The global ranks `group` by node, when every node has `ranks_per_node` consecutive ranks of the job.
+
+    Raises ConfigError unless there are two nodes at least, with equally many ranks of the group, and two at least.
+    """
+    nodes = [tuple(ranks) for _, ranks in groupby(sorted(group), lambda rank: rank // ranks_per_node)]
+    sizes = {len(node) for node in nodes}
+    reason = None
+    if world_size % ranks_per_node:
+        reason = f"does not divide the {world_size} ranks of the job"
+    elif len(nodes) < 2:
+        reason = f"puts all {len(group)} data-parallel ranks on one node, which has no effect"
+    elif len(sizes) > 1:
+        reason = f"puts unequal numbers of data-parallel ranks on the nodes: {_listed(nodes)}"
+    elif sizes == {1}:
+        reason = "leaves one data-parallel rank on each node, which has no effect"
+    if reason:
+        raise ConfigError(
+            f"{_POINTER}: {ranks_per_node} {reason} (allowed: the number of ranks that the launcher starts on each "
+            f"node). Write that, or remove the key hierarchy."
+        )
+    return nodes
+
+
+def _listed(nodes: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(len(node)) for node in nodes)

@@ -1,0 +1,176 @@
+"""Updated weights of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
+
+Each rank updates the masters of its own part; DeepSpeed then rounds them into the buffer of weights and gathers it. We
+send compressed differences instead (`reducers.gather`). The function is a global of the module that `step` is defined
+in, so it is exchanged there while a `step` of this optimizer runs, and serves the lists of this optimizer alone.
+Outside of `step` (loading a universal checkpoint) DeepSpeed gathers as ever, exactly.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.reducers.gather import DifferenceGather
+
+__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights"]
+
+
+class GatherFactory(Protocol):
+    """Makes the gather of one flat buffer: the first three parameters of `DifferenceGather`."""
+
+    def __call__(self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype) -> DifferenceGather:
+        """`sizes`: (name, numel) in the order of the buffer; padding has the name ""."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Where an optimizer has its weights: the module of its `step`, and its attributes, lists with an entry a group."""
+
+    module: ModuleType
+    parameters: str
+    held: str
+    masters: str
+
+
+_KINDS: Mapping[type, _Kind] = MappingProxyType(
+    {
+        stage_1_and_2.DeepSpeedZeroOptimizer: _Kind(
+            stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
+        ),
+        bf16_optimizer.BF16_Optimizer: _Kind(
+            bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+        ),
+    }
+)
+
+
+def check_weights(engine: Any) -> None:
+    """UnsupportedError if no weights are sent after a step of `engine`, or none that a difference can be taken to."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        raise UnsupportedError(
+            "/deepspeed_compress/weights: under ZeRO 3 no rank keeps the weights that it gathered, so there is nothing "
+            "that a difference could be taken to; remove the key, or use zero_optimization.stage 1 or 2"
+        )
+    if type(engine.optimizer) not in _KINDS:
+        raise UnsupportedError(
+            f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
+            "weights by itself, and none are sent; remove the key, or use zero_optimization.stage 1 or 2"
+        )
+
+
+def attach_weights(engine: Any, make_gather: GatherFactory, dense: Callable[[], bool]) -> "Weights":
+    """Compress the weights that `step` of the engine's optimizer sends, except in steps in which `dense` says not to.
+
+    `dense` must answer alike on all ranks. Nothing happens where the data-parallel group is a single rank. Raises
+    UnsupportedError, as of `check_weights`.
+    """
+    check_weights(engine)
+    weights = Weights(engine, make_gather, dense)
+    step = engine.optimizer.step
+
+    @functools.wraps(step)
+    def compressed_step(*args: Any, **options: Any) -> Any:
+        with weights.taken_over():
+            return step(*args, **options)
+
+    engine.optimizer.step = compressed_step
+    return weights
+
+
+class Weights:
+    """The weights of one engine's optimizer.
+
+    No state outlives a step. During one the rank keeps a copy of its own part of the weights as the others have them,
+    since DeepSpeed overwrites it: numel / ranks elements of their type.
+    """
+
+    def __init__(self, engine: Any, make_gather: GatherFactory, dense: Callable[[], bool]) -> None:
+        self._optimizer = engine.optimizer
+        self._kind = _KINDS[type(engine.optimizer)]
+        self._dense = dense
+        self._gathers = [
+            make_gather(group, _sizes(held, parameters, engine.param_names), held.dtype)
+            for group, held, parameters in zip(
+                self._optimizer.real_dp_process_group,
+                self._held,
+                getattr(self._optimizer, self._kind.parameters),
+                strict=True,
+            )
+        ]
+
+    @property
+    def _held(self) -> list[Tensor]:
+        """The flat buffers of weights, one a parameter group."""
+        return getattr(self._optimizer, self._kind.held)  # type: ignore[no-any-return]
+
+    def _buffers(self) -> Iterator[tuple[DifferenceGather, Tensor, Tensor]]:
+        """(gather, held weights, masters of the own part) of the groups that are sent."""
+        masters = getattr(self._optimizer, self._kind.masters)
+        for gather, held, master in zip(self._gathers, self._held, masters, strict=True):
+            if gather.group.size() > 1:
+                yield gather, held, master
+
+    def synchronise(self) -> None:
+        """Weights on every rank become the masters, rounded to their type: what DeepSpeed alone would have.
+
+        Before saving, so that exported weights are exact and resuming equals going on after the save; after loading,
+        wherever the weights and the masters came from. All ranks must call it; a second call changes nothing.
+        """
+        for gather, held, master in self._buffers():
+            gather.synchronise(held, master)
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """While this lasts, DeepSpeed gathers the weights of this optimizer through us."""
+        module, pending = self._kind.module, [True]
+        original = module.all_gather_dp_groups
+        send = self.synchronise if self._dense() else self._difference()
+
+        def all_gather_dp_groups(groups_flat: list[Tensor], *args: Any, **options: Any) -> None:
+            if groups_flat is not self._held:
+                original(groups_flat, *args, **options)
+                return
+            send()
+            pending.clear()
+
+        module.all_gather_dp_groups = all_gather_dp_groups  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            module.all_gather_dp_groups = original  # type: ignore[attr-defined]
+        if pending and not self._optimizer.overflow:
+            raise SeamError(f"{module.__name__}: a step that was applied did not call all_gather_dp_groups")
+
+    def _difference(self) -> Callable[[], None]:
+        """Keep the own parts as they are now; the returned function puts them back and sends the differences."""
+        kept = [gather.own(held).clone() for gather, held, _ in self._buffers()]
+
+        def send() -> None:
+            for (gather, held, master), own in zip(self._buffers(), kept, strict=True):
+                gather.own(held).copy_(own)
+                gather.gather(held, master)
+
+        return send
+
+
+def _sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
+    """(name, numel) of what lies in the flat buffer `held`, in order: `parameters` are views of it."""
+    sizes: list[tuple[str, int]] = []
+    end = 0
+    for parameter in sorted((view for view in parameters if view.numel()), key=lambda view: view.data_ptr()):
+        offset = (parameter.data_ptr() - held.data_ptr()) // held.element_size()
+        assert end <= offset <= held.numel() - parameter.numel(), f"{names[parameter]} is not a part of its buffer"
+        sizes += [("", offset - end), (names[parameter], parameter.numel())]
+        end = offset + parameter.numel()
+    return [(name, numel) for name, numel in [*sizes, ("", held.numel() - end)] if numel]

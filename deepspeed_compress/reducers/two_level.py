@@ -1,0 +1,66 @@
+"""Two-level reduction: first among the ranks of a node, then between nodes, where the link is slower."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.buckets import Partition, Segment, gather, relabel, scatter, select
+from deepspeed_compress.reducers.payload import PayloadReducer, Reducer
+
+__all__ = ["TwoLevelReducer"]
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """`node`: the bucket, each segment for the local rank of its owner. `across`: of this local rank's segments, which
+    are `mine` in the bucket, each for the node of its owner."""
+
+    node: Partition
+    mine: tuple[Segment, ...]
+    across: Partition
+
+
+class TwoLevelReducer:
+    """Reduces over `group`, whose rank is `local + node * ranks_per_node`.
+
+    `node` reduces over the ranks of one node, in their order; `across` over the ranks with the same local rank, one a
+    node, in the order of nodes. Every element crosses the link between nodes once a node instead of once a rank.
+    """
+
+    def __init__(self, group: ProcessGroup, node: PayloadReducer, across: Reducer) -> None:
+        self.group = group
+        self.node = node
+        self.across = across
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(self._make_levels)
+
+    def _make_levels(self, partition: Partition) -> _Levels:
+        locals_, nodes, local = self.node.group.size(), self.across.group.size(), self.node.group.rank()
+        mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
+        return _Levels(
+            node=relabel(partition, lambda owner: owner % locals_, locals_),
+            mine=mine,
+            across=relabel(across, lambda owner: owner // locals_, nodes),
+        )
+
+    def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0)
+        part = gather(whole, levels.mine)
+        self.across.reduce_scatter(part, levels.across, scale)
+        own, _ = select(levels.across, lambda segment: segment.owner == self.across.group.rank())
+        scatter(gather(part, own), partition.owned_by(self.group.rank()), bucket)
+
+    def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0)
+        part = gather(whole, levels.mine)
+        self.across.all_reduce(part, levels.across, scale)
+        scatter(part, levels.mine, whole)
+        self.node.all_gather(whole, levels.node)
+        bucket.copy_(whole)

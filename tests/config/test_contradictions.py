@@ -1,0 +1,164 @@
+"""Settings that are right one by one and not together."""
+
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import SECTION, expand, find_problems, parse_section
+from deepspeed_compress.errors import ConfigError
+
+DELAYED = [{"parameters": "embed", "method": "none", "every": 4}]
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def optimizer(name: str, **params: object) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "pointer", "words"),
+    [
+        (
+            {"overrides": DELAYED, "error_feedback": None},
+            "overrides/0/every",
+            ["4 ", "null", 'or "error_feedback": {}'],
+        ),
+        (
+            {"method": "powersgd", "overrides": DELAYED, "error_feedback": None},
+            "overrides/0/every",
+            ["error_feedback: null"],
+        ),
+        ({"overrides": DELAYED, "error_feedback": {"decay": 0.5}}, "overrides/0/every", ["decay: 0.5", '"decay": 1.0']),
+        (
+            {"overrides": DELAYED, "error_feedback": {"reset_interval": 6}},
+            "overrides/0/every",
+            ["reset_interval: 6", '"reset_interval": 8'],
+        ),
+        (
+            {"method": "block_topk", "block_size": 64, "group": 128, "density": 0.5},
+            "group",
+            ["128 is more than block_size 64", 'Write 64, or "block_size": 128'],
+        ),
+        (
+            {"overrides": [{"parameters": "a", "method": "block_topk", "block_size": 64, "group": 128}]},
+            "overrides/0/group",
+            ["128 is more than"],
+        ),
+    ],
+)
+def test_a_section_that_contradicts_itself(gradients: dict[str, Any], pointer: str, words: list[str]) -> None:
+    ds_config = {SECTION: {"gradients": gradients}}
+    with pytest.raises(ConfigError, match=r"^1 problem in") as caught:
+        parse_section(ds_config)
+    [problem] = find_problems(ds_config)
+    assert problem.pointer == f"/{SECTION}/gradients/{pointer}"
+    assert str(problem) in str(caught.value)
+    assert [text for text in ["allowed: ", *words] if text not in str(problem)] == []
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        {"overrides": DELAYED},
+        {"overrides": DELAYED, "error_feedback": {"reset_interval": 8}},
+        {"overrides": [{**DELAYED[0], "every": 1}], "error_feedback": None},
+        {"method": "dgc", "overrides": DELAYED},
+        {"method": "demo", "overrides": DELAYED},
+        {"method": "powersgd", "overrides": DELAYED},
+        {"method": "block_topk", "block_size": 64, "group": 64, "density": 1.0, "values": {}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::deepspeed_compress.errors.CompressWarning")
+def test_a_section_that_agrees_with_itself(gradients: dict[str, Any]) -> None:
+    assert find_problems({SECTION: {"gradients": gradients}}) == []
+    parse_section({SECTION: {"gradients": gradients}})
+
+
+def test_contradictions_come_with_each_other() -> None:
+    section = {"gradients": {"error_feedback": None, "overrides": [*DELAYED, {**DELAYED[0], "parameters": "head"}]}}
+    with pytest.raises(ConfigError, match=r"^2 problems in"):
+        parse_section({SECTION: section})
+
+
+@pytest.mark.parametrize(
+    ("section", "native", "pointer", "words"),
+    [
+        ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1 and 2"]),
+        ({"weights": {}}, {"zero_optimization": {"stage": 3}}, f"/{SECTION}/weights", ["stage: 3", '"method": "none"']),
+        (
+            {"weights": {"method": "sign"}, "parallelism": {"zero_stage": 3}},
+            {},
+            f"/{SECTION}/weights",
+            ['method "sign"', f"/{SECTION}/parallelism/zero_stage: 3"],
+        ),
+        (
+            {"weights": {}, "parallelism": {"zero_stage": 3}},
+            {"bf16": {"enabled": True}},
+            f"/{SECTION}/weights",
+            ["stage: 3"],
+        ),
+        ({"gradients": {"method": "dgc"}}, ADAM, "/optimizer/params/betas", ["[0.9, 0.999] of AdamW", '"dgc"']),
+        (
+            {"gradients": {"method": "demo"}},
+            optimizer("Adam", betas=[0.5, 0.95]),
+            "/optimizer/params/betas",
+            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]'],
+        ),
+        (
+            {"gradients": {"method": "demo"}},
+            optimizer("SGD", momentum=0.9),
+            "/optimizer/params/momentum",
+            ["0.9", "allowed: 0", 'Write "momentum": 0.0'],
+        ),
+    ],
+)
+def test_a_section_that_the_file_contradicts(
+    section: dict[str, Any], native: dict[str, Any], pointer: str, words: list[str]
+) -> None:
+    ds_config = {**native, SECTION: section}
+    [problem] = find_problems(ds_config)
+    assert problem.pointer == pointer
+    assert [text for text in ["allowed: ", *words] if text not in str(problem)] == []
+    with pytest.raises(ConfigError, match=r"^1 problem in") as caught:
+        expand(ds_config, parse_section(ds_config))
+    assert str(problem) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "native"),
+    [
+        ({"weights": {}}, {"zero_optimization": {"stage": 1}}),
+        ({"weights": {}, "parallelism": {"zero_stage": 2}}, {}),
+        # A pipeline in bf16 has an optimizer that gathers weights under stage 0 as well.
+        ({"weights": {}}, {"bf16": {"enabled": True}}),
+        ({"weights": {"method": "none"}}, {"zero_optimization": {"stage": 3}}),
+        ({"gradients": {"method": "demo"}}, {}),
+        ({"gradients": {"method": "demo"}}, {"optimizer": {"type": "SGD"}}),
+        ({"gradients": {"method": "demo"}}, optimizer("AdamW", betas=[0, 0.95])),
+        ({"gradients": {"method": "dgc"}}, optimizer("SGD", momentum=0.0)),
+        ({"gradients": {"method": "dgc"}}, optimizer("AdamW", betas="auto")),
+        ({"gradients": {"method": "dgc"}}, optimizer("OfSomeoneElse", lr=1e-3)),
+        ({"gradients": {"method": "topk"}}, ADAM),
+    ],
+)
+def test_a_section_that_the_file_agrees_with(section: dict[str, Any], native: dict[str, Any]) -> None:
+    ds_config = {**native, SECTION: section}
+    assert find_problems(ds_config) == []
+    expand(ds_config, parse_section(ds_config))
+
+
+@pytest.mark.parametrize(("world", "fits"), [(None, True), (8, True), (4, False), (10, False)])
+def test_nodes_must_divide_the_ranks(world: int | None, fits: bool) -> None:
+    section = {"gradients": {"hierarchy": {"ranks_per_node": 4}}}
+    pointers = [problem.pointer for problem in find_problems({SECTION: section}, world)]
+    assert pointers == ([] if fits else [f"/{SECTION}/gradients/hierarchy/ranks_per_node"])
+
+
+def test_mismatches_join_the_other_problems_of_the_file() -> None:
+    ds_config = {
+        "zero_optimization": {"stage": 0},
+        **ADAM,
+        SECTION: {"weights": {}, "gradients": {"method": "dgc"}, "parallelism": {"zero_stage": 3}},
+    }
+    found = [problem.pointer for problem in find_problems(ds_config)]
+    assert found == [f"/{SECTION}/parallelism/zero_stage", f"/{SECTION}/weights", "/optimizer/params/betas"]
