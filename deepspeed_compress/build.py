@@ -176,8 +176,11 @@ class _Builder:
         settings = self.settings.hierarchy.inside
         if settings.method == "none":
             return self._payload(group, [self.raw], lambda name: RAW)
+        between = ["none", self.settings.method, *(one.method for one in self.settings.overrides if not _is_raw(one))]
         treatments = [self.raw, self._treatment(settings)]
-        return self._payload(group, treatments, lambda name: min(self.codec_of(name), 1), "node", "node_means")
+        return self._payload(
+            group, treatments, lambda name: int(between[self.codec_of(name)] != "none"), "node", "node_means"
+        )
 
     def _powersgd(self) -> Reducer:
         """Matrices of codec 1 by their factors; other parameters of codec 1, vectors for instance, uncompressed."""

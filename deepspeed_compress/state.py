@@ -139,13 +139,13 @@ def sources(directory: Path, rank: int, position: Position) -> list[tuple[Path, 
 
     Raises StateError when one of them is missing or does not fit.
     """
+    own, problem = state_file(directory, rank), None
     try:
-        own = (state_file(directory, rank), read_description(state_file(directory, rank)))
-        if own[1].position == position:
-            return [own]
-    except StateError:
-        if not state_file(directory, 0).with_suffix(".json").exists():
-            raise
+        description = read_description(own)
+        if description.position == position:
+            return [(own, description)]
+    except StateError as error:
+        problem = error
     first = read_description(state_file(directory, 0)).position
     if first.groups != position.groups:
         raise StateError(
@@ -153,7 +153,7 @@ def sources(directory: Path, rank: int, position: Position) -> list[tuple[Path, 
             f"{position.groups}; only the data-parallel size may change"
         )
     if first.size == position.size:
-        raise StateError(f"{state_file(directory, rank)} is missing or was saved by another rank")
+        raise problem or StateError(f"{own} was saved by another rank")
     files = [state_file(directory, peer) for peer in range(first.groups * first.size)]
     found = [(file, read_description(file)) for file in files]
     return [(file, description) for file, description in found if description.position.group == position.group]

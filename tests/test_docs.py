@@ -4,14 +4,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_compress.compressors import COMPRESSORS
 from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
-from deepspeed_compress.config.planned import PLANNED_KEYS, PLANNED_VALUES
+from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -20,66 +20,124 @@ CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
-Key = tuple[str, str | None]
-"""A key with dots, and its default as JSON: "required" without one, None for an object whose keys have rows."""
+# A key of these places that is as it is in `gradients`, with the same method, needs no row of its own.
+COPIES = re.compile(r"(gradients\.(values|factors|overrides\[\](\.values)?|hierarchy\.inside)|weights(\.values)?)\.")
 
 
-def schema_keys(node: dict[str, Any], path: str, defs: dict[str, Any]) -> Iterator[Key]:
-    for name, child in node.get("properties", {}).items():
-        place = f"{path}.{name}" if path else name
-        variants = list(variants_of(child, defs))
-        yield place, "required" if name in node.get("required", ()) else default_cell(child, variants)
-        for variant in variants:
-            yield from schema_keys(variant, f"{place}[]" if child.get("type") == "array" else place, defs)
+@dataclass(frozen=True)
+class Key:
+    """A key with dots. `default`: as JSON, or "required". `method`: of the object it belongs to, where one chooses."""
+
+    name: str
+    default: str
+    method: str | None
+    type: str
 
 
-def default_cell(child: dict[str, Any], variants: list[dict[str, Any]]) -> str | None:
-    """What the table must say; None for an object that is always there."""
-    always = bool(variants) and child.get("type") != "array" and "anyOf" not in child
-    return None if always else json.dumps(child["default"])
+def schema_keys(node: dict[str, Any], defs: dict[str, Any], path: str = "", method: str | None = None) -> Iterator[Key]:
+    for name, child in node["properties"].items():
+        if name == "method":
+            continue
+        place, variants = f"{path}.{name}".removeprefix("."), variants_of(child, defs)
+        shape = {key: value for key, value in child.items() if key not in ("default", "description", "title")}
+        yield Key(place, default_of(name, node, variants), method, json.dumps(shape))
+        inside = f"{place}[]" if child.get("type") == "array" else place
+        optional = any("method" not in variant.get("required", ()) for variant in variants.values())
+        for chosen, variant in variants.items():
+            if chosen:
+                yield Key(f"{inside}.method", '"blockwise"' if optional else "required", chosen, "")
+            yield from schema_keys(variant, defs, inside, chosen or method)
 
 
-def variants_of(node: dict[str, Any], defs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects that a value may be: references, alternatives and list items resolved."""
-    if "$ref" in node:
-        yield defs[node["$ref"].rpartition("/")[2]]
-    for option in [*node.get("anyOf", ()), *node.get("oneOf", ()), *([node["items"]] if "items" in node else ())]:
-        yield from variants_of(option, defs)
+def variants_of(node: dict[str, Any], defs: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
+    """The objects that a value, or an item of it, may be: by method, or the only one by None."""
+    for option in (node, *node.get("anyOf", ()), node.get("items", {})):
+        references = option.get("discriminator", {}).get("mapping") or {None: option.get("$ref")}
+        if any(references.values()):
+            return {method: defs[reference.rpartition("/")[2]] for method, reference in references.items()}
+    return {}
 
 
-def documented_keys() -> set[tuple[str, str]]:
-    """Key and default cell of every row that has four columns and a key in the first."""
-    rows = re.findall(r"^\| `([a-z0-9_.\[\]]+)` \|[^|\n]+\|([^|\n]+)\|.+\|$", CONFIGURATION, re.MULTILINE)
-    return {(key, default.strip().strip("`")) for key, default in rows}
+def default_of(name: str, node: dict[str, Any], variants: dict[str | None, dict[str, Any]]) -> str:
+    """An object without the keys that have their own default."""
+    default = node["properties"][name].get("default")
+    if name in node.get("required", ()):
+        return "required"
+    if isinstance(default, dict):
+        variant = variants[default["method"] if None not in variants else None]
+        own = {key: child.get("default") for key, child in variant["properties"].items()}
+        needed = variant.get("required", ())
+        default = {key: value for key, value in default.items() if key in needed or value != own[key]}
+    return json.dumps(default)
+
+
+SCHEMA = json_schema()
+KEYS = set(schema_keys(SCHEMA, SCHEMA["$defs"]))
+ALL_METHODS = set(SCHEMA["properties"]["gradients"]["discriminator"]["mapping"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table of keys; `methods` is None in a table without that column."""
+
+    key: str
+    default: str
+    methods: frozenset[str] | None
+
+
+def rows() -> Iterator[Row]:
+    header: list[str] = []
+    for line in CONFIGURATION.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        header = cells if cells[:1] == ["key"] else header if cells else []
+        if header and cells[0].startswith("`"):
+            row = dict(zip(header, cells, strict=True))
+            yield Row(row["key"].strip("`"), row["default"].strip("`"), listed_methods(row.get("methods")))
+
+
+def listed_methods(cell: str | None) -> frozenset[str] | None:
+    """From "all", "all but `a`, `b`", or "`a`, `b`"."""
+    if cell is None:
+        return None
+    names = set(re.findall(r"`(\w+)`", cell))
+    return frozenset(ALL_METHODS - names if cell.startswith("all") else names)
+
+
+ROWS = set(rows())
 
 
 def test_every_key_of_the_schema_is_documented_with_its_default() -> None:
-    schema = json_schema()
-    keys = set(schema_keys(schema, "", schema["$defs"]))
-    documented = documented_keys()
-    names = {key for key, _ in documented}
-    assert {key for key, _ in keys} - names == set(), "not documented"
-    assert {key for key, default in keys if default and (key, default) not in documented} == set(), "wrong default"
+    documented = {(row.key, row.default) for row in ROWS}
+    shown = {key for key in KEYS if (key.name, key.default) in documented}
+    rest = {key for key in KEYS - shown if replace(key, name=COPIES.sub("gradients.", key.name)) not in shown}
+    assert sorted({(key.name, key.default) for key in rest}) == []
 
 
-def test_no_key_is_documented_that_the_schema_lacks() -> None:
-    schema = json_schema()
-    known = {key for key, _ in schema_keys(schema, "", schema["$defs"])}
-    assert {key for key, _ in documented_keys()} - known == set()
+def test_no_row_says_what_the_schema_does_not() -> None:
+    known: dict[tuple[str, str], set[str | None]] = {}
+    for key in KEYS:
+        known.setdefault((key.name, key.default), set()).add(key.method)
+    wrong = {row for row in ROWS if row.methods not in (None, known.get((row.key, row.default), {"unknown"}))}
+    wrong |= {row for row in ROWS if (row.key, row.default) not in known}
+    assert wrong == set()
 
 
-@pytest.mark.parametrize("method", COMPRESSORS)
+@pytest.mark.parametrize("method", sorted(ALL_METHODS))
 def test_every_method_is_documented(method: str) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for text in (readme, CONFIGURATION):
         assert re.search(rf"^\| [^|]*`{method}`[^|]*\|", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("method", sorted(ALL_METHODS))
+def test_every_method_has_a_section_of_its_own(method: str) -> None:
+    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    assert re.search(rf"^#+ .*`{method}`", page, re.MULTILINE)
+
+
 def test_everything_planned_is_listed() -> None:
-    chapter = CONFIGURATION.partition("## Planned")[2]
-    words = {*re.findall(r'`"?(\w+)"?`', chapter), *COMPRESSORS}
-    planned = [*PLANNED_KEYS.values(), *PLANNED_VALUES.values()]
-    assert {str(word) for group in planned for word in group} - words == set()
+    words = set(re.findall(r"`(\w+)`", CONFIGURATION.partition("## Planned")[2]))
+    assert {word for group in PLANNED_KEYS.values() for word in group} - words == set()
 
 
 def anchors(page: Path) -> set[str]:

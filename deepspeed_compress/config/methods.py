@@ -14,8 +14,12 @@ class Model(BaseModel):
     )
 
 
+def _demand_method(schema: dict[str, Any]) -> None:
+    schema["required"] = ["method", *(key for key in schema.get("required", ()) if key != "method")]
+
+
 # Only the default method may be left out; in the JSON Schema the other variants demand it.
-NAMED = ConfigDict(json_schema_extra={"required": ["method"]})
+NAMED = ConfigDict(json_schema_extra=_demand_method)
 
 
 def _power_of_two(value: int) -> int:

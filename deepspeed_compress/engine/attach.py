@@ -17,7 +17,7 @@ from deepspeed_compress.build import Parameters, Reduction, build_reduction, bui
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
 from deepspeed_compress.engine import seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
-from deepspeed_compress.engine.groups import find_position, make_groups
+from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.step import follow_steps
@@ -63,6 +63,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     seams.check_seams(seams.STEP + _SEAMS[kind], deepspeed.__version__)
     if config.weights.method != "none":
         check_weights(engine)
+        seams.check_seams(seams.WEIGHTS, deepspeed.__version__)
     clock, meter = StepClock(), Meter()
     parameters = _parameters(engine, kind)
     session = Session(
@@ -73,7 +74,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
     follow_steps(engine, session, weight_bytes)
-    attach_checkpoint(engine, session, find_position(engine), synchronise)
+    attach_checkpoint(engine, session, synchronise)
     session.begin(engine.global_steps, loss_scale(engine))
     engine.compression = session
     return engine

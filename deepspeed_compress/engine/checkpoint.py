@@ -13,13 +13,14 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_compress import state
+from deepspeed_compress.engine.groups import find_position
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["attach_checkpoint", "loss_scale"]
+__all__ = ["attach_checkpoint", "load_state", "loss_scale"]
 
 
-def attach_checkpoint(engine: Any, session: Session, position: state.Position, synchronise: Callable[[], None]) -> None:
+def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], None]) -> None:
     """Wrap `save_checkpoint` and `load_checkpoint` of this engine; their signatures stay.
 
     `synchronise` makes the weights of all ranks those of their masters: they may be behind where weights are
@@ -36,7 +37,7 @@ def attach_checkpoint(engine: Any, session: Session, position: state.Position, s
             state.save(
                 session.stores,
                 state.state_file(directory, engine.global_rank),
-                position,
+                find_position(engine),
                 int(engine.zero_optimization_stage()),
                 engine.global_steps,
                 loss_scale(engine),
@@ -53,7 +54,7 @@ def attach_checkpoint(engine: Any, session: Session, position: state.Position, s
         if path is not None:
             session.reset()
             if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
-                _load(engine, session, Path(path).parent, position)
+                load_state(engine, Path(path).parent)
             synchronise()
             session.begin(engine.global_steps, loss_scale(engine))
         return path, client_state
@@ -62,14 +63,17 @@ def attach_checkpoint(engine: Any, session: Session, position: state.Position, s
     engine.load_checkpoint = load_checkpoint
 
 
-def _load(engine: Any, session: Session, directory: Path, position: state.Position) -> None:
-    """Restore the memories of `session`; on all ranks or on none.
+def load_state(engine: Any, directory: Path) -> None:
+    """Restore what compression remembers from a checkpoint's tag directory, on all ranks or on none. Collective.
 
-    What is wrong on any rank is a StateError on all, or with `on_missing_state` "reset" a CompressWarning, and every
-    memory starts empty.
+    `load_checkpoint` does it; alone it serves checkpoints whose other parts are loaded in another way, such as
+    universal ones. What is wrong on any rank is a StateError on all, or with `on_missing_state` "reset" a
+    CompressWarning, and every memory starts empty.
     """
+    session: Session = engine.compression
     if not session.stores:
         return
+    position = find_position(engine)
     problem, same = None, False
     try:
         found = state.sources(directory, engine.global_rank, position)

@@ -17,7 +17,7 @@ SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
 
 @dataclass(frozen=True)
 class Seam:
-    """A method of DeepSpeed that we replace or call: `target` is "module:Class.method"."""
+    """What we replace or call in DeepSpeed: `target` is "module:Class.method" or "module:function"."""
 
     target: str
     parameters: tuple[str, ...]
@@ -68,6 +68,20 @@ ZERO_12 = (
 ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("args", "kwargs")),
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads", ("args", "kwargs")),
+)
+
+_GATHER = (
+    "groups_flat",
+    "partitioned_param_groups",
+    "dp_process_group",
+    "start_alignment_factor",
+    "allgather_bucket_size",
+)
+WEIGHTS = (
+    Seam("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups", _GATHER),
+    Seam("deepspeed.runtime.bf16_optimizer:all_gather_dp_groups", _GATHER),
+    Seam(_Z12 + "step", ("self", "closure")),
+    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.step", ("self", "closure")),
 )
 
 

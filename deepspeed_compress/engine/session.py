@@ -83,7 +83,7 @@ class Session:
     def _sampled(self) -> bool:
         """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
         every = self.config.monitor.cosine_every
-        return every > 0 and self.clock.step % every == 0 and self.clock.message == 0 and not self.dense
+        return every > 0 and (self.clock.step + 1) % every == 0 and self.clock.message == 0 and not self.dense
 
     def finish(self, finished: FinishedStep) -> None:
         """Settle the memories, report, and begin the next step."""

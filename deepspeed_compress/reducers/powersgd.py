@@ -51,7 +51,7 @@ class PowerSGDReducer:
     Per matrix, with n ranks: M = gradient + residual; P = mean of M Q, orthonormalised; Q = mean of M^T P; every rank
     takes P Q^T as the mean, and M - P Q^T as its next residual, so that the residuals and n P Q^T add up to what went
     in. Without `residuals` there is no feedback. The next step starts from Q, kept in `warm`, equal on all ranks;
-    `seed` gives the first one. Both stores are fp32, and follow the optimizer: their owner commits them or rolls back.
+    `seed` gives the first one. Both stores follow the optimizer: their owner commits them or rolls back.
 
     Each rank computes P Q^T by itself from equal bits, so equal results need equal machines and thread counts.
     """

@@ -33,6 +33,8 @@ def test_schema_is_valid_and_describes_every_key() -> None:
         {"gradients": {"method": "percentile", "percentile": 0}},
         {"gradients": {"hierarchy": {"ranks_per_node": 2, "inside": {"method": "topk"}}}},
         {"gradients": {"overrides": [{"parameters": "a", "method": "dgc"}]}},
+        *({"gradients": {"overrides": [{"method": method}]}} for method in ("none", "blockwise", "qsgd")),
+        {"gradients": {"overrides": [{"parameters": "a"}]}},
         {"gradients": {"rotation": {"method": "dct", "tile": 8}}},
         {"parallelism": {"zero_stage": "auto"}},
     ],

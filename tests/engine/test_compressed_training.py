@@ -4,36 +4,7 @@ import pytest
 
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, train
-
-METHODS = {
-    "bf16": {"method": "bf16"},
-    "int8": {"method": "blockwise", "bits": 8, "block_size": 32},
-    "int4_stochastic": {"method": "blockwise", "bits": 4, "block_size": 32, "rounding": "stochastic"},
-    "int2": {"method": "blockwise", "bits": 2, "block_size": 32},
-    "linear": {"method": "linear", "bits": 4, "block_size": 32, "chunk_bytes": 65536},
-    "stochastic_linear": {"method": "stochastic_linear", "block_size": 32},
-    "percentile": {"method": "percentile", "percentile": 90.0, "block_size": 32},
-    "qsgd": {"method": "qsgd", "levels": 7, "block_size": 32},
-    "fp8": {"method": "fp8_e4m3", "block_size": 32},
-    "sign": {"method": "sign", "block_size": 32, "rotation": {"method": "hadamard", "block_size": 64}},
-    "topk": {"method": "topk", "density": 0.1, "block_size": 64},
-    "topk_int4": {"method": "topk", "density": 0.1, "scope": "tensor", "values": {"bits": 4}},
-    "randomk": {"method": "randomk", "density": 0.2, "block_size": 64},
-    "block_topk": {"method": "block_topk", "density": 0.2, "block_size": 64, "group": 8},
-    "powersgd": {"method": "powersgd", "rank": 2},
-    "no_feedback": {"method": "blockwise", "bits": 8, "error_feedback": None},
-    "int8_memory": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "int8", "decay": 0.9, "device": "cpu"}},
-    "overrides": {
-        "bits": 4,
-        "block_size": 32,
-        "min_numel": 20,
-        "overrides": [{"parameters": "^2", "method": "sign"}, {"parameters": "^4", "method": "none", "every": 2}],
-    },
-}
-WITHOUT_MOMENTUM = {
-    "dgc": {"method": "dgc", "density": 0.1, "block_size": 64, "density_warmup_steps": 8},
-    "demo": {"method": "demo", "density": 0.1, "tile": 16, "momentum": 0.9},
-}
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM
 
 
 def outcomes(ranks: int, **job) -> list:
@@ -58,8 +29,7 @@ def test_replicas_agree_and_learn(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_methods_with_a_momentum_of_their_own(stage):
-    extra = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.0, 0.95], "torch_adam": True}}}
-    jobs = [Job(stage, {"gradients": method}, extra=extra, steps=40) for method in WITHOUT_MOMENTUM.values()]
+    jobs = [Job(stage, {"gradients": method}, extra=NO_MOMENTUM, steps=40) for method in WITHOUT_MOMENTUM.values()]
     for results in zip(*run_forks(2, train, *jobs), strict=True):
         assert_learned(list(results))
 

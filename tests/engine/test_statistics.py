@@ -39,8 +39,8 @@ def test_sampled_cosine_and_interval(tmp_path):
     found = lines(tmp_path, 2, {"every": 2, "cosine_every": 3})
     assert [line["step"] for line in found] == [2, 4, 6]
     # Steps 0 and 3 (counted from zero) were sampled; step 3 is the fourth.
-    assert [line["cosine"] is not None for line in found] == [False, True, False]
-    assert 0.99 < found[1]["cosine"] <= 1.0 + 1e-6
+    assert [line["cosine"] is not None for line in found] == [False, False, True]
+    assert 0.99 < found[2]["cosine"] <= 1.0 + 1e-6
 
 
 def test_micro_steps_add_up(tmp_path):

@@ -1,0 +1,44 @@
+"""Every method with settings that suit the small model of `jobs`: what stands under `gradients`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+METHODS: Mapping[str, dict[str, Any]] = {
+    "bf16": {"method": "bf16"},
+    "int8": {"method": "blockwise", "bits": 8, "block_size": 32},
+    "int4_stochastic": {"method": "blockwise", "bits": 4, "block_size": 32, "rounding": "stochastic"},
+    "int2": {"method": "blockwise", "bits": 2, "block_size": 32},
+    "linear": {"method": "linear", "bits": 4, "block_size": 32, "chunk_bytes": 65536},
+    "stochastic_linear": {"method": "stochastic_linear", "block_size": 32},
+    "percentile": {"method": "percentile", "percentile": 90.0, "block_size": 32},
+    "qsgd": {"method": "qsgd", "levels": 7, "block_size": 32},
+    "fp8": {"method": "fp8_e4m3", "block_size": 32},
+    "sign": {"method": "sign", "block_size": 32, "rotation": {"method": "hadamard", "block_size": 64}},
+    "topk": {"method": "topk", "density": 0.1, "block_size": 64},
+    "topk_int4": {"method": "topk", "density": 0.1, "scope": "tensor", "values": {"bits": 4}},
+    "randomk": {"method": "randomk", "density": 0.2, "block_size": 64},
+    "block_topk": {"method": "block_topk", "density": 0.2, "block_size": 64, "group": 8},
+    "powersgd": {"method": "powersgd", "rank": 2},
+    "no_feedback": {"method": "blockwise", "bits": 8, "error_feedback": None},
+    "int8_memory": {
+        "bits": 4,
+        "block_size": 32,
+        "error_feedback": {"dtype": "int8", "decay": 0.9, "device": "cpu"},
+    },
+    "overrides": {
+        "bits": 4,
+        "block_size": 32,
+        "min_numel": 20,
+        "overrides": [{"parameters": "^2", "method": "sign"}, {"parameters": "^4", "method": "none", "every": 2}],
+    },
+}
+WITHOUT_MOMENTUM: Mapping[str, dict[str, Any]] = {
+    "dgc": {"method": "dgc", "density": 0.1, "block_size": 64, "density_warmup_steps": 8},
+    "demo": {"method": "demo", "density": 0.1, "tile": 16, "momentum": 0.9},
+}
+"""Methods that give gradients a momentum, to be used with an optimizer without one."""
+
+NO_MOMENTUM: Mapping[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.0, 0.95], "torch_adam": True}}
+}
+"""A part of the ds_config."""
