@@ -13,10 +13,13 @@ import pytest
 from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.methods import METHODS, compressor_from
+from launch.methods_table import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+METHODS_PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -131,8 +134,23 @@ def test_every_method_is_documented(method: str) -> None:
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS))
 def test_every_method_has_a_section_of_its_own(method: str) -> None:
-    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
-    assert re.search(rf"^#+ .*`{method}`", page, re.MULTILINE)
+    assert re.search(rf"^#+ .*`{method}`", METHODS_PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_bits_of_an_element_are_those_of_the_payload(method: str) -> None:
+    """The column "with defaults" of the table of sizes."""
+    documented = re.search(rf"^\| \[[^|]*`{method}`[^|]*\| [^|]+ \| ([\d.]+) \|", METHODS_PAGE, re.MULTILINE)
+    section = CompressConfig.model_validate({"gradients": {"method": method}})
+    # Whole blocks of any size, and so many that what is sent once a message does not show.
+    bits = 8 * compressor_from(section.gradients).payload_bytes(2**20) / 2**20
+    assert documented is not None
+    assert float(documented[1]) == round(bits, 3)
+
+
+def test_rows_that_methods_refer_to_are_in_the_measured_table() -> None:
+    linked = set(re.findall(r"\[`([^`]+)`\]\(#measured\)", METHODS_PAGE))
+    assert linked == set(SETTINGS)
 
 
 def test_everything_planned_is_listed() -> None:

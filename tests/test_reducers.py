@@ -13,7 +13,7 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.buckets import Partition, even_partition, gather, partition_by_sizes
 from deepspeed_compress.codec import Codec, Nothing
-from deepspeed_compress.compressors import Blockwise, Cast, Compressor, TopK
+from deepspeed_compress.compressors import Blockwise, Cast, Compressor, Sign, TopK
 from deepspeed_compress.feedback import WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
@@ -582,6 +582,48 @@ def test_clipping_leaves_small_and_non_finite_gradients() -> None:
     assert torch.equal(small, normal(0, 211) * 1e-3)
     assert not zeros.any()
     assert bad.isnan().all()
+
+
+def scaled_signs(x: Tensor, block: int) -> Tensor:
+    """float64: mean |x| of each block times the signs, sign(0) = 1."""
+    return torch.cat([part.abs().mean() * torch.where(part < 0, -1.0, 1.0).double() for part in x.split(block)])
+
+
+def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
+    """1-bit Adam, algorithm 1, in float64: worker errors, then server errors; a server's own part is exact here."""
+    ranks, numel, block, steps = 3, 96, 32, 5
+    partition = even_partition([("w", numel)], ranks)
+    gradients = [[integers(10 * step + rank, numel) for rank in range(ranks)] for step in range(steps)]
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [Sign(block)], residuals=memory)
+        results = []
+        for step in range(steps):
+            bucket = gradients[step][rank].clone()
+            reducer.all_reduce(bucket, partition, 1 / ranks)
+            results.append(bucket)
+        return results
+
+    worker = torch.zeros(ranks, numel, dtype=torch.float64)
+    server = torch.zeros(numel, dtype=torch.float64)
+    expected = []
+    for step in range(steps):
+        mean = torch.zeros(numel, dtype=torch.float64)
+        for owner in range(ranks):
+            part = slice(owner * block, (owner + 1) * block)
+            for rank in range(ranks):
+                sent = gradients[step][rank][part].double() + worker[rank, part]
+                if rank != owner:
+                    worker[rank, part] = sent - scaled_signs(sent, block)
+                    sent = scaled_signs(sent, block)
+                mean[part] += sent / ranks
+        total = mean + server
+        server = total - scaled_signs(total, block)
+        expected.append(scaled_signs(total, block))
+    for found in run_threads(ranks, work):
+        for step in range(steps):
+            torch.testing.assert_close(found[step].double(), expected[step], rtol=1e-4, atol=1e-4)
 
 
 def test_the_clock_counts_messages_within_a_step() -> None:
