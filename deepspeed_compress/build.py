@@ -15,11 +15,12 @@ from deepspeed_compress.codec import Codec, Nothing
 from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
+from deepspeed_compress.feedback import MomentumCorrection, Spread, WithFeedback, WithoutFeedback
 from deepspeed_compress.methods import codec_at, compressor_from
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
     ClippingReducer,
+    Delivery,
     DifferenceGather,
     Memory,
     PayloadReducer,
@@ -125,11 +126,12 @@ def _small(parameters: Parameters, settings: Any) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Treatment:
-    """One codec of the table: what it is in each step, and what a sender remembers."""
+    """One codec of the table: what it is in each step, what a sender remembers, and how what arrives is handed on."""
 
     codec_at: Callable[[int], Codec]
     memory: Callable[[str], Memory]
     """From the name of a direction ("gradients", "means" ...) to its memory."""
+    delivery: Delivery | None = None
 
 
 class _Builder:
@@ -217,6 +219,7 @@ class _Builder:
             self.meter,
             self.seed,
             chunk_bytes and chunk_bytes // self.parameters.dtype.itemsize,
+            {index: one.delivery for index, one in enumerate(treatments) if one.delivery is not None},
         )
 
     def _treatment(self, settings: Any) -> _Treatment:
@@ -233,8 +236,9 @@ class _Builder:
             return inner
         # Between two sends everything goes into the memory of error feedback.
         silent = Codec(Nothing())
+        spread = Spread(self._store("spread", self._kept), override.every) if override.spread else None
         return _Treatment(
-            lambda step: inner.codec_at(step) if (step + 1) % override.every == 0 else silent, self._feedback
+            lambda step: inner.codec_at(step) if (step + 1) % override.every == 0 else silent, self._feedback, spread
         )
 
     def _memory(self, settings: Any, direction: str) -> Memory:
@@ -243,10 +247,14 @@ class _Builder:
         return kind(self, settings) if kind else self._feedback(direction)
 
     def _feedback(self, direction: str) -> Memory:
-        settings = self.settings.memory if hasattr(self.settings, "memory") else self.settings.error_feedback
-        if settings is None:
+        if self._kept is None:
             return WithoutFeedback()
-        return WithFeedback(self._store(direction, settings), getattr(settings, "decay", 1.0))
+        return WithFeedback(self._store(direction, self._kept), getattr(self._kept, "decay", 1.0))
+
+    @property
+    def _kept(self) -> Any:
+        """How memories are stored; None for no error feedback."""
+        return self.settings.memory if hasattr(self.settings, "memory") else self.settings.error_feedback
 
     def momentum_correction(self, settings: Any) -> Memory:
         velocity, accumulated = (self._store(name, settings.memory) for name in ("velocity", "gradients"))

@@ -14,7 +14,7 @@ from deepspeed_compress.buckets import Segment
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.residuals import Residuals
 
-__all__ = ["MomentumCorrection", "WithFeedback", "WithoutFeedback"]
+__all__ = ["MomentumCorrection", "Spread", "WithFeedback", "WithoutFeedback"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,32 @@ class MomentumCorrection:
     def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor:
         """What this rank adds to its own elements: coded as for the others, so that all carry the same momentum."""
         return _as_received(self, x, segments, key, codec)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sum that arrives in every `every`-th step is handed on in as many equal parts, one a step, from that step on.
+
+    Adam normalizes by the size of what it sees: a burst among zeros moves a weight less than the same sum in equal
+    parts, and counts more in the global norm for clipping.
+    """
+
+    store: Residuals
+    every: int
+
+    def deliver(self, total: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor:
+        """The part of this step; `total`: flat fp32, what arrived in it (zeros if `codec` is silent).
+
+        A step may consist of several messages (micro-steps of ZeRO 2 and 3): the part comes with the first of them.
+        """
+        again = self.store.written(segments)
+        if codec.silent:
+            part = self.store.read(segments, total.device)
+            self.store.write(segments, part)
+            return part.zero_() if again else part
+        part = total / self.every
+        self.store.write(segments, self.store.read(segments, total.device) + part if again else part)
+        return part
 
 
 def _as_received(

@@ -107,6 +107,11 @@ class Residuals:
         """Whether anything was ever written for elements of `segments`."""
         return any(known for piece in _layout(segments) for known in self._overlapping(piece))
 
+    def written(self, segments: Sequence[Segment]) -> bool:
+        """Whether the running step has written the message made of `segments`."""
+        slot = self._slots.get(_layout(segments))
+        return slot is not None and slot.written
+
     def _encoded(self, values: Tensor) -> Tensor:
         payload = torch.empty(self.storage.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         self.storage.compress(values, payload, 0)
@@ -222,11 +227,15 @@ class Residuals:
         for layout, payload in payloads.items():
             self._register(layout, _Slot(self._stored(payload.to(device, copy=True))))
 
-    def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device) -> None:
-        """Add flat fp32 `values` to the applied values of their ranges, outside of any step."""
+    def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device, factor: float = 1.0) -> None:
+        """The applied values of the given ranges become `factor` times what they are plus flat fp32 `values`.
+
+        Outside of any step. A `factor` of 0 replaces them.
+        """
         for (name, begin, numel), more in values:
-            segments = (Segment(name, begin, numel, 0, 0),)
-            self.write(segments, more.to(device, torch.float32) + self.read(segments, device))
+            segments, total = (Segment(name, begin, numel, 0, 0),), more.to(device, torch.float32, copy=True)
+            self.add_to(total, segments, factor)
+            self.write(segments, total)
         self.commit()
 
 

@@ -25,7 +25,7 @@ __all__ = ["OWNED", "SHARED", "Description", "Position", "read_description", "re
 VERSION = 1
 SHARED = frozenset({"factors"})
 """Memories that are equal on all ranks of a data-parallel group."""
-OWNED = frozenset({"means", "node_means"})
+OWNED = frozenset({"means", "node_means", "spread"})
 """Memories in which every element has one rank that owns it. All others add up over the ranks."""
 
 
@@ -179,10 +179,11 @@ def restore(
         for name in stores.keys() & tensors.keys():
             if same or _takes(name, description.position, position):
                 exact = same and description.storage[name] == stores[name].dtype
-                _load(stores[name], tensors[name], description.storage[name], exact, device)
-        factor = loss_scale / description.loss_scale
-    for store in stores.values() if factor != 1.0 else ():
-        store.scale(factor)
+                factor = 0.0 if name in OWNED else 1.0
+                _load(stores[name], tensors[name], description.storage[name], exact, device, factor)
+        change = loss_scale / description.loss_scale
+    for store in stores.values() if change != 1.0 else ():
+        store.scale(change)
     return same
 
 
@@ -193,11 +194,17 @@ def _takes(name: str, saved: Position, position: Position) -> bool:
 
 
 def _load(
-    store: Residuals, slots: Sequence[tuple[Layout, Tensor]], storage: str, exact: bool, device: torch.device
+    store: Residuals,
+    slots: Sequence[tuple[Layout, Tensor]],
+    storage: str,
+    exact: bool,
+    device: torch.device,
+    factor: float,
 ) -> None:
     if exact:
         store.restore(dict(slots), device)
         return
+    # What has an owner may stand in several files: without ZeRO all ranks own what was spread.
     former = Residuals(storage, transactional=False)
     former.restore(dict(slots), torch.device("cpu"))
-    store.add(former.items(), device)
+    store.add(former.items(), device, factor)

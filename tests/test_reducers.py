@@ -14,7 +14,7 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 from deepspeed_compress.buckets import Partition, even_partition, gather, partition_by_sizes
 from deepspeed_compress.codec import Codec, Nothing
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor, Sign, TopK
-from deepspeed_compress.feedback import WithFeedback, WithoutFeedback
+from deepspeed_compress.feedback import Spread, WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
     ClippingReducer,
@@ -529,6 +529,51 @@ def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
             parts = [integers(10 * past + peer, partition.numel) for past in steps for peer in range(2)]
             expected = 0.5 * sum(parts, torch.zeros(partition.numel))
             assert torch.equal(found, gather(expected, partition.owned_by(rank)))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: int) -> None:
+    """From the step in which it arrives, a third in each of three; nothing is lost in a step that is skipped."""
+    partition, every, steps = interleaved(2), 3, 9
+    codecs = {True: (Codec(FP32),), False: (Codec(Nothing()),)}
+    skipped = 4
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        stores = [Residuals("fp32", transactional=True) for _ in range(3)]
+        reducer = PayloadReducer(
+            group,
+            lambda step: codecs[(step + 1) % every == 0],
+            [WithFeedback(stores[0])],
+            [WithFeedback(stores[1])],
+            lambda name: 0,
+            StepClock(),
+            Meter(),
+            deliveries={0: Spread(stores[2], every)},
+        )
+        results = []
+        for step in range(steps):
+            reducer.clock.begin(step)
+            total = torch.zeros(partition.numel)
+            for micro in range(micro_steps):
+                bucket = gradient(step, micro, rank)
+                getattr(reducer, operation)(bucket, partition, 0.5)
+                total += bucket
+            for store in stores:
+                (store.rollback if step == skipped else store.commit)()
+            results.append(gather(total, partition.owned_by(rank)))
+        return results
+
+    def gradient(step: int, micro: int, rank: int) -> Tensor:
+        return 6 * integers(100 * step + 10 * micro + rank, partition.numel)
+
+    for rank, results in enumerate(run_threads(2, work)):
+        for step, found in enumerate(results):
+            sent = (step + 1) // every * every
+            steps_of_sum = [past for past in range(sent - every, sent) if past not in (skipped, -1, -2, -3)]
+            parts = [gradient(past, m, peer) for past in steps_of_sum for m in range(micro_steps) for peer in range(2)]
+            expected = sum(parts, torch.zeros(partition.numel)) * (0.5 / every)
+            torch.testing.assert_close(found, gather(expected, partition.owned_by(rank)), rtol=1e-6, atol=1e-5)
 
 
 def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:

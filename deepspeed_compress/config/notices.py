@@ -131,6 +131,9 @@ def _overrides(section: CompressConfig) -> Iterator[Problem]:
         elif override.every == 1 and all(re.search(pattern, name) for name in _ANY_NAMES):
             what = f"{show(pattern)} matches every parameter, so that gradients.method has no effect"
             yield _notice(at, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
+        if override.spread and override.every == 1:
+            what = "true has no effect, because nothing is collected with every 1 (allowed: false)"
+            yield _notice((*path, "spread"), what, 'false, or "every" above 1')
         seen.add(pattern)
 
 

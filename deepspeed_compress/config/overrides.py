@@ -28,6 +28,8 @@ class _Targets(Model):
     """Python regular expression, searched for anywhere in the parameter's name."""
     every: int = Field(default=1, ge=1)
     """Delayed synchronisation: these gradients are collected and sent in every N-th step alone, as their sum."""
+    spread: bool = False
+    """The optimizer gets that sum in N equal parts, one a step, and not at once."""
 
 
 class NoneOverride(_Targets, methods.NoCompression):

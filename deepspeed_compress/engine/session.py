@@ -145,5 +145,5 @@ class Session:
 
     def _residual_norm(self, loss_scale: float) -> float | None:
         """Of what was left out; a momentum is none of it."""
-        left = [store for name, store in self.stores.items() if name not in ("factors", "velocity")]
+        left = [store for name, store in self.stores.items() if name not in ("factors", "spread", "velocity")]
         return math.sqrt(sum(store.square_norm() for store in left)) / loss_scale if left else None

@@ -3,7 +3,7 @@
 from deepspeed_compress.reducers.clipping import ClippingReducer
 from deepspeed_compress.reducers.exchange import exchange, start_exchange
 from deepspeed_compress.reducers.gather import DifferenceGather
-from deepspeed_compress.reducers.payload import Memory, PayloadReducer, Reducer, StepClock
+from deepspeed_compress.reducers.payload import Delivery, Memory, PayloadReducer, Reducer, StepClock
 from deepspeed_compress.reducers.plan import Piece, Plan, make_plans
 from deepspeed_compress.reducers.powersgd import PowerSGDReducer
 from deepspeed_compress.reducers.probe import cosine_with_truth, true_sum
@@ -11,6 +11,7 @@ from deepspeed_compress.reducers.two_level import TwoLevelReducer
 
 __all__ = [
     "ClippingReducer",
+    "Delivery",
     "DifferenceGather",
     "Memory",
     "PayloadReducer",

@@ -1,9 +1,10 @@
 """Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message an owner, fp32 sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
-__all__ = ["Memory", "Meter", "PayloadReducer", "Reducer", "StepClock"]
+__all__ = ["Delivery", "Memory", "Meter", "PayloadReducer", "Reducer", "StepClock"]
 
 
 class Reducer(Protocol):
@@ -36,6 +37,12 @@ class Memory(Protocol):
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None: ...
 
     def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor: ...
+
+
+class Delivery(Protocol):
+    """What is handed on of a sum that arrived (`feedback.Spread`)."""
+
+    def deliver(self, total: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor: ...
 
 
 class Meter(Protocol):
@@ -85,7 +92,8 @@ class PayloadReducer:
     `codecs_at` gives the codecs of a step, `codec_of` the index of a parameter's codec. `memories` has one entry a
     codec for the gradients that this rank sends, `mean_memories` for the means that it owns and sends back in
     `all_reduce`. A rank's own elements never travel. A bucket goes in rounds of at most `chunk_numel` elements of it:
-    while one travels the next is compressed.
+    while one travels the next is compressed. `deliveries` has, by codec, what takes sums that are not handed on as they
+    arrive.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class PayloadReducer:
         meter: Meter,
         seed: int = 0,
         chunk_numel: int | None = None,
+        deliveries: Mapping[int, Delivery] = MappingProxyType({}),
     ) -> None:
         self.group = group
         self.codecs_at = codecs_at
@@ -109,6 +118,7 @@ class PayloadReducer:
         self.meter = meter
         self.seed = seed
         self.chunk_numel = chunk_numel
+        self.deliveries = deliveries
         self._rank: int = group.rank()
         self._planned = lru_cache(maxsize=4096)(self._make_plans)
 
@@ -151,7 +161,12 @@ class PayloadReducer:
 
     def _put_own(self, total: Tensor, plan: Plan, bucket: Tensor) -> None:
         for piece in plan.pieces[self._rank]:
-            scatter(_part(total, piece), piece.segments, bucket)
+            scatter(self._delivered(_part(total, piece), piece), piece.segments, bucket)
+
+    def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
+        delivery = self.deliveries.get(piece.codec)
+        codec = self.codecs_at(self.clock.step)[piece.codec]
+        return total if delivery is None else delivery.deliver(total, piece.segments, codec)
 
     def _reduce(self, bucket: Tensor, partition: Partition, plans: Sequence[Plan], scale: float) -> list[Tensor]:
         """`scale` times the sum of this rank's elements, fp32, piece after piece of each plan."""
@@ -180,7 +195,8 @@ class PayloadReducer:
             with self.meter.phase("decompress", bucket.device):
                 for payload, pieces in zip(payloads, plan.pieces, strict=True):
                     for piece in pieces:
-                        scatter(self._decoded([payload], piece, 1.0, bucket.device), piece.segments, bucket)
+                        total = self._decoded([payload], piece, 1.0, bucket.device)
+                        scatter(self._delivered(total, piece), piece.segments, bucket)
 
     def _send_totals(self, total: Tensor, plan: Plan) -> _Round:
         message = self.clock.next_message()

@@ -31,6 +31,11 @@ METHODS: Mapping[str, dict[str, Any]] = {
         "min_numel": 20,
         "overrides": [{"parameters": "^2", "method": "sign"}, {"parameters": "^4", "method": "none", "every": 2}],
     },
+    "spread": {
+        "bits": 4,
+        "block_size": 32,
+        "overrides": [{"parameters": "^2", "method": "sign", "every": 3, "spread": True}],
+    },
 }
 WITHOUT_MOMENTUM: Mapping[str, dict[str, Any]] = {
     "dgc": {"method": "dgc", "density": 0.1, "block_size": 64, "density_warmup_steps": 8},
