@@ -46,6 +46,9 @@ TOP_10 = {"method": "topk", "density": 0.1, "values": INT4}
 DGC_1 = {"method": "dgc", "density": 0.01, "values": INT4}
 DEMO_1 = {"method": "demo", "density": 0.01}
 POWERSGD_4 = {"method": "powersgd", "rank": 4}
+EMBEDDING = {"parameters": "wte", "method": "sign", "block_size": 1024, "spread": True}
+"""Rows of tokens that seldom occur: late is better than seldom."""
+FINE_SIGN = {"method": "sign", "block_size": 128}
 HADAMARD = {"rotation": {"method": "hadamard"}}
 WARM = {"schedule": {"warmup_steps": 20}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -76,20 +79,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dgc-1%": {"gradients": DGC_1, **WARM, "betas": WITHOUT_MOMENTUM},
     "demo-1%": {"gradients": DEMO_1, **WARM, "betas": WITHOUT_MOMENTUM},
     "demo-1%-cold": {"gradients": DEMO_1, "betas": WITHOUT_MOMENTUM},
+    "demo-1%-late4": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]}, "betas": WITHOUT_MOMENTUM},
+    "demo-1%-late8": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]}, "betas": WITHOUT_MOMENTUM},
     "powersgd-4": {"gradients": POWERSGD_4, **WARM},
     "powersgd-8": {"gradients": {"method": "powersgd", "rank": 8}, **WARM},
     "none+int4": {"gradients": {"method": "none"}, "weights": INT4},
     "int4+int4": {"gradients": INT4, "weights": INT4},
-    "int4+sign": {"gradients": INT4, "weights": SIGN},
+    "int4+sign": {"gradients": INT4, "weights": FINE_SIGN},
     "int4+topk-10%": {"gradients": INT4, "weights": TOP_10},
-    "sign+sign": {"gradients": SIGN, "weights": SIGN},
+    "sign+sign": {"gradients": SIGN, "weights": FINE_SIGN},
     "topk-1%+int4": {"gradients": TOP_1, "weights": INT4, **WARM},
     "demo-1%+int4": {"gradients": DEMO_1, "weights": INT4, **WARM, "betas": WITHOUT_MOMENTUM},
+    "demo-1%-late4+sign": {
+        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]},
+        "weights": FINE_SIGN,
+        "betas": WITHOUT_MOMENTUM,
+    },
+    "none+sign": {"gradients": {"method": "none"}, "weights": FINE_SIGN},
     "powersgd-4+int4": {"gradients": POWERSGD_4, "weights": INT4, **WARM},
 }
 """Sections to compare, by "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` where they are not the usual ones.
 
-The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have.
+The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have. "late":
+the same, and the embedding travels in every N-th step alone.
 """
 
 
