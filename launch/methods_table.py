@@ -81,6 +81,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "demo-1%-cold": {"gradients": DEMO_1, "betas": WITHOUT_MOMENTUM},
     "demo-1%-late4": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]}, "betas": WITHOUT_MOMENTUM},
     "demo-1%-late8": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]}, "betas": WITHOUT_MOMENTUM},
+    "demo-1%-late8-warm": {
+        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
+        "betas": WITHOUT_MOMENTUM,
+        **WARM,
+    },
     "powersgd-4": {"gradients": POWERSGD_4, **WARM},
     "powersgd-8": {"gradients": {"method": "powersgd", "rank": 8}, **WARM},
     "none+int4": {"gradients": {"method": "none"}, "weights": INT4},
@@ -95,13 +100,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "weights": FINE_SIGN,
         "betas": WITHOUT_MOMENTUM,
     },
+    "demo-1%-late8-warm+sign": {
+        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
+        "weights": FINE_SIGN,
+        "betas": WITHOUT_MOMENTUM,
+        **WARM,
+    },
     "none+sign": {"gradients": {"method": "none"}, "weights": FINE_SIGN},
     "powersgd-4+int4": {"gradients": POWERSGD_4, "weights": INT4, **WARM},
 }
 """Sections to compare, by "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` where they are not the usual ones.
 
 The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have. "late":
-the same, and the embedding travels in every N-th step alone.
+the same, and the embedding travels in every N-th step alone; "late-warm": with the dense start.
 """
 
 
