@@ -111,8 +111,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Sections to compare, by "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` where they are not the usual ones.
 
-The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have. "late":
-the same, and the embedding travels in every N-th step alone; "late-warm": with the dense start.
+The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have.
+"late": the same, and the embedding travels in every N-th step alone; "late-warm": with the dense start.
 """
 
 

@@ -18,9 +18,9 @@ class StepStatistics:
     """One optimizer step on this rank. Bytes are of the whole step, micro-steps included; times in milliseconds.
 
     `bytes_sent`: payload of the gradients; `bytes_uncompressed`: what DeepSpeed alone sends for them (ring
-    algorithms); `bytes_weights`: what DeepSpeed sends for updated weights. `residual_norm`: L2 norm of this rank's
-    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
-    not finite is written as null, which JSON can express.
+    algorithms); `bytes_weights`: sent for updated weights (ring algorithms where they are uncompressed).
+    `residual_norm`: L2 norm of this rank's residuals. `cosine`: between decoded and true mean gradient on the sampled
+    bucket, None when not sampled. What is not finite is written as null, which JSON can express.
     """
 
     step: int
