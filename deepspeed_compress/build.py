@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.codec import Codec, Nothing
+from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import CompressWarning
@@ -158,7 +158,7 @@ class _Builder:
 
     def plain(self) -> Reducer:
         """Nothing is compressed; in two levels too, so that less crosses the slow link."""
-        return self._levels(lambda group, inside: self._payload(group, [self.raw], lambda name: RAW))
+        return self._levels(lambda group, inside: self._payload(group, [self.raw], lambda name: RAW, level=int(inside)))
 
     def compressed(self) -> Reducer:
         reducer = self._powersgd() if self.settings.method == "powersgd" else self._levels(self._level)
@@ -177,11 +177,11 @@ class _Builder:
             return self._payload(group, [self.raw, self._treatment(self.settings), *self._overrides()], self.codec_of)
         settings = self.settings.hierarchy.inside
         if settings.method == "none":
-            return self._payload(group, [self.raw], lambda name: RAW)
+            return self._payload(group, [self.raw], lambda name: RAW, level=1)
         between = ["none", self.settings.method, *(one.method for one in self.settings.overrides if not _is_raw(one))]
         treatments = [self.raw, self._treatment(settings)]
         return self._payload(
-            group, treatments, lambda name: int(between[self.codec_of(name)] != "none"), "node", "node_means"
+            group, treatments, lambda name: int(between[self.codec_of(name)] != "none"), "node", "node_means", 1
         )
 
     def _powersgd(self) -> Reducer:
@@ -191,7 +191,7 @@ class _Builder:
         feedback = settings.error_feedback
         return PowerSGDReducer(
             self._payload(group, [self.raw, self.raw, *self._overrides()], self.codec_of),
-            self._payload(group, [_constant(factors)], lambda name: 0),
+            self._payload(group, [_constant(factors)], lambda name: 0, level=2),
             self.parameters.shapes,
             settings.rank,
             self._store("gradients", feedback) if feedback is not None else None,
@@ -207,6 +207,7 @@ class _Builder:
         codec_of: Callable[[str], int],
         direction: str = "gradients",
         back: str = "means",
+        level: int = 0,
     ) -> PayloadReducer:
         chunk_bytes = self.settings.chunk_bytes
         return PayloadReducer(
@@ -220,6 +221,8 @@ class _Builder:
             self.seed,
             chunk_bytes and chunk_bytes // self.parameters.dtype.itemsize,
             {index: one.delivery for index, one in enumerate(treatments) if one.delivery is not None},
+            level,
+            self.groups.whole.rank(),
         )
 
     def _treatment(self, settings: Any) -> _Treatment:
@@ -235,7 +238,7 @@ class _Builder:
         if override.every == 1:
             return inner
         # Between two sends everything goes into the memory of error feedback.
-        silent = Codec(Nothing())
+        silent = Codec(Silence())
         spread = Spread(self._store("spread", self._kept), override.every) if override.spread else None
         return _Treatment(
             lambda step: inner.codec_at(step) if (step + 1) % override.every == 0 else silent, self._feedback, spread
@@ -243,6 +246,9 @@ class _Builder:
 
     def _memory(self, settings: Any, direction: str) -> Memory:
         """The memory that `settings` ask for; what comes back from the owner has error feedback alone."""
+        if settings.method == "qsgd" and settings is not self.settings:
+            # Unbiased, and too noisy for the error feedback of another method.
+            return WithoutFeedback()
         kind = _MEMORIES.get(settings.method) if direction == "gradients" else None
         return kind(self, settings) if kind else self._feedback(direction)
 
@@ -269,7 +275,7 @@ class _Builder:
     def _codecs(self) -> Callable[[str], int]:
         """Parameter name to codec: of the first override that matches, else the chosen method's, which is 1."""
         overrides = self.settings.overrides
-        _warn_of_idle(overrides, self.parameters.everywhere)
+        _warn_of_idle(overrides, [name for name in self.parameters.everywhere if name not in self.parameters.exempt])
         raw = self.parameters.exempt | _small(self.parameters, self.settings)
         own = [index for index, override in enumerate(overrides) if not _is_raw(override)]
 
@@ -299,12 +305,14 @@ def _is_raw(override: Any) -> bool:
 
 
 def _warn_of_idle(overrides: Sequence[Any], names: Sequence[str]) -> None:
-    """CompressWarning for every override that matches none of `names`."""
-    for index, override in enumerate(overrides):
-        if names and not any(re.search(override.parameters, name) for name in names):
+    """CompressWarning for every override that is the first match of none of `names`."""
+    matches = [[bool(re.search(override.parameters, name)) for override in overrides] for name in names]
+    used = {found.index(True) for found in matches if any(found)}
+    for index, override in enumerate(overrides if names else ()):
+        if index not in used:
             warnings.warn(
                 f"/deepspeed_compress/gradients/overrides/{index}/parameters: {override.parameters!r} matches none of "
-                f"the {len(names)} parameters on this rank (for example {names[0]!r}), so it has no effect; "
+                f"the {len(names)} parameters that are left for it (for example {names[0]!r}), so it has no effect; "
                 "write a regular expression that is found in their names, or remove the override",
                 CompressWarning,
                 stacklevel=4,

@@ -10,21 +10,27 @@ from deepspeed_compress.buckets import Segment
 from deepspeed_compress.compressors.base import Compressor
 from deepspeed_compress.transforms import Identity, Transform
 
-__all__ = ["Codec", "Nothing"]
+__all__ = ["Codec", "Silence"]
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """Sends no byte and decodes to zeros: the steps between two sends of delayed synchronisation."""
+class Silence:
+    """Decodes to zeros: the steps between two sends of delayed synchronisation.
+
+    Payload: one fp32 number, 0, or NaN if an element is not finite, which makes all decoded ones NaN: the optimizer
+    must skip such a step now, before the memory of what was held back is spoiled.
+    """
 
     def payload_bytes(self, numel: int) -> int:
-        return 0
+        return 4 if numel else 0
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-        """Everything is left out."""
+        if x.numel():
+            out.view(torch.float32).copy_(x.mul(0.0).sum())
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        """Zeros change nothing."""
+        if out.numel():
+            out.add_(payload.view(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Codec:
 
     @property
     def silent(self) -> bool:
-        return isinstance(self.compressor, Nothing)
+        return isinstance(self.compressor, Silence)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""

@@ -109,21 +109,19 @@ class Spread:
     parts, and counts more in the global norm for clipping.
     """
 
-    store: Residuals
+    left: Residuals
     every: int
 
-    def deliver(self, total: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor:
-        """The part of this step; `total`: flat fp32, what arrived in it (zeros if `codec` is silent).
+    def deliver(self, total: Tensor, segments: Sequence[Segment], step: int) -> Tensor:
+        """The part of optimizer step `step` (0-based); `total`: flat fp32, what arrived in it.
 
-        A step may consist of several messages (micro-steps of ZeRO 2 and 3): the part comes with the first of them.
+        A step may consist of several messages (micro-steps of ZeRO 2 and 3): what is left comes with the first of them.
+        What a skipped step did not hand on is in the parts of the others.
         """
-        again = self.store.written(segments)
-        if codec.silent:
-            part = self.store.read(segments, total.device)
-            self.store.write(segments, part)
-            return part.zero_() if again else part
-        part = total / self.every
-        self.store.write(segments, self.store.read(segments, total.device) + part if again else part)
+        parts = self.every - (step + 1) % self.every
+        left = self.left.read(segments, total.device)
+        part = (total if self.left.written(segments) else total + left) / parts
+        self.left.write(segments, left.add_(total).sub_(part))
         return part
 
 

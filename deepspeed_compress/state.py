@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,25 @@ OWNED = frozenset({"means", "node_means", "spread"})
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: rank `index` of `size` in the data-parallel group number `group` of `groups`."""
+    """Where a rank is: rank `index` of `size` in the data-parallel group number `group` of `groups`.
+
+    `node_size`: ranks of the group that reduce inside a node first; 1 without a hierarchy.
+    """
 
     index: int
     size: int
     group: int
     groups: int
+    node_size: int = 1
 
 
 @dataclass(frozen=True)
 class Description:
     """The JSON file: where and when the state was saved, under which settings, and what each tensor is.
 
-    `layouts`: by memory, the parameter ranges of each of its messages, in the order of the tensors "NAME/0",
-    "NAME/1" ... `storage`: how the memory is encoded. `loss_scale`: the factor that the values carry.
+    `sha256`: of the tensors' file and of all other fields. `layouts`: by memory, the parameter ranges of each of its
+    messages, in the order of the tensors "NAME/0", "NAME/1" ... `storage`: how the memory is encoded. `loss_scale`: the
+    factor that the values carry.
     """
 
     version: int
@@ -80,7 +85,7 @@ def save(
     save_file(tensors, temporary)
     description = Description(
         version=VERSION,
-        sha256=_digest(temporary),
+        sha256="",
         position=position,
         zero_stage=zero_stage,
         step=step,
@@ -89,6 +94,7 @@ def save(
         storage={name: store.dtype for name, store in stores.items()},
         layouts={name: [layout for layout, _ in slots] for name, slots in held.items()},
     )
+    description = replace(description, sha256=_digest(temporary, description))
     # A pair that is half replaced must not look whole.
     file.with_suffix(".json").unlink(missing_ok=True)
     os.replace(temporary, file)
@@ -96,9 +102,11 @@ def save(
     os.replace(temporary, file.with_suffix(".json"))
 
 
-def _digest(file: Path) -> str:
+def _digest(file: Path, description: Description) -> str:
+    fields = json.dumps(asdict(replace(description, sha256="")), sort_keys=True)
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        tensors = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
 
 
 def read_description(file: Path) -> Description:
@@ -123,8 +131,8 @@ def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
 def _read_tensors(file: Path, description: Description) -> dict[str, list[tuple[Layout, Tensor]]]:
     """By memory, each message's layout and payload. StateError unless the file is the one that was described."""
     try:
-        if _digest(file) != description.sha256:
-            raise StateError(f"{file} is damaged: its digest is not the one in the JSON file beside it")
+        if _digest(file, description) != description.sha256:
+            raise StateError(f"{file} or the JSON file beside it is damaged: the digest does not fit")
         tensors = load_file(file)
         return {
             name: [(layout, tensors[f"{name}/{n}"]) for n, layout in enumerate(slots)]
@@ -151,6 +159,11 @@ def sources(directory: Path, rank: int, position: Position) -> list[tuple[Path, 
         raise StateError(
             f"{directory}: saved with {first.groups} combinations of tensor and pipeline rank, this run has "
             f"{position.groups}; only the data-parallel size may change"
+        )
+    if first.node_size != position.node_size or (first.size != position.size and position.node_size > 1):
+        raise StateError(
+            f"{directory}: saved by {first.size} ranks, {first.node_size} of them on a node; this run has "
+            f"{position.size} and {position.node_size}. With a hierarchy neither may change"
         )
     if first.size == position.size:
         raise problem or StateError(f"{own} was saved by another rank")

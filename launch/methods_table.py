@@ -44,7 +44,8 @@ SIGN = {"method": "sign"}
 TOP_1 = {"method": "topk", "density": 0.01, "values": INT4}
 TOP_10 = {"method": "topk", "density": 0.1, "values": INT4}
 DGC_1 = {"method": "dgc", "density": 0.01, "values": INT4}
-DEMO_1 = {"method": "demo", "density": 0.01}
+DEMO_1 = {"method": "demo", "density": 0.01, "momentum": 0.97}
+DEMO_98 = {"method": "demo", "density": 0.01, "momentum": 0.98}
 POWERSGD_4 = {"method": "powersgd", "rank": 4}
 EMBEDDING = {"parameters": "wte", "method": "sign", "block_size": 1024, "spread": True}
 """Rows of tokens that seldom occur: late is better than seldom."""
@@ -81,6 +82,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "demo-1%-cold": {"gradients": DEMO_1, "betas": WITHOUT_MOMENTUM},
     "demo-1%-late4": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]}, "betas": WITHOUT_MOMENTUM},
     "demo-1%-late8": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]}, "betas": WITHOUT_MOMENTUM},
+    "demo-1%-late8-m.95": {
+        "gradients": DEMO_1 | {"momentum": 0.95, "overrides": [EMBEDDING | {"every": 8}]},
+        "betas": WITHOUT_MOMENTUM,
+    },
+    "demo-1%-late8-m.98": {
+        "gradients": DEMO_98 | {"overrides": [EMBEDDING | {"every": 8}]},
+        "betas": WITHOUT_MOMENTUM,
+    },
     "demo-1%-late8-warm": {
         "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
         "betas": WITHOUT_MOMENTUM,

@@ -8,12 +8,12 @@ import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.build import RAW, Groups, Parameters, Reduction, build_reduction, build_weight_gather
-from deepspeed_compress.codec import Codec, Nothing
+from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import (
-    QSGD,
     Blockwise,
     Cast,
     Compressor,
+    Linear,
     Sign,
     TopK,
 )
@@ -156,8 +156,8 @@ def test_powersgd_by_default_and_without_feedback(group: ProcessGroup) -> None:
 
 OVERRIDES = [
     {"parameters": "bias", "method": "none"},
-    {"parameters": "weight", "method": "qsgd"},
-    {"parameters": "embed|head", "method": "sign"},
+    {"parameters": "weight", "method": "linear"},
+    {"parameters": "embed|head|extra", "method": "sign"},
 ]
 
 
@@ -165,23 +165,24 @@ OVERRIDES = [
     ("gradients", "exempt", "expected"),
     [
         ({}, (), [Blockwise()] * 4),
-        ({"overrides": OVERRIDES}, (), [QSGD(), QSGD(), Cast(FP32), QSGD()]),
-        ({"overrides": OVERRIDES[::-1]}, (), [Sign(), QSGD(), Cast(FP32), Sign()]),
-        ({"overrides": OVERRIDES}, ("head.weight",), [QSGD(), QSGD(), Cast(FP32), Cast(FP32)]),
+        ({"overrides": OVERRIDES}, (), [Linear(), Linear(), Cast(FP32), Linear()]),
+        ({"overrides": OVERRIDES[::-1]}, (), [Sign(), Linear(), Cast(FP32), Sign()]),
+        ({"overrides": OVERRIDES}, ("head.weight",), [Linear(), Linear(), Cast(FP32), Cast(FP32)]),
         (
             {"overrides": [{"parameters": r"^head|\.bias$", "method": "fp16"}]},
             (),
             [*2 * [Blockwise()], *2 * [Cast(FP16)]],
         ),
         ({"min_numel": 64}, (), [Blockwise(), Blockwise(), Cast(FP32), Blockwise()]),
-        ({"min_numel": 65, "overrides": OVERRIDES}, (), [QSGD(), Cast(FP32), Cast(FP32), QSGD()]),
+        ({"min_numel": 65, "overrides": OVERRIDES}, (), [Linear(), Cast(FP32), Cast(FP32), Linear()]),
         ({}, ("embed.weight",), [Cast(FP32), Blockwise(), Blockwise(), Blockwise()]),
     ],
 )
 def test_the_first_override_counts_and_small_or_exempt_parameters_go_uncompressed(
     group: ProcessGroup, gradients: dict[str, Any], exempt: tuple[str, ...], expected: list[Compressor]
 ) -> None:
-    reduction = build(group, section(gradients), exempt=frozenset(exempt))
+    names = [*sorted(SHAPES), "extra"]
+    reduction = build(group, section(gradients), exempt=frozenset(exempt), everywhere=names)
     assert [codec_of(reduction, name).compressor for name in SHAPES] == expected
 
 
@@ -190,7 +191,7 @@ def test_delayed_parameters_are_sent_in_every_nth_step(group: ProcessGroup, meth
     config = section({"overrides": [{"parameters": "embed", "method": method, "every": 3}]})
     reduction = build(group, config, dtype=BF16)
     found = [codec_of(reduction, "embed.weight", step).compressor for step in range(6)]
-    assert found == [Nothing(), Nothing(), sent] * 2
+    assert found == [Silence(), Silence(), sent] * 2
     assert [codec_of(reduction, "head.weight", step).compressor for step in range(3)] == [Blockwise()] * 3
     reducer = payload(reduction.compressed)
     expected = tuple(WithFeedback(reduction.stores[name]) for name in ("gradients", "means"))
@@ -249,7 +250,7 @@ def test_two_levels_with_a_method_inside_have_memories_of_their_own(groups: Grou
     assert [node.codec_of(name) for name in SHAPES] == [1, 1, RAW, 1]
     assert [across.codec_of(name) for name in SHAPES] == [2, 1, RAW, 1]
     assert memories(node) == tuple(WithFeedback(reduction.stores[name]) for name in ("node", "node_means"))
-    assert memories(across)[0] == WithFeedback(reduction.stores["gradients"], 0.97, own_exact=False)
+    assert memories(across)[0] == WithFeedback(reduction.stores["gradients"], 0.98, own_exact=False)
     assert reduction.stores.keys() == {"gradients", "means", "node", "node_means"}
 
 
@@ -308,6 +309,12 @@ def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[st
         assert reducer.codecs_at(0) == (Codec(Cast(FP32)),)
         assert {reducer.codec_of(name) for name in SHAPES} == {RAW}
         assert memories(reducer, RAW) == (WithoutFeedback(), WithoutFeedback())
+
+
+def test_an_override_behind_another_has_no_effect(group: ProcessGroup) -> None:
+    overrides = [{"parameters": "bias|weight", "method": "sign"}, {"parameters": "head", "method": "none"}]
+    with pytest.warns(CompressWarning, match="overrides/1/parameters.*has no effect"):
+        build(group, section({"overrides": overrides}))
 
 
 def test_an_override_that_matches_nothing_warns_with_its_place(group: ProcessGroup) -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from deepspeed_compress.buckets import Segment, even_partition
-from deepspeed_compress.codec import Codec, Nothing
+from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
 from deepspeed_compress.residuals import Residuals
@@ -282,11 +282,11 @@ def test_own_elements_are_exact_and_take_a_residual_left_from_another_owner() ->
 
 
 def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
-    sender, x = with_feedback(Nothing()), integers(7, 0)
+    sender, x = with_feedback(Silence()), integers(7, 0)
     for step in (1, 2):
         assert sender.encode(x, SEGMENTS).numel() == 0
         assert torch.equal(residual(sender), step * x)
-    own = Sender(Nothing(), WithFeedback(Residuals("fp32", False)))
+    own = Sender(Silence(), WithFeedback(Residuals("fp32", False)))
     assert not own.memory.keep(x.clone(), SEGMENTS, 0, own.codec).any()
     exact = Codec(Cast(torch.float32))
     assert torch.equal(own.memory.keep(x.clone(), SEGMENTS, 0, exact), 2 * x)

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.buckets import Partition, even_partition, gather, partition_by_sizes
-from deepspeed_compress.codec import Codec, Nothing
+from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor, Sign, TopK
 from deepspeed_compress.feedback import Spread, WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
     ClippingReducer,
     Memory,
+    Messages,
     PayloadReducer,
     StepClock,
     cosine_with_truth,
@@ -469,10 +470,10 @@ def test_a_plan_places_every_element_once_and_leaves_no_gap(
 
 def test_a_bucket_must_fit_its_partition() -> None:
     def work(group: ProcessGroup, rank: int) -> None:
-        make_reducer(group, [FP32]).all_reduce(torch.zeros(5), layout(4, 1), 1.0)
+        make_reducer(group, [FP32]).all_reduce(torch.zeros(5), layout(4, 2), 1.0)
 
     with pytest.raises(AssertionError, match="bucket of 5 for a partition of 4"):
-        run_threads(1, work)
+        run_threads(2, work)
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
@@ -507,7 +508,7 @@ def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Tra
 def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
     """Every third step: zero mean gradients in between, own elements too, then the mean of all three."""
     partition, every = interleaved(2), 3
-    codecs = {True: (Codec(FP32),), False: (Codec(Nothing()),)}
+    codecs = {True: (Codec(FP32),), False: (Codec(Silence()),)}
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
         memories = [[WithFeedback(Residuals("fp32", transactional=True))] for _ in range(2)]
@@ -533,11 +534,14 @@ def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: int) -> None:
-    """From the step in which it arrives, a third in each of three; nothing is lost in a step that is skipped."""
-    partition, every, steps = interleaved(2), 3, 9
-    codecs = {True: (Codec(FP32),), False: (Codec(Nothing()),)}
-    skipped = 4
+@pytest.mark.parametrize("skipped", [(), (4,), (5,), (2, 7)])
+def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: int, skipped: tuple[int, ...]) -> None:
+    """From the step in which it arrives, a third in each of three; a skipped step leaves its part to the others.
+
+    Skipped are steps between two sends, or sending ones, after which the gradients wait for the next send.
+    """
+    partition, every, steps = interleaved(2), 3, 12
+    codecs = {True: (Codec(FP32),), False: (Codec(Silence()),)}
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
         stores = [Residuals("fp32", transactional=True) for _ in range(3)]
@@ -560,7 +564,7 @@ def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: i
                 getattr(reducer, operation)(bucket, partition, 0.5)
                 total += bucket
             for store in stores:
-                (store.rollback if step == skipped else store.commit)()
+                (store.rollback if step in skipped else store.commit)()
             results.append(gather(total, partition.owned_by(rank)))
         return results
 
@@ -568,12 +572,16 @@ def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: i
         return 6 * integers(100 * step + 10 * micro + rank, partition.numel)
 
     for rank, results in enumerate(run_threads(2, work)):
+        waiting = left = torch.zeros(partition.numel)
         for step, found in enumerate(results):
-            sent = (step + 1) // every * every
-            steps_of_sum = [past for past in range(sent - every, sent) if past not in (skipped, -1, -2, -3)]
-            parts = [gradient(past, m, peer) for past in steps_of_sum for m in range(micro_steps) for peer in range(2)]
-            expected = sum(parts, torch.zeros(partition.numel)) * (0.5 / every)
-            torch.testing.assert_close(found, gather(expected, partition.owned_by(rank)), rtol=1e-6, atol=1e-5)
+            parts = [gradient(step, micro, peer) for micro in range(micro_steps) for peer in range(2)]
+            collected = waiting + 0.5 * sum(parts)
+            sends = (step + 1) % every == 0
+            total = left + collected if sends else left
+            part = total / (every - (step + 1) % every)
+            torch.testing.assert_close(found, gather(part, partition.owned_by(rank)), rtol=1e-5, atol=1e-4)
+            if step not in skipped:
+                waiting, left = torch.zeros(partition.numel) if sends else collected, total - part
 
 
 def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:
@@ -671,8 +679,37 @@ def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
             torch.testing.assert_close(found[step].double(), expected[step], rtol=1e-4, atol=1e-4)
 
 
-def test_the_clock_counts_messages_within_a_step() -> None:
+def test_messages_are_numbered_within_a_step() -> None:
     clock = StepClock()
-    assert [clock.next_message(), clock.next_message()] == [1, 2]
+    first, second = Messages(clock), Messages(clock)
     clock.begin(7)
-    assert (clock.step, clock.next_message()) == (7, 1)
+    assert [first.next(), first.next(), second.next()] == [1, 2, 1]
+    clock.begin(7, 2.0)
+    assert (clock.step, clock.loss_scale, first.next()) == (7, 2.0, 1)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_known_at_once_though_it_is_held_back(operation: str, owner: int, bad: float) -> None:
+    partition = layout(40, 2)
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        reducer = PayloadReducer(
+            group,
+            lambda step: (Codec(Silence()),),
+            [WithFeedback(Residuals("fp32", transactional=True))],
+            [WithFeedback(Residuals("fp32", transactional=True))],
+            lambda name: 0,
+            StepClock(),
+            Meter(),
+        )
+        bucket = normal(rank, 40)
+        if rank == 0:
+            bucket[partition.owned_by(owner)[0].offset] = bad
+        getattr(reducer, operation)(bucket, partition, 0.5)
+        return gather(bucket, partition.owned_by(rank))
+
+    results = run_threads(2, work)
+    assert not results[owner].isfinite().any()
+    assert not results[1 - owner].any()

@@ -131,6 +131,37 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
         assert (mean - truth).abs().max() <= 2 * 0.9 / steps + 0.01
 
 
+def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
+    """Ranks of one node have parts of different size, hence different numbers of rounds between nodes."""
+    partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
+
+    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+        for level in (reducer.node, reducer.across):
+            assert isinstance(level, PayloadReducer)
+            level.chunk_numel = 50
+        bucket = torch.zeros(partition.numel)
+        for _ in range(2):
+            bucket = integers(rank, partition.numel)
+            reducer.all_reduce(bucket, partition, 1.0)
+        return bucket
+
+    total = sum(integers(rank, partition.numel) for rank in range(4))
+    assert all(torch.equal(found, total) for found in run_nodes(2, 2, FP32, FP32, work))
+
+
+def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
+    """Their mean is in the range of fp16, the sum over a node is not."""
+    partition, fp16 = even_partition([("w", 12)], 4), Cast(torch.float16)
+
+    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+        bucket = torch.full((12,), 60000.0, dtype=torch.float16)
+        reducer.all_reduce(bucket, partition, 0.25)
+        return bucket
+
+    for found in run_nodes(2, 2, fp16, fp16, work):
+        assert torch.equal(found, torch.full((12,), 60000.0, dtype=torch.float16))
+
+
 def test_less_crosses_the_link_between_nodes() -> None:
     """2 nodes of 3: a rank sends a sixth of the bucket across, where one level sends a sixth to each of 3 ranks."""
     partition = even_partition([("w", 600)], 6)

@@ -43,9 +43,10 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     if problems:
         raise_problems(problems)
     size = world_size // (TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
-    if size == 1 and section.gradients.method != "none":
-        text = f"{pointer((SECTION, 'gradients'))}: has no effect, because the data-parallel size is 1"
-        warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
+    for key in ("gradients", "weights"):
+        if size == 1 and getattr(section, key).method != "none":
+            text = f"{pointer((SECTION, key))}: has no effect, because the data-parallel size is 1"
+            warnings.warn(f'{text}. Write "method": "none", or start more ranks.', CompressWarning, stacklevel=2)
     return size
 
 

@@ -122,6 +122,14 @@ def _rescaled_feedback(section: CompressConfig) -> Iterator[Problem]:
             yield _notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
 
+def _noisy_feedback(section: CompressConfig) -> Iterator[Problem]:
+    """The error of QSGD is up to sqrt(block_size) / levels times what is sent: fed back, it may grow for ever."""
+    method = section.gradients
+    if method.method == "qsgd" and method.error_feedback is not None and method.block_size**0.5 > method.levels:
+        what = f"with {method.levels} levels for blocks of {method.block_size} the residuals may grow (allowed: null)"
+        yield _notice(("gradients", "error_feedback"), what, "null, or levels of at least the root of block_size")
+
+
 def _overrides(section: CompressConfig) -> Iterator[Problem]:
     seen: set[str] = set()
     for path, override in override_places(section):
@@ -145,5 +153,6 @@ _RULES = (
     _block_of_nothing,
     _biased_alone,
     _rescaled_feedback,
+    _noisy_feedback,
     _overrides,
 )

@@ -104,6 +104,9 @@ class PercentileGradients(_Feedback, methods.Percentile):
 class QSGDGradients(_Feedback, methods.QSGD):
     """Gradients as stochastic levels of the L2 norm of each block."""
 
+    error_feedback: ErrorFeedback | None = None
+    """Error feedback; null, the default of this unbiased method, has none."""
+
 
 class FP8Gradients(_Feedback, methods.FP8):
     """Gradients as 8-bit floating-point numbers with one scale for each block."""
@@ -150,7 +153,7 @@ class DeMoGradients(_Layered, methods.DensityWarmUp, methods.Sparse):
     model_config = NAMED
     method: Literal["demo"]
     """`demo`: top-k of the discrete cosine transform of a local momentum."""
-    momentum: float = Field(default=0.97, gt=0, lt=1)
+    momentum: float = Field(default=0.98, gt=0, lt=1)
     """Momentum m of m u + g, from which what was sent is subtracted."""
     tile: Tile = 64
     """Rows and columns of a tile of the transform, a power of two."""

@@ -111,8 +111,7 @@ def _reduction(
 ) -> Reduction | None:
     if config.gradients.method == "none":
         return None
-    hierarchy = getattr(config.gradients, "hierarchy", None)
-    groups = make_groups(engine, hierarchy.ranks_per_node if hierarchy else None)
+    groups = make_groups(engine, config)
     transactional = hasattr(engine.optimizer, "overflow")
     return build_reduction(config, groups, parameters, transactional, clock, meter)
 

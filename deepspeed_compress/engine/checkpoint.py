@@ -31,20 +31,14 @@ def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], N
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **options: Any) -> Any:
         given = inspect.signature(save).bind(*args, **options).arguments
-        directory = Path(given["save_dir"]) / str(given.get("tag") or f"global_step{engine.global_steps}")
+        tag = given.get("tag")
+        directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
         synchronise()
-        if session.stores:
-            state.save(
-                session.stores,
-                state.state_file(directory, engine.global_rank),
-                find_position(engine),
-                int(engine.zero_optimization_stage()),
-                engine.global_steps,
-                loss_scale(engine),
-                session.config.model_dump(mode="json"),
-            )
         # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
-        dist.barrier()
+        position = find_position(engine, session.config)
+        problems = _on_all_ranks(lambda: _save_state(engine, directory, position))
+        if problems:
+            raise StateError(f"compression state is not saved: {problems}")
         return save(*args, **options)
 
     @functools.wraps(load)
@@ -73,26 +67,49 @@ def load_state(engine: Any, directory: Path) -> None:
     session: Session = engine.compression
     if not session.stores:
         return
-    position = find_position(engine)
-    problem, same = None, False
-    try:
+    position = find_position(engine, session.config)
+
+    def restore() -> None:
         found = state.sources(directory, engine.global_rank, position)
         same = state.restore(session.stores, found, position, loss_scale(engine), engine.device)
-    except StateError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if not any(problems):
         session.prune_owned = not same
+
+    text = _on_all_ranks(restore)
+    if not text:
         return
     session.reset()
-    text = "; ".join(dict.fromkeys(found for found in problems if found))
     if session.config.on_missing_state == "error":
         raise StateError(
             f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
             '"error", "reset") to start with empty memories'
         )
     warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=3)
+
+
+def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
+    session: Session = engine.compression
+    if session.stores:
+        state.save(
+            session.stores,
+            state.state_file(directory, engine.global_rank),
+            position,
+            int(engine.zero_optimization_stage()),
+            engine.global_steps,
+            loss_scale(engine),
+            session.config.model_dump(mode="json"),
+        )
+
+
+def _on_all_ranks(work: Callable[[], None]) -> str:
+    """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
+    problem = None
+    try:
+        work()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return "; ".join(dict.fromkeys(found for found in problems if found))
 
 
 def loss_scale(engine: Any) -> float:

@@ -7,10 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_compress.build import Groups
+from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.state import Position
 
-__all__ = ["find_position", "make_groups", "split_by_node"]
+__all__ = ["find_position", "make_groups", "ranks_per_node", "split_by_node"]
 
 _POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
 
@@ -23,23 +24,32 @@ def _all_groups(engine: Any) -> list[tuple[int, ...]]:
     return sorted(set(found))
 
 
-def find_position(engine: Any) -> Position:
+def find_position(engine: Any, config: CompressConfig) -> Position:
     """Where this rank is among all data-parallel groups. A collective call."""
     groups, rank = _all_groups(engine), dist.get_rank()
     number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
-    return Position(index=mine.index(rank), size=len(mine), group=number, groups=len(groups))
+    on_node = ranks_per_node(config)
+    nodes = split_by_node(mine, on_node, dist.get_world_size()) if on_node else [(rank,)]
+    return Position(mine.index(rank), len(mine), number, len(groups), node_size=len(nodes[0]))
 
 
-def make_groups(engine: Any, ranks_per_node: int | None) -> Groups:
-    """The group of `engine`, divided by nodes if `ranks_per_node` is given. A collective call.
+def ranks_per_node(config: CompressConfig) -> int | None:
+    """Of the hierarchy, None without one."""
+    hierarchy = getattr(config.gradients, "hierarchy", None)
+    return hierarchy.ranks_per_node if hierarchy else None
+
+
+def make_groups(engine: Any, config: CompressConfig) -> Groups:
+    """The group of `engine`, divided by nodes if `config` has a hierarchy. A collective call.
 
     Raises ConfigError when the division is impossible or has no effect.
     """
     whole = engine.seq_data_parallel_group
-    if ranks_per_node is None:
+    on_node = ranks_per_node(config)
+    if on_node is None:
         return Groups(whole)
     # All ranks must make all groups, in the same order.
-    divided = [split_by_node(group, ranks_per_node, dist.get_world_size()) for group in _all_groups(engine)]
+    divided = [split_by_node(group, on_node, dist.get_world_size()) for group in _all_groups(engine)]
     made = {ranks: dist.new_group(ranks) for nodes in divided for ranks in [*nodes, *zip(*nodes, strict=True)]}
     rank = dist.get_rank()
     nodes = next(nodes for nodes in divided if any(rank in node for node in nodes))

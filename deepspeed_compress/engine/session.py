@@ -18,6 +18,9 @@ from deepspeed_compress.state import OWNED
 
 __all__ = ["FinishedStep", "Session"]
 
+_RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
+"""Memories of what was left out; the others are momenta, factors, and parts still to be handed on."""
+
 
 @dataclass(frozen=True)
 class FinishedStep:
@@ -83,7 +86,7 @@ class Session:
     def _sampled(self) -> bool:
         """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
         every = self.config.monitor.cosine_every
-        return every > 0 and (self.clock.step + 1) % every == 0 and self.clock.message == 0 and not self.dense
+        return every > 0 and (self.clock.step + 1) % every == 0 and self.meter.cosine is None and not self.dense
 
     def finish(self, finished: FinishedStep) -> None:
         """Settle the memories, report, and begin the next step."""
@@ -96,8 +99,9 @@ class Session:
                 store.rollback()
             if finished.scale_after != finished.scale_before:
                 store.scale(finished.scale_after / finished.scale_before)
-        if self._forgets(finished.step):
-            self.reset()
+        if finished.applied and self._forgets(finished.step):
+            for name in _RESIDUALS & self.stores.keys():
+                self.stores[name].clear()
         if self._due(finished.step) and self._writer is not None:
             self._writer.write(self.statistics(finished))
         self.begin(finished.step, finished.scale_after)
@@ -145,5 +149,5 @@ class Session:
 
     def _residual_norm(self, loss_scale: float) -> float | None:
         """Of what was left out; a momentum is none of it."""
-        left = [store for name, store in self.stores.items() if name not in ("factors", "spread", "velocity")]
+        left = [store for name, store in self.stores.items() if name in _RESIDUALS]
         return math.sqrt(sum(store.square_norm() for store in left)) / loss_scale if left else None

@@ -6,7 +6,7 @@ slice to its owner once. Slices that a rank does not own keep its local gradient
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         return lambda: _weight_bytes(optimizer)
     ranks = optimizer.dp_process_group.size()
     scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
-    partition_of = cache(lambda keys: _partition(optimizer, keys, ranks))
+    partition_of = lru_cache(maxsize=4096)(lambda keys: _partition(optimizer, keys, ranks))
 
     def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         if tensor.numel():

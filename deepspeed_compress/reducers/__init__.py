@@ -3,7 +3,7 @@
 from deepspeed_compress.reducers.clipping import ClippingReducer
 from deepspeed_compress.reducers.exchange import exchange, start_exchange
 from deepspeed_compress.reducers.gather import DifferenceGather
-from deepspeed_compress.reducers.payload import Delivery, Memory, PayloadReducer, Reducer, StepClock
+from deepspeed_compress.reducers.payload import Delivery, Memory, Messages, PayloadReducer, Reducer, StepClock
 from deepspeed_compress.reducers.plan import Piece, Plan, make_plans
 from deepspeed_compress.reducers.powersgd import PowerSGDReducer
 from deepspeed_compress.reducers.probe import cosine_with_truth, true_sum
@@ -14,6 +14,7 @@ __all__ = [
     "Delivery",
     "DifferenceGather",
     "Memory",
+    "Messages",
     "PayloadReducer",
     "Piece",
     "Plan",

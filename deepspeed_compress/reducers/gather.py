@@ -20,13 +20,16 @@ from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.compressors.cast import Cast
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
-from deepspeed_compress.reducers.payload import StepClock
+from deepspeed_compress.reducers.payload import Messages, StepClock
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather"]
 
 EXACT = 0
 """Codec of the parameters that are not compressed: the master travels, rounded to the type of the held weights."""
+
+_LEVEL = -1
+"""Tells its random numbers from those of gradients (see `PayloadReducer`)."""
 
 CHUNK_NUMEL = 1 << 24
 """Elements that a rank sends in one message."""
@@ -69,6 +72,7 @@ class DifferenceGather:
     ) -> None:
         self.group = group
         self.clock = clock
+        self._messages = Messages(clock)
         self.meter = meter
         self.seed = seed
         self._rank: int = group.rank()
@@ -103,17 +107,17 @@ class DifferenceGather:
         """The weights of all ranks become their masters, rounded: uncompressed. Arguments as of `gather`."""
         parts = torch.split(held, self._numels)
         parts[self._rank].copy_(master)
-        # The clock does not advance: random numbers must not depend on how often weights were saved.
+        # It has no number: random numbers must not depend on how often weights were saved.
         flight = self._start([part.view(torch.uint8) for part in parts], 0)
         self._wait(flight, held.device)
 
     def _send(self, held: Tensor, master: Tensor, plan: Plan) -> tuple[list[Tensor], Flight]:
         """Encode this rank's message of a round, and begin to exchange: (messages by owner, flight)."""
-        message = self.clock.next_message()
+        message = self._messages.next()
         incoming = [held.new_empty(size, dtype=torch.uint8) for size in plan.sizes]
         with self.meter.phase("compress", held.device):
             for piece in plan.pieces[self._rank]:
-                key = message_key((self.seed, self.clock.step, message, self._rank, piece.codec), self._rank)
+                key = message_key((self.seed, self.clock.step, _LEVEL, message, self._rank, piece.codec), self._rank)
                 out = incoming[self._rank][piece.begin : piece.end]
                 difference = self._target(held, master, piece).sub_(_base(held, piece))
                 self._codecs[piece.codec].encode(difference, piece.segments, out, key)

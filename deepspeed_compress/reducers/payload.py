@@ -17,7 +17,7 @@ from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
-__all__ = ["Delivery", "Memory", "Meter", "PayloadReducer", "Reducer", "StepClock"]
+__all__ = ["Delivery", "Memory", "Messages", "Meter", "PayloadReducer", "Reducer", "StepClock"]
 
 
 class Reducer(Protocol):
@@ -42,7 +42,7 @@ class Memory(Protocol):
 class Delivery(Protocol):
     """What is handed on of a sum that arrived (`feedback.Spread`)."""
 
-    def deliver(self, total: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor: ...
+    def deliver(self, total: Tensor, segments: Sequence[Segment], step: int) -> Tensor: ...
 
 
 class Meter(Protocol):
@@ -55,21 +55,34 @@ class Meter(Protocol):
 
 @dataclass
 class StepClock:
-    """Where the run is: `step` counts optimizer steps, `message` the messages since its beginning.
+    """Where the run is: `step` counts optimizer steps, `begun` those that this process has begun.
 
-    `loss_scale`: the factor that the gradients of this step carry.
+    `loss_scale` is the factor that the gradients of this step carry.
     """
 
     step: int = 0
-    message: int = 0
     loss_scale: float = 1.0
-
-    def next_message(self) -> int:
-        self.message += 1
-        return self.message
+    begun: int = 0
 
     def begin(self, step: int, loss_scale: float = 1.0) -> None:
-        self.step, self.message, self.loss_scale = step, 0, loss_scale
+        self.step, self.loss_scale, self.begun = step, loss_scale, self.begun + 1
+
+
+@dataclass
+class Messages:
+    """Numbers the messages of one group within a step: 1, 2, 3 ... The ranks of the group number them alike.
+
+    Every reducer has its own, because ranks of one group may take part in different numbers of others.
+    """
+
+    clock: StepClock
+    _begun: int = -1
+    _number: int = 0
+
+    def next(self) -> int:
+        self._number = self._number + 1 if self._begun == self.clock.begun else 1
+        self._begun = self.clock.begun
+        return self._number
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,8 @@ class PayloadReducer:
     codec for the gradients that this rank sends, `mean_memories` for the means that it owns and sends back in
     `all_reduce`. A rank's own elements never travel. A bucket goes in rounds of at most `chunk_numel` elements of it:
     while one travels the next is compressed. `deliveries` has, by codec, what takes sums that are not handed on as they
-    arrive.
+    arrive. `level` tells the random numbers of several reducers of one run apart; `sender` those of the ranks, when the
+    rank in `group` does not.
     """
 
     def __init__(
@@ -108,6 +122,8 @@ class PayloadReducer:
         seed: int = 0,
         chunk_numel: int | None = None,
         deliveries: Mapping[int, Delivery] = MappingProxyType({}),
+        level: int = 0,
+        sender: int | None = None,
     ) -> None:
         self.group = group
         self.codecs_at = codecs_at
@@ -119,6 +135,9 @@ class PayloadReducer:
         self.seed = seed
         self.chunk_numel = chunk_numel
         self.deliveries = deliveries
+        self.level = level
+        self._messages = Messages(clock)
+        self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
         self._planned = lru_cache(maxsize=4096)(self._make_plans)
 
@@ -135,6 +154,9 @@ class PayloadReducer:
 
         `bucket`: flat fp32, bf16 or fp16 [partition.numel]. Sums are fp32, in the same order in every run.
         """
+        if self.group.size() == 1:
+            _scale_alone(bucket, scale)
+            return
         plans = self.plans(partition)
         for plan, total in zip(plans, self._reduce(bucket, partition, plans, scale), strict=True):
             self._put_own(total, plan, bucket)
@@ -150,14 +172,11 @@ class PayloadReducer:
         Each owner encodes its mean again, with a memory of its own (the two-sided scheme of 1-bit Adam,
         arXiv:2102.02888, algorithm 1), and decodes it as the others do.
         """
-        plans = self.plans(partition)
-        totals = self._reduce(bucket, partition, plans, scale)
         if self.group.size() == 1:
-            # Nothing travels, so nothing is encoded.
-            for plan, total in zip(plans, totals, strict=True):
-                self._put_own(total, plan, bucket)
+            _scale_alone(bucket, scale)
             return
-        self._gather(bucket, plans, totals)
+        plans = self.plans(partition)
+        self._gather(bucket, plans, self._reduce(bucket, partition, plans, scale))
 
     def _put_own(self, total: Tensor, plan: Plan, bucket: Tensor) -> None:
         for piece in plan.pieces[self._rank]:
@@ -165,8 +184,7 @@ class PayloadReducer:
 
     def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
         delivery = self.deliveries.get(piece.codec)
-        codec = self.codecs_at(self.clock.step)[piece.codec]
-        return total if delivery is None else delivery.deliver(total, piece.segments, codec)
+        return total if delivery is None else delivery.deliver(total, piece.segments, self.clock.step)
 
     def _reduce(self, bucket: Tensor, partition: Partition, plans: Sequence[Plan], scale: float) -> list[Tensor]:
         """`scale` times the sum of this rank's elements, fp32, piece after piece of each plan."""
@@ -176,10 +194,12 @@ class PayloadReducer:
 
     def _send_parts(self, bucket: Tensor, plan: Plan) -> _Round:
         """Encode this rank's part of every other owner's elements, and begin to exchange."""
-        message, ranks = self.clock.next_message(), range(len(plan.sizes))
+        message, ranks = self._messages.next(), range(len(plan.sizes))
         with self.meter.phase("compress", bucket.device):
             outgoing = [
-                self._encode(_gather_pieces(bucket, plan.pieces[owner]), plan, owner, self.memories, message)
+                self._encode(
+                    _gather_pieces(bucket, plan.pieces[owner]), plan, owner, self.memories, message, self._sender
+                )
                 if owner != self._rank
                 else bucket.new_empty(0, dtype=torch.uint8)
                 for owner in ranks
@@ -199,24 +219,27 @@ class PayloadReducer:
                         scatter(self._delivered(total, piece), piece.segments, bucket)
 
     def _send_totals(self, total: Tensor, plan: Plan) -> _Round:
-        message = self.clock.next_message()
+        message = self._messages.next()
         with self.meter.phase("compress", total.device):
-            mine = self._encode(total, plan, self._rank, self.mean_memories, message)
+            # Not the sender's number: what an owner sends back is the same on every node.
+            mine = self._encode(total, plan, self._rank, self.mean_memories, message, self._rank)
         incoming = [total.new_empty(size, dtype=torch.uint8) for size in plan.sizes]
         incoming[self._rank] = mine
         return self._start(message, [mine] * len(incoming), incoming)
 
-    def _encode(self, flat: Tensor, plan: Plan, owner: int, memories: Sequence[Memory], message: int) -> Tensor:
+    def _encode(
+        self, flat: Tensor, plan: Plan, owner: int, memories: Sequence[Memory], message: int, sender: int
+    ) -> Tensor:
         """The packed message of the elements of `owner`, `flat` (fp32; used as work space)."""
         payload = torch.empty(plan.sizes[owner], dtype=torch.uint8, device=flat.device)
         codecs = self.codecs_at(self.clock.step)
         for piece in plan.pieces[owner]:
-            out, key = payload[piece.begin : piece.end], self._key(message, owner, piece)
+            out, key = payload[piece.begin : piece.end], self._key(message, owner, piece, sender)
             memories[piece.codec].encode(_part(flat, piece), piece.segments, out, key, codecs[piece.codec])
         return payload
 
-    def _key(self, message: int, owner: int, piece: Piece) -> int:
-        return message_key((self.seed, self.clock.step, message, owner, piece.codec), self._rank)
+    def _key(self, message: int, owner: int, piece: Piece, sender: int) -> int:
+        return message_key((self.seed, self.clock.step, self.level, message, owner, piece.codec), sender)
 
     def _start(self, message: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> _Round:
         self.meter.bytes_sent += sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
@@ -234,7 +257,7 @@ class PayloadReducer:
             total = _gather_pieces(bucket, pieces)
             others = [payload for source, payload in enumerate(incoming) if source != self._rank]
             for piece in pieces:
-                part, key = _part(total, piece), self._key(sent.number, self._rank, piece)
+                part, key = _part(total, piece), self._key(sent.number, self._rank, piece, self._sender)
                 own = self.memories[piece.codec].keep(part, piece.segments, key, codecs[piece.codec])
                 part.copy_(self._decoded(others, piece, scale, bucket.device).add_(own, alpha=scale))
         return total
@@ -245,6 +268,11 @@ class PayloadReducer:
         out = torch.zeros(piece.numel, dtype=torch.float32, device=device)
         codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, out, scale)
         return out
+
+
+def _scale_alone(bucket: Tensor, scale: float) -> None:
+    """The sum over one rank: nothing travels, so nothing is encoded or remembered."""
+    bucket.copy_(bucket.to(torch.float32) * scale)
 
 
 def _part(flat: Tensor, piece: Piece) -> Tensor:

@@ -35,6 +35,8 @@ class TwoLevelReducer:
         self.group = group
         self.node = node
         self.across = across
+        # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
+        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(self._make_levels)
 
     def _make_levels(self, partition: Partition) -> _Levels:
@@ -49,18 +51,18 @@ class TwoLevelReducer:
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""
         levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
-        self.node.reduce_scatter(whole, levels.node, 1.0)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
         part = gather(whole, levels.mine)
-        self.across.reduce_scatter(part, levels.across, scale)
+        self.across.reduce_scatter(part, levels.across, scale * self._node_factor)
         own, _ = select(levels.across, lambda segment: segment.owner == self.across.group.rank())
         scatter(gather(part, own), partition.owned_by(self.group.rank()), bucket)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
         levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
-        self.node.reduce_scatter(whole, levels.node, 1.0)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
         part = gather(whole, levels.mine)
-        self.across.all_reduce(part, levels.across, scale)
+        self.across.all_reduce(part, levels.across, scale * self._node_factor)
         scatter(part, levels.mine, whole)
         self.node.all_gather(whole, levels.node)
         bucket.copy_(whole)

@@ -145,7 +145,9 @@ def test_models_that_are_not_cut(tmp_path: Path, changes: dict[str, Any], messag
         check_pipeline(config, 2)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("gpt_2m", 2_243_040), ("gpt_10m", 10_481_152)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("gpt_1m", 1_152_128), ("gpt_2m", 2_243_040), ("gpt_10m", 10_481_152)]
+)
 def test_sizes_of_the_example_models(name: str, parameters: int) -> None:
     file = Path(__file__).parents[2] / "configs" / "models" / f"{name}.json"
     assert build(file).num_parameters() == parameters
