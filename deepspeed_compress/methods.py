@@ -32,14 +32,14 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 def compressor_from(method: Any, density: float | None = None) -> Compressor:
     """The compressor of a method's settings (a model of `config.methods` or `config.places`).
 
-    `density` stands in for the one of the settings.
+    `density` stands in for the one of the settings; what is not sparse has none.
     """
-    return METHODS[method.method](method, method.density if density is None and _sparse(method) else density)
+    return METHODS[method.method](method, getattr(method, "density", 1.0) if density is None else density)
 
 
 def codec_at(method: Any, widths: Mapping[str, int], step: int) -> Codec:
     """What `method` does in optimizer step `step` (0-based). `widths`: row length of each matrix, by its name."""
-    density = density_at(step, method.density, method.density_warmup_steps) if _sparse(method) else None
+    density = density_at(step, method.density, method.density_warmup_steps) if hasattr(method, "density") else None
     return Codec(compressor_from(method, density), _transform(method, widths))
 
 
@@ -50,10 +50,6 @@ def density_at(step: int, density: float, warmup_steps: int) -> float:
     """
     stage = 4 * step // warmup_steps if step < warmup_steps else None
     return density if stage is None else max(density, 0.25 ** (stage + 1))
-
-
-def _sparse(method: Any) -> bool:
-    return hasattr(method, "density")
 
 
 def _transform(method: Any, widths: Mapping[str, int]) -> Transform:
@@ -75,44 +71,40 @@ def _values(method: Any) -> Compressor:
     return Cast(torch.float32) if method.values is None else compressor_from(method.values)
 
 
-def _blockwise(method: Any, _: float | None) -> Compressor:
+def _blockwise(method: Any, _: float) -> Compressor:
     return Blockwise(method.bits, method.block_size, method.rounding == "stochastic", DTYPES[method.scale_dtype])
 
 
-def _linear(method: Any, _: float | None) -> Compressor:
+def _linear(method: Any, _: float) -> Compressor:
     stochastic = method.method == "stochastic_linear"
     return Linear(method.bits, method.block_size, stochastic, DTYPES[method.scale_dtype])
 
 
-def _percentile(method: Any, _: float | None) -> Compressor:
+def _percentile(method: Any, _: float) -> Compressor:
     return Percentile(method.bits, method.block_size, method.percentile, method.rounding == "stochastic")
 
 
-def _fp8(method: Any, _: float | None) -> Compressor:
+def _fp8(method: Any, _: float) -> Compressor:
     return FP8(method.method.removeprefix("fp8_"), method.block_size)
 
 
-def _topk(method: Any, density: float | None) -> Compressor:
-    assert density is not None, "a sparsifier has a density"
+def _topk(method: Any, density: float) -> Compressor:
     return TopK(density, method.block_size, _values(method), method.scope, method.min_magnitude)
 
 
-def _demo(method: Any, density: float | None) -> Compressor:
-    assert density is not None, "a sparsifier has a density"
+def _demo(method: Any, density: float) -> Compressor:
     return TopK(density, method.tile**2, _values(method))
 
 
-def _randomk(method: Any, density: float | None) -> Compressor:
-    assert density is not None, "a sparsifier has a density"
+def _randomk(method: Any, density: float) -> Compressor:
     return RandomK(density, method.block_size, _values(method), method.rescale)
 
 
-def _block_topk(method: Any, density: float | None) -> Compressor:
-    assert density is not None, "a sparsifier has a density"
+def _block_topk(method: Any, density: float) -> Compressor:
     return BlockTopK(density, method.block_size, method.group, _values(method))
 
 
-METHODS: Mapping[str, Callable[[Any, float | None], Compressor]] = MappingProxyType(
+METHODS: Mapping[str, Callable[[Any, float], Compressor]] = MappingProxyType(
     {
         "bf16": lambda method, _: Cast(torch.bfloat16),
         "fp16": lambda method, _: Cast(torch.float16),
