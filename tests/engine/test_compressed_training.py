@@ -1,9 +1,11 @@
 """Compressed training in every engine: replicas stay equal, learning goes on, precisions and options work."""
 
 import pytest
+import torch
 
+import deepspeed_compress
 from tests.support.forks import RankError, run_forks
-from tests.support.jobs import Job, train
+from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM
 
 
@@ -34,10 +36,21 @@ def test_methods_with_a_momentum_of_their_own(stage):
         assert_learned(list(results))
 
 
+def attach_with_momentum(rank: int, method: str) -> None:
+    """An optimizer that the configuration does not name: only the engine shows its momentum."""
+    model, config = network(), Job(stage=2, section={"gradients": WITHOUT_MOMENTUM[method]}).config()
+    del config["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config["zero_allow_untested_optimizer"] = True
+    deepspeed_compress.initialize(model=model, optimizer=optimizer, config=config)
+
+
 @pytest.mark.parametrize("method", WITHOUT_MOMENTUM)
 def test_momentum_is_not_applied_twice(method):
-    with pytest.raises(RankError, match=r"momentum.*betas: \[0\.0"):
+    with pytest.raises(RankError, match=r"(?s)ConfigError.*momentum"):
         outcomes(2, stage=2, section={"gradients": WITHOUT_MOMENTUM[method]})
+    with pytest.raises(RankError, match=r"(?s)UnsupportedError.*momentum.*betas: \[0\.0"):
+        run_forks(2, attach_with_momentum, method)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
