@@ -1,7 +1,9 @@
 """Ranks are threads here; what they compute together is compared with the same sums made by hand."""
 
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -677,6 +679,23 @@ def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
     for found in run_threads(ranks, work):
         for step in range(steps):
             torch.testing.assert_close(found[step].double(), expected[step], rtol=1e-4, atol=1e-4)
+
+
+def test_a_reducer_leaves_with_its_last_reference() -> None:
+    """A process group that waits for the garbage collector may be destroyed in a forked child, which crashes."""
+
+    def work(group: ProcessGroup, rank: int) -> bool:
+        reducer = make_reducer(group, [FP32])
+        reducer.all_reduce(normal(rank, 13), layout(13, 2), 1.0)
+        known = weakref.ref(reducer)
+        del reducer
+        return known() is None
+
+    gc.disable()
+    try:
+        assert run_threads(2, work) == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_messages_are_numbered_within_a_step() -> None:

@@ -25,10 +25,12 @@ STOCHASTIC = Blockwise(8, 32, stochastic=True)
 every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2)])
 
 
-def payload(group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool) -> PayloadReducer:
+def payload(
+    group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool, chunk_numel: int | None
+) -> PayloadReducer:
     codecs = (Codec(codec),)
     memories = [[WithFeedback(Residuals("fp32", False)) if feedback else WithoutFeedback()] for _ in range(2)]
-    return PayloadReducer(group, lambda step: codecs, *memories, lambda name: 0, clock, Meter())
+    return PayloadReducer(group, lambda step: codecs, *memories, lambda name: 0, clock, Meter(), 0, chunk_numel)
 
 
 def run_nodes(
@@ -38,6 +40,7 @@ def run_nodes(
     between: Compressor,
     work: Callable[[TwoLevelReducer, int], T],
     feedback: bool = False,
+    chunk_numel: int | None = None,
 ) -> list[T]:
     """`work(reducer, rank)` on every rank; rank = node * locals_ + local."""
     store = HashStore()
@@ -47,10 +50,10 @@ def run_nodes(
         inner = ProcessGroupGloo(PrefixStore(f"node{node}", store), local, locals_, TIMEOUT)
         outer = ProcessGroupGloo(PrefixStore(f"across{local}", store), node, nodes, TIMEOUT)
         clock = StepClock()
-        return work(
-            TwoLevelReducer(whole, payload(inner, inside, clock, feedback), payload(outer, between, clock, feedback)),
-            rank,
-        )
+        levels = [
+            payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
+        ]
+        return work(TwoLevelReducer(whole, *levels), rank)
 
     return run_threads(nodes * locals_, on_rank)
 
@@ -136,9 +139,6 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
     partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
 
     def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
-        for level in (reducer.node, reducer.across):
-            assert isinstance(level, PayloadReducer)
-            level.chunk_numel = 50
         bucket = torch.zeros(partition.numel)
         for _ in range(2):
             bucket = integers(rank, partition.numel)
@@ -146,7 +146,7 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
         return bucket
 
     total = sum(integers(rank, partition.numel) for rank in range(4))
-    assert all(torch.equal(found, total) for found in run_nodes(2, 2, FP32, FP32, work))
+    assert all(torch.equal(found, total) for found in run_nodes(2, 2, FP32, FP32, work, chunk_numel=50))
 
 
 def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -139,15 +139,12 @@ class PayloadReducer:
         self._messages = Messages(clock)
         self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
-        self._planned = lru_cache(maxsize=4096)(self._make_plans)
+        # Not a method of this object: a cycle would keep the process group until the garbage is collected.
+        self._planned = lru_cache(maxsize=4096)(partial(_make_plans, codec_of, chunk_numel))
 
     def plans(self, partition: Partition) -> tuple[Plan, ...]:
         """The message layouts of this step for `partition`, one a round."""
         return self._planned(partition, self.codecs_at(self.clock.step))
-
-    def _make_plans(self, partition: Partition, codecs: tuple[Codec, ...]) -> tuple[Plan, ...]:
-        chunks = -(-partition.numel // self.chunk_numel) if self.chunk_numel else 1
-        return make_plans(partition, codecs, self.codec_of, max(1, chunks))
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.
@@ -268,6 +265,13 @@ class PayloadReducer:
         out = torch.zeros(piece.numel, dtype=torch.float32, device=device)
         codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, out, scale)
         return out
+
+
+def _make_plans(
+    codec_of: CodecOf, chunk_numel: int | None, partition: Partition, codecs: tuple[Codec, ...]
+) -> tuple[Plan, ...]:
+    chunks = -(-partition.numel // chunk_numel) if chunk_numel else 1
+    return make_plans(partition, codecs, codec_of, max(1, chunks))
 
 
 def _scale_alone(bucket: Tensor, scale: float) -> None:

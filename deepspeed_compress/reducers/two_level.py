@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ class _Levels:
     across: Partition
 
 
+def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> _Levels:
+    """For the local rank `local` of `locals_`, on one of `nodes`."""
+    mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
+    return _Levels(
+        node=relabel(partition, lambda owner: owner % locals_, locals_),
+        mine=mine,
+        across=relabel(across, lambda owner: owner // locals_, nodes),
+    )
+
+
 class TwoLevelReducer:
     """Reduces over `group`, whose rank is `local + node * ranks_per_node`.
 
@@ -37,16 +47,8 @@ class TwoLevelReducer:
         self.across = across
         # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
-        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(self._make_levels)
-
-    def _make_levels(self, partition: Partition) -> _Levels:
-        locals_, nodes, local = self.node.group.size(), self.across.group.size(), self.node.group.rank()
-        mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
-        return _Levels(
-            node=relabel(partition, lambda owner: owner % locals_, locals_),
-            mine=mine,
-            across=relabel(across, lambda owner: owner // locals_, nodes),
-        )
+        shape = (node.group.size(), across.group.size(), node.group.rank())
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(partial(_make_levels, *shape))
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""
