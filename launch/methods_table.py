@@ -90,6 +90,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gradients": DEMO_98 | {"overrides": [EMBEDDING | {"every": 8}]},
         "betas": WITHOUT_MOMENTUM,
     },
+    "demo-0.7%-late4-m.98": {
+        "gradients": DEMO_98 | {"density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
+        "betas": WITHOUT_MOMENTUM,
+    },
+    "demo-0.8%-late4-m.98-tile32": {
+        "gradients": DEMO_98 | {"tile": 32, "density": 0.0078, "overrides": [EMBEDDING | {"every": 4}]},
+        "betas": WITHOUT_MOMENTUM,
+    },
     "demo-1%-late8-warm": {
         "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
         "betas": WITHOUT_MOMENTUM,

@@ -53,7 +53,7 @@ TABLE = {
     "engine": allow(
         "build buckets config errors kernels monitor policy reducers residuals state", "torch deepspeed packaging"
     ),
-    "models": allow("errors", "torch deepspeed transformers"),
+    "models": allow("errors", "torch deepspeed transformers safetensors"),
     "data": allow("errors", "numpy tokenizers"),
     "train": allow(
         "config data errors models", "torch deepspeed numpy rich tokenizers transformers", lazily="__init__"

@@ -3,7 +3,7 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
-from deepspeed_compress.config.expand import check_world, expand
+from deepspeed_compress.config.expand import check_world, expand, tensor_size
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.models import SECTION, CompressConfig, Lint, Monitor, Parallelism, Schedule
 from deepspeed_compress.config.notices import find_notices
@@ -34,4 +34,5 @@ __all__ = [
     "json_schema",
     "parse_section",
     "read_ds_config",
+    "tensor_size",
 ]

@@ -25,10 +25,14 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
     expanded = copy.deepcopy(dict(ds_config))
     for native in NATIVES:
         value = native.given(parallelism)
-        # DeepSpeed turns AutoTP on for any size above 0, so a size of 1 is left out.
-        if value is not None and (native is not TENSOR or value > 1):
+        if value is not None and (native is not TENSOR or _splits_by_itself(parallelism)):
             expanded.setdefault(native.section, {})[native.key] = value
     return expanded
+
+
+def _splits_by_itself(parallelism: Parallelism) -> bool:
+    """Whether DeepSpeed is to know of tensor parallelism: it takes 1 for more, and a pipeline for a plain model."""
+    return parallelism.tensor > 1 and parallelism.pipeline == 1
 
 
 def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str, Any] | None = None) -> int:
@@ -50,12 +54,18 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     return size
 
 
+def tensor_size(ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
+    """Ranks that share each layer, by `parallelism` or by DeepSpeed's own key."""
+    return TENSOR.effective(ds_config, parallelism)
+
+
 def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
 ) -> list[Problem]:
     """Where the parallelism contradicts DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
     problems = [p for native in NATIVES for p in _disagreement(native, ds_config, parallelism)]
     problems += _pipeline_with_partitioned_gradients(ds_config, parallelism)
+    problems += _pipeline_with_autotp(ds_config, parallelism)
     return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
 
 
@@ -84,6 +94,17 @@ def _pipeline_with_partitioned_gradients(ds_config: Mapping[str, Any], paralleli
             f"{parallelism.pipeline} in DeepSpeed (allowed with a pipeline: 0, 1)"
         )
         yield Problem(STAGE.place(parallelism), what, '0 or 1, or "pipeline": 1')
+
+
+def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
+    """DeepSpeed would make its groups for tensor parallelism without regard to the stages."""
+    size = TENSOR.native(ds_config)
+    if parallelism.pipeline > 1 and isinstance(size, int) and size > 1:
+        what = (
+            f"{size} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline} "
+            "(allowed with a pipeline: 0)"
+        )
+        yield Problem(TENSOR.theirs, what, f'0, and "tensor": {size} in {pointer((SECTION, "parallelism"))}')
 
 
 def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Problem]:

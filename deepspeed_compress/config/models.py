@@ -19,6 +19,14 @@ class Parallelism(Model):
     """Ranks that share each layer, written to `tensor_parallel.autotp_size`."""
     pipeline: int = Field(default=1, ge=1)
     """Pipeline stages. More than 1 needs ZeRO stage 0 or 1."""
+    partition: (
+        Literal["balanced", "parameters", "uniform"]
+        | Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=2)]
+    ) = "balanced"
+    """How the layers are cut into stages, when this package builds the pipeline: by equal multiplications, by equal
+    numbers of parameters, by equal numbers of decoder layers, or a list with that number for each stage."""
+    activation_checkpointing: bool = False
+    """Whether activations inside decoder layers are computed again in the backward pass instead of kept."""
 
 
 class Schedule(Model):

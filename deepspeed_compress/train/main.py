@@ -56,7 +56,7 @@ def _train(options: Options, ranks: Ranks) -> None:
     first = checkpoint.resume(training.engine, options.output_dir, identity, ranks) if options.resume else 0
     metrics = records.Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
-    stepper = PipelineStepper(training.engine) if plan.pipeline > 1 else PlainStepper(training.engine)
+    stepper = PipelineStepper(training.engine) if plan.layout.pipeline > 1 else PlainStepper(training.engine)
     with display("train", ranks.is_first) as shown:
         shown.line(_headline(options, ranks, training.parameters, first))
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
@@ -84,8 +84,8 @@ def _finish(
         "steps": options.steps,
         "parameters": training.parameters,
         "world_size": ranks.world_size,
-        "tensor": plan.tensor,
-        "pipeline": plan.pipeline,
+        "tensor": plan.layout.tensor,
+        "pipeline": plan.layout.pipeline,
         "tokens_per_step": batch_tokens,
         "seq_len": options.seq_len,
         "seed": options.seed,
@@ -99,7 +99,7 @@ def _finish(
 
 
 def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None:
-    if plan.pipeline > 1 or not options.sample_tokens:
+    if plan.layout.pipeline > 1 or not options.sample_tokens:
         return None
     start = data.held_out.segments[0][0]
     tokens = torch.from_numpy(data.held_out.cache.tokens[start : start + PROMPT_TOKENS].astype("int64"))

@@ -6,7 +6,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from deepspeed_compress.config import SECTION, CompressConfig, expand, parse_section, read_ds_config
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    Parallelism,
+    parse_section,
+    read_ds_config,
+    tensor_size,
+)
 from deepspeed_compress.data import (
     Windows,
     build_cache,
@@ -17,14 +24,11 @@ from deepspeed_compress.data import (
     train_tokenizer,
 )
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.models import build_model, build_pipeline, read_model_config
-from deepspeed_compress.models.gpt_pipeline import check_pipeline
+from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
+from deepspeed_compress.models.skeleton import build_skeleton
 from deepspeed_compress.train.options import Options
 from deepspeed_compress.train.progress import Throttled, display
 from deepspeed_compress.train.ranks import Ranks
-
-NO_TENSOR_PARALLEL = frozenset({"gpt2"})
-"""Families whose layers DeepSpeed's AutoTP cannot split: GPT-2 has Conv1D where it looks for Linear."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,7 @@ class Plan:
 
     ds_config: dict[str, Any]
     model_config: PretrainedConfig
-    tensor: int
-    pipeline: int
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,7 @@ def read_plan(options: Options, ranks: Ranks) -> Plan:
     plan = Plan(
         ds_config,
         read_model_config(options.model),
-        _tensor_size(ds_config, section),
-        section.parallelism.pipeline if section and section.parallelism else 1,
+        _layout(ds_config, section),
     )
     _check_plan(plan, options, ranks)
     return plan
@@ -89,10 +91,7 @@ def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig)
 
 def start_training(options: Options, plan: Plan) -> Training:
     """Build the model and the engine. Raises ConfigError when DeepSpeed rejects its configuration."""
-    model = build_model(options.model, plan.model_config, options.seed)
-    parameters = model.num_parameters()
-    module = build_pipeline(model, plan.pipeline) if plan.pipeline > 1 else model
-    del model
+    module = build_parallel(options.model, plan.model_config, options.seed, plan.layout)
     try:
         engine, *_ = _initializer(plan.ds_config)(
             model=module, model_parameters=_trainable(module), config=plan.ds_config
@@ -102,7 +101,7 @@ def start_training(options: Options, plan: Plan) -> Training:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects it: {reason}") from error
-    return Training(engine, parameters)
+    return Training(engine, build_skeleton(plan.model_config).num_parameters())
 
 
 def _initializer(ds_config: dict[str, Any]) -> Any:
@@ -128,27 +127,23 @@ def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, outpu
     return ds_config | {SECTION: written | {"monitor": monitor}}
 
 
-def _tensor_size(ds_config: dict[str, Any], section: CompressConfig | None) -> int:
-    expanded = expand(ds_config, section) if section else ds_config
-    return int((expanded.get("tensor_parallel") or {}).get("autotp_size") or 1)
+def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout:
+    parallelism = (section.parallelism if section else None) or Parallelism()
+    return Layout(
+        tensor_size(ds_config, parallelism),
+        parallelism.pipeline,
+        parallelism.partition,
+        parallelism.activation_checkpointing,
+    )
 
 
 def _check_plan(plan: Plan, options: Options, ranks: Ranks) -> None:
-    family = plan.model_config.model_type
-    if plan.tensor > 1 and family in NO_TENSOR_PARALLEL:
-        raise UnsupportedError(
-            f'tensor parallelism {plan.tensor}: DeepSpeed\'s AutoTP cannot split model_type "{family}"; '
-            'write tensor 1, or use a "llama" model'
-        )
-    if plan.tensor > 1 and plan.pipeline > 1:
-        raise UnsupportedError(
-            f"pipeline {plan.pipeline} with tensor {plan.tensor}: one at a time; write 1 for the other"
-        )
-    if plan.pipeline > 1:
-        check_pipeline(plan.model_config, plan.pipeline)
-    if ranks.world_size % (plan.tensor * plan.pipeline):
+    check_layout(plan.model_config, plan.layout)
+    divided = plan.layout.tensor * plan.layout.pipeline
+    if ranks.world_size % divided:
         raise ConfigError(
-            f"tensor {plan.tensor} x pipeline {plan.pipeline} does not divide {ranks.world_size} processes"
+            f"tensor {plan.layout.tensor} x pipeline {plan.layout.pipeline} does not divide {ranks.world_size} "
+            "processes"
         )
     positions = getattr(plan.model_config, "max_position_embeddings", options.seq_len)
     if options.seq_len > positions:

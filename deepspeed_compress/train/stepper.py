@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,13 +15,14 @@ from deepspeed_compress.data import Windows, eval_starts, step_starts
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a batch this rank reads: `rank` of `size` data-parallel ranks."""
+    """Which part of a batch this rank reads: `rank` of `size` data-parallel ranks. `stage`: of a pipeline."""
 
     rank: int
     size: int
     micro_batches: int
     micro_size: int
     group: Any
+    stage: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -41,6 +43,7 @@ def share_of(engine: Any) -> Share:
         engine.gradient_accumulation_steps(),
         engine.train_micro_batch_size_per_gpu(),
         group,
+        engine.stage_id if isinstance(engine, PipelineEngine) else 0,
     )
 
 
@@ -96,9 +99,12 @@ class PipelineStepper:
 
 
 def train_step(stepper: Stepper, windows: Windows, share: Share, seed: int, step: int, device: Any) -> Tensor:
-    """Optimizer step number `step`, counted from 1. What it reads and drops out follows from (seed, step)."""
+    """Optimizer step number `step`, counted from 1. What it reads and drops out follows from (seed, step).
+
+    Ranks that share layers drop out the same, since each has the whole of what goes from layer to layer.
+    """
     starts = share.of(step_starts(windows, share.batch_size, seed, step))
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, share.rank)).generate_state(1)[0]))
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, share.rank, share.stage)).generate_state(1)[0]))
     return stepper.train(_read(windows, starts, device))
 
 

@@ -1,0 +1,73 @@
+"""Which layers each stage of a pipeline gets."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.utils import partition_balanced
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.models.layers import DecoderLayer, Embedding, Prologue
+
+__all__ = ["Partition", "partition_by"]
+
+Partition = Callable[[Sequence[Any], int], list[int]]
+"""(layers, stages) to stages + 1 bounds: stage i has the layers from bound i up to bound i + 1."""
+
+LOOKUP = 0.1
+"""Cost of a weight that is looked up, to one that is multiplied with: it is only reduced and updated."""
+
+
+def partition_by(method: str | tuple[int, ...]) -> Partition:
+    """`method`: "balanced", "parameters", "uniform", or how many decoder layers each stage has."""
+    return _METHODS[method] if isinstance(method, str) else _given(method)
+
+
+def _balanced(layers: Sequence[Any], stages: int) -> list[int]:
+    """Equal multiplications in every stage: the head is as much work as its weight is large, the embedding hardly."""
+    costs = [_parameters(layer) * (LOOKUP if _is_lookup(layer) else 1.0) for layer in layers]
+    return _cut(costs, stages)
+
+
+def _by_parameters(layers: Sequence[Any], stages: int) -> list[int]:
+    return _cut([_parameters(layer) for layer in layers], stages)
+
+
+def _uniform(layers: Sequence[Any], stages: int) -> list[int]:
+    return _cut([float(isinstance(layer, DecoderLayer)) for layer in layers], stages)
+
+
+_METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uniform}
+
+
+def _given(counts: tuple[int, ...]) -> Partition:
+    """The first stage has all before its decoder layers too, the last one all after."""
+
+    def cut(layers: Sequence[Any], stages: int) -> list[int]:
+        decoders = [index for index, layer in enumerate(layers) if isinstance(layer, DecoderLayer)]
+        if len(counts) != stages or sum(counts) != len(decoders):
+            raise ConfigError(
+                f"/deepspeed_compress/parallelism/partition: {list(counts)} (allowed: {stages} numbers, one a stage, "
+                f'of {len(decoders)} decoder layers in all). Write such numbers, or "balanced".'
+            )
+        starts = [decoders[sum(counts[:stage])] for stage in range(1, stages)]
+        return [0, *starts, len(layers)]
+
+    return cut
+
+
+def _cut(costs: Sequence[float], stages: int) -> list[int]:
+    # DeepSpeed's search wants integers.
+    bounds: list[int] = partition_balanced([round(cost * 10) for cost in costs], stages)
+    return bounds
+
+
+def _parameters(layer: Any) -> float:
+    module = layer.module_args[0] if isinstance(layer, TiedLayerSpec) else layer
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _is_lookup(layer: Any) -> bool:
+    if isinstance(layer, TiedLayerSpec):
+        return layer.forward_fn is None
+    return isinstance(layer, Embedding | Prologue)

@@ -1,0 +1,98 @@
+"""A model for `deepspeed.initialize` in any layout of pipeline, tensor and data parallelism."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import nn
+from transformers import PretrainedConfig
+
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.models.balance import partition_by
+from deepspeed_compress.models.families import Family, family_of
+from deepspeed_compress.models.filling import fill
+from deepspeed_compress.models.gpt import build_model
+from deepspeed_compress.models.pipeline import CausalLMPipeline, make_topology, pipeline_layers
+from deepspeed_compress.models.skeleton import build_skeleton, linear_layers
+from deepspeed_compress.models.sources import Source, open_source
+from deepspeed_compress.models.tensor import finish_split, split_layers
+
+__all__ = ["Layout", "build_parallel", "check_layout"]
+
+WHERE = "/deepspeed_compress/parallelism"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is divided: ranks that share each layer, stages, and `partition` (see `balance.partition_by`).
+
+    `recompute`: whether activations inside decoder layers are computed again in the backward pass.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    partition: str | tuple[int, ...] = "balanced"
+    recompute: bool = False
+
+
+def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layout) -> nn.Module:
+    """This rank's part of the model at `path` in fp32: saved weights, or new ones, the same in every layout.
+
+    torch.distributed must run. With a pipeline the result is a PipelineModule; with `tensor` above 1 its layers are
+    split, and DeepSpeed leaves them so. Raises ConfigError or UnsupportedError, see `check_layout` and `open_source`.
+    """
+    whole = layout.tensor == layout.pipeline == 1
+    model = build_model(path, config, seed) if whole else build_skeleton(config)
+    if layout.recompute:
+        model.gradient_checkpointing_enable()
+    return model if whole else _divided(model, open_source(path, config, seed), layout)
+
+
+def _divided(model: Any, source: Source, layout: Layout) -> nn.Module:
+    check_layout(model.config, layout)
+    family = family_of(model.config)
+    if layout.tensor > 1:
+        linear_layers(model)
+    if layout.pipeline > 1:
+        return _pipeline(model, family, source, layout)
+    groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)
+    _split_and_fill(model, model.config, family, source, groups.get_tensor_model_parallel_group())
+    model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
+    return model  # type: ignore[no-any-return]
+
+
+def _pipeline(model: Any, family: Family, source: Source, layout: Layout) -> CausalLMPipeline:
+    def finish(stage: CausalLMPipeline) -> None:
+        group = stage._grid.get_slice_parallel_group() if layout.tensor > 1 else None
+        _split_and_fill(stage, model.config, family, source, group)
+
+    topology = make_topology(layout.pipeline, layout.tensor, dist.get_world_size())
+    return CausalLMPipeline(pipeline_layers(model, family), topology, partition_by(layout.partition), finish)
+
+
+def _split_and_fill(module: nn.Module, config: Any, family: Family, source: Source, group: Any) -> None:
+    splitter = split_layers(module, config, family, group) if group is not None else None
+    fill(module, source)
+    if splitter is not None:
+        finish_split(splitter, module)
+
+
+def check_layout(config: PretrainedConfig, layout: Layout) -> None:
+    """Raises UnsupportedError or ConfigError unless a model of `config` can be divided by `layout`."""
+    if layout.tensor == layout.pipeline == 1:
+        return
+    family_of(config)
+    heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, count in heads.items():
+        if count is not None and count % layout.tensor:
+            raise ConfigError(
+                f"{WHERE}/tensor: {layout.tensor} does not divide the model's {name} {count} (allowed: its divisors). "
+                "Write one of them."
+            )
+    if config.num_hidden_layers < layout.pipeline:
+        raise UnsupportedError(
+            f"{WHERE}/pipeline: {layout.pipeline}, but the model has {config.num_hidden_layers} layers (allowed: at "
+            "most that many). Write fewer stages."
+        )

@@ -1,0 +1,156 @@
+"""A trained model of any layout as one directory that transformers' from_pretrained loads."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.pipe import PipelineModule
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from deepspeed_compress.models.skeleton import NAME, TRANSPOSED
+from deepspeed_compress.models.sources import INDEX, SINGLE
+
+__all__ = ["save_pretrained"]
+
+FILE_BYTES = 5 * 2**30
+"""Tensors of one file at most, but for one that is larger; as many are in memory at a time."""
+
+
+def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> None:
+    """Write the weights of `engine` and `config` as transformers' save_pretrained does. All ranks must call it.
+
+    Weights are those that the model computes with, in their type. They go to rank 0 one at a time, whose disk gets all
+    files. `config` is the one that the model was built from.
+    """
+    rank, leaders = dist.get_rank(), _leaders(engine.module)
+    if rank == 0:
+        writer = _Writer(directory)
+        for name, tensor in whole_weights(engine.module):
+            writer.add(name, tensor)
+        for leader in leaders[1:]:
+            _receive(writer, leader, engine.device)
+        writer.finish()
+        _save_config(config, engine, directory)
+    else:
+        _send(whole_weights(engine.module), to_first=rank in leaders)
+    dist.barrier()
+
+
+def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the causal LM, whole tensor) of every parameter that `module` has a part of, each once.
+
+    A collective call of the ranks that share it: those that split its layers, and with ZeRO 3 the data-parallel ones.
+    """
+    seen: set[str] = set()
+    for prefix, owner in module.named_modules():
+        own = dict(owner.named_parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters([p for p in own.values() if hasattr(p, "ds_id")]):
+            whole = _put_together(owner) if isinstance(owner, TensorParallel_Layer) else own
+            for name, parameter in own.items():
+                known = getattr(parameter, NAME, f"{prefix}.{name}" if prefix else name)
+                if known not in seen:
+                    seen.add(known)
+                    value = whole[name].detach()
+                    yield known, value.t() if getattr(parameter, TRANSPOSED, False) else value
+
+
+def _put_together(layer: Any) -> dict[str, nn.Parameter]:
+    """Parameters of a split layer, whole. DeepSpeed gathers in place, so a copy of the layer does it."""
+    shell = copy.copy(layer)
+    shell._parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.detach().clone())
+        for name, parameter in layer._parameters.items()
+    }
+    shell.gather_params([shell.weight, shell.bias])
+    return dict(shell.named_parameters(recurse=False))
+
+
+def _leaders(module: nn.Module) -> list[int]:
+    """A rank of each stage, in order of the stages."""
+    if not isinstance(module, PipelineModule):
+        return [0]
+    grid = module._grid
+    model = {"model": 0} if grid.get_slice_parallel_world_size() > 1 else {}
+    return [grid.stage_to_global(stage_id=stage, data=0, **model) for stage in range(module.num_stages)]
+
+
+def _send(weights: Iterator[tuple[str, Tensor]], to_first: bool) -> None:
+    """To rank 0, or to nobody: then this rank only helps to put them together."""
+    for name, tensor in weights:
+        if to_first:
+            dist.send_object_list([(name, tuple(tensor.shape), tensor.dtype)], dst=0)
+            dist.send(tensor.contiguous(), dst=0)
+    if to_first:
+        dist.send_object_list([None], dst=0)
+
+
+def _receive(writer: "_Writer", leader: int, device: torch.device) -> None:
+    while True:
+        header: list[Any] = [None]
+        dist.recv_object_list(header, src=leader)
+        if header[0] is None:
+            return
+        name, shape, dtype = header[0]
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, src=leader)
+        writer.add(name, tensor)
+
+
+class _Writer:
+    """Collects tensors and writes them in files of at most FILE_BYTES; what was there before stays until `finish`."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.pending: dict[str, Tensor] = {}
+        self.written: list[tuple[Path, list[str]]] = []
+        self.total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A name that is there already (a tied weight, sent by a second stage) is left out."""
+        if name in self.pending or any(name in names for _, names in self.written):
+            return
+        if self.pending and _bytes(self.pending.values()) + _bytes([tensor]) > FILE_BYTES:
+            self._write()
+        self.pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self.total += _bytes([tensor])
+
+    def finish(self) -> None:
+        self._write()
+        for old in [*self.directory.glob("model*.safetensors"), self.directory / INDEX]:
+            old.unlink(missing_ok=True)
+        if len(self.written) == 1:
+            self.written[0][0].rename(self.directory / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (scratch, names) in enumerate(self.written, 1):
+            file = f"model-{number:05d}-of-{len(self.written):05d}.safetensors"
+            scratch.rename(self.directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        scratch = self.directory / f"part-{len(self.written)}.tmp"
+        save_file(self.pending, scratch, metadata={"format": "pt"})
+        self.written.append((scratch, list(self.pending)))
+        self.pending = {}
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _save_config(config: PretrainedConfig, engine: Any, directory: Path) -> None:
+    saved = copy.deepcopy(config)
+    saved.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    saved.dtype = next(engine.module.parameters()).dtype
+    saved.save_pretrained(directory)

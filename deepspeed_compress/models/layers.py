@@ -1,0 +1,128 @@
+"""Layers of a pipeline, made of the modules of a causal LM of transformers.
+
+What travels from layer to layer are hidden states (batch, length, width), or the pair of them and an attention mask
+(batch, length) of the tokens that are not padding. The first layer takes token ids in place of hidden states.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+__all__ = ["DecoderLayer", "Embedding", "Head", "Prologue", "next_token_loss", "project_with"]
+
+Flow = Tensor | tuple[Tensor, Tensor]
+
+
+class _Mapped(nn.Module):
+    """Changes the hidden states alone; a mask goes with them."""
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, flow: Flow) -> Flow:
+        if isinstance(flow, tuple):
+            return self.transform(flow[0]), flow[1]
+        return self.transform(flow)
+
+
+class Embedding(_Mapped):
+    """Token ids to hidden states."""
+
+    def __init__(self, tokens: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(hidden)
+        return embedded
+
+
+class Prologue(_Mapped):
+    """What comes between the embedding and the first decoder layer: learned positions are added, or dropout."""
+
+    def __init__(self, module: nn.Module, positions: bool) -> None:
+        super().__init__()
+        self.module, self.positions = module, positions
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        if not self.positions:
+            dropped: Tensor = self.module(hidden)
+            return dropped
+        added: Tensor = hidden + self.module(_positions(hidden))
+        return added
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer of transformers, with the mask and the rotary embedding that its model would give it."""
+
+    def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.rotary, self.config = layer, rotary, config
+        self.make_mask = _mask_of(config, index)
+
+    def forward(self, flow: Flow) -> Flow:
+        hidden, padding = flow if isinstance(flow, tuple) else (flow, None)
+        positions = _positions(hidden)
+        mask = self.make_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=padding,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        rotated = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
+        output = self.layer(hidden, attention_mask=mask, position_ids=positions, **rotated)
+        return output if padding is None else (output, padding)
+
+
+class Head(nn.Module):
+    """The last norm, then hidden states to logits (batch, length, vocabulary) unless they are projected elsewhere."""
+
+    def __init__(self, norm: nn.Module, projection: nn.Module | None, config: Any) -> None:
+        super().__init__()
+        self.norm, self.projection, self.config = norm, projection, config
+
+    def forward(self, flow: Flow) -> Tensor:
+        hidden = self.norm(flow[0] if isinstance(flow, tuple) else flow)
+        return hidden if self.projection is None else _cap(self.projection(hidden), self.config)
+
+
+def project_with(config: Any) -> Callable[[Embedding, Tensor], Tensor]:
+    """Hidden states to logits with the weight of an embedding that is tied to the head."""
+
+    def project(embedding: Any, hidden: Tensor) -> Tensor:
+        return _cap(F.linear(hidden, embedding.tokens.weight), config)
+
+    return project
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy in fp32 of each label given the tokens before it, as transformers computes it.
+
+    logits: (batch, length, vocabulary). labels: (batch, length), -100 where nothing is to be learnt.
+    """
+    loss: Tensor = ForCausalLMLoss(logits, labels, logits.shape[-1])
+    return loss
+
+
+def _positions(hidden: Tensor) -> Tensor:
+    return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+
+
+def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
+    """Layers look back at all tokens or at a window: by `layer_types` where the config has it, else all alike."""
+    kinds = getattr(config, "layer_types", None)
+    window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
+    make: Callable[..., Tensor | None] = create_sliding_window_causal_mask if window else create_causal_mask
+    return make
+
+
+def _cap(logits: Tensor, config: Any) -> Tensor:
+    """Soft capping, as Gemma 2 has it."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap

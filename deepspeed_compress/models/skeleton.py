@@ -1,0 +1,55 @@
+"""A causal LM whose parameters have a shape and a name, and no memory yet."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+__all__ = ["NAME", "SHAPE", "TRANSPOSED", "build_skeleton", "linear_layers"]
+
+NAME = "hf_name"
+"""Attribute of a parameter: its name in the causal LM of transformers, in every layout."""
+SHAPE = "hf_shape"
+"""Attribute of a parameter: its whole shape there."""
+TRANSPOSED = "hf_transposed"
+"""Attribute of a weight that is stored the other way round there."""
+
+
+def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of `config` in fp32 with its parameters on the meta device and named; buffers have their values."""
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = build(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        setattr(parameter, NAME, name)
+        setattr(parameter, SHAPE, parameter.shape)
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            _compute_buffers(module, model)
+    return model
+
+
+def _compute_buffers(module: nn.Module, model: Any) -> None:
+    """Tables of rotations and the like, which are not saved: transformers computes them as it does after loading."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model._init_weights(module)
+
+
+def linear_layers(model: nn.Module) -> None:
+    """Put Linear modules, which can be split, in place of the Conv1D of GPT-2. All on the meta device."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                setattr(module, name, _linear(child))
+
+
+def _linear(layer: Any) -> nn.Linear:
+    inputs, outputs = layer.weight.shape
+    made = nn.Linear(inputs, outputs, device="meta")
+    made.bias = layer.bias
+    made.weight.__dict__.update(layer.weight.__dict__)
+    setattr(made.weight, TRANSPOSED, True)
+    return made

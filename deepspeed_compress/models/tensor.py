@@ -1,0 +1,73 @@
+"""Tensor parallelism: layers of transformers split by DeepSpeed's AutoTP, on the meta device, before they have weights.
+
+The two matrices of a pair are split by columns and by rows, as in Megatron-LM (arXiv:1909.08053, section 3). Embedding,
+head and norms are whole on every rank.
+"""
+
+import re
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.module_inject.auto_tp import AutoTP
+from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
+from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_info, set_autotp_mode
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PretrainedConfig
+
+from deepspeed_compress.models.families import Family
+
+__all__ = ["finish_split", "split_layers"]
+
+
+def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, group: ProcessGroup) -> AutoTP:
+    """Split what `family` says of `module` between the ranks of `group`. Weights are to be filled in afterwards."""
+    # Without it DeepSpeed's layers hold weights that need no gradient.
+    set_autotp_mode(training=True)
+    splitter = AutoTP(
+        module=module,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=_partition(config, family, dist.get_world_size(group)),
+        model_config=config,
+        training_mode=True,
+    )
+    # Its own setter knows only groups of a job without a pipeline.
+    splitter.mp_group, splitter.mp_size = group, dist.get_world_size(group)
+    splitter.update_linear_policies()
+    splitter._replace_module(module)
+    _narrow(module, family, splitter.mp_size)
+    return splitter
+
+
+def finish_split(splitter: AutoTP, module: Any) -> None:
+    """Once the weights are there: sum gradients of norms of heads, and say what a universal checkpoint needs."""
+    splitter.register_replicated_grad_hooks(module)
+    setattr(module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(module))
+    # DeepSpeed is not to split it again.
+    module.ds_autotp_parsed = True
+
+
+def _partition(config: PretrainedConfig, family: Family, size: int) -> AutoTPConfig:
+    fused = family.fused(config)
+    specs = [_spec([name], PartitionType.COLUMN, (rows, -1)) for name, rows in fused.items()]
+    specs.append(_spec([name for name in family.columns if name not in fused], PartitionType.COLUMN))
+    specs.append(_spec(family.rows, PartitionType.ROW))
+    if family.norms:
+        specs.append(_spec(family.norms, PartitionType.SKIP, grad_allreduce=True))
+    return AutoTPConfig(tp_size=size, layer_specs=specs)
+
+
+def _spec(names: Any, kind: PartitionType, shape: Any = None, grad_allreduce: bool = False) -> TPLayerSpec:
+    patterns = [rf".*\.{re.escape(name)}\.weight$" for name in names]
+    return TPLayerSpec(patterns, kind, shape=shape, partition_dim=None, grad_allreduce=grad_allreduce)
+
+
+def _narrow(module: nn.Module, family: Family, size: int) -> None:
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == family.attention:
+            family.narrow(child, size)
