@@ -52,15 +52,16 @@ class Groups:
 class Parameters:
     """What the builder must know of the model.
 
-    `shapes`: of this rank's parameters, by name. `everywhere`: names of the parameters of all ranks. `exempt`: those
-    that must go uncompressed whatever the configuration says. `dtype`: of the gradients, in which uncompressed elements
-    travel.
+    `shapes`: of this rank's parameters, by name. `everywhere`: what users call the parameters of all ranks. `exempt`:
+    those that must go uncompressed whatever the configuration says. `dtype`: of the gradients, in which uncompressed
+    elements travel. `calls`: what users call a parameter, where that is not its name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     everywhere: Sequence[str]
     exempt: frozenset[str] = frozenset()
     dtype: torch.dtype = torch.float32
+    calls: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -69,6 +70,10 @@ class Parameters:
 
     def numel(self, name: str) -> int:
         return int(torch.Size(self.shapes[name]).numel())
+
+    def called(self, name: str) -> str:
+        """What the patterns of overrides match."""
+        return self.calls.get(name, name)
 
 
 @dataclass
@@ -274,13 +279,16 @@ class _Builder:
 
     def _codecs(self) -> Callable[[str], int]:
         """Parameter name to codec: of the first override that matches, else the chosen method's, which is 1."""
-        overrides = self.settings.overrides
-        _warn_of_idle(overrides, [name for name in self.parameters.everywhere if name not in self.parameters.exempt])
+        overrides, called = self.settings.overrides, self.parameters.called
+        exempt = {called(name) for name in self.parameters.exempt}
+        _warn_of_idle(overrides, [name for name in self.parameters.everywhere if name not in exempt])
         raw = self.parameters.exempt | _small(self.parameters, self.settings)
         own = [index for index, override in enumerate(overrides) if not _is_raw(override)]
 
         def codec_of(name: str) -> int:
-            matches = (index for index, override in enumerate(overrides) if re.search(override.parameters, name))
+            matches = (
+                index for index, override in enumerate(overrides) if re.search(override.parameters, called(name))
+            )
             found = next(matches, None)
             if name in raw or (found is not None and found not in own):
                 return RAW

@@ -332,6 +332,15 @@ def test_a_pattern_may_match_on_other_ranks_alone(group: ProcessGroup) -> None:
     assert codec_of(reduction, "layer.9.bias").compressor == Cast(FP32)
 
 
+def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None:
+    """A pipeline numbers its layers; the pattern is for the model of transformers."""
+    calls = {"2.layer.attn.weight": "transformer.h.1.attn.weight"}
+    config = section({"overrides": [{"parameters": r"h\.1\.attn", "method": "none"}]})
+    names = sorted(calls.values())
+    reduction = build(group, config, shapes={"2.layer.attn.weight": (8, 8)}, everywhere=names, calls=calls)
+    assert codec_of(reduction, "2.layer.attn.weight").compressor == Cast(FP32)
+
+
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [

@@ -27,6 +27,7 @@ from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.monitor import Meter, StatisticsWriter
+from deepspeed_compress.naming import called
 from deepspeed_compress.reducers import StepClock
 
 __all__ = ["attach", "initialize", "install"]
@@ -90,14 +91,16 @@ def _writer(engine: Any, config: CompressConfig) -> StatisticsWriter | None:
 
 def _parameters(engine: Any, kind: str) -> Parameters:
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
+    calls = {name: called(parameter, name) for parameter, name in engine.param_names.items()}
     every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     # A pipeline stage has a part of the model; only all of them together tell whether an override matches nothing.
-    dist.all_gather_object(every_name, list(shapes))
+    dist.all_gather_object(every_name, list(calls.values()))
     return Parameters(
         shapes=shapes,
         everywhere=sorted({name for some in every_name for name in some}),
         exempt=frozenset(shared_parameters(engine)),
         dtype=_RAW_DTYPE[kind](engine),
+        calls=calls,
     )
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from deepspeed_compress.models.skeleton import NAME, TRANSPOSED
+from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import INDEX, SINGLE
+from deepspeed_compress.naming import called
 
 __all__ = ["save_pretrained"]
 
@@ -55,7 +56,7 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with deepspeed.zero.GatheredParameters([p for p in own.values() if hasattr(p, "ds_id")]):
             whole = _put_together(owner) if isinstance(owner, TensorParallel_Layer) else own
             for name, parameter in own.items():
-                known = getattr(parameter, NAME, f"{prefix}.{name}" if prefix else name)
+                known = called(parameter, f"{prefix}.{name}" if prefix else name)
                 if known not in seen:
                     seen.add(known)
                     value = whole[name].detach()

@@ -7,8 +7,9 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.models.skeleton import NAME, SHAPE, TRANSPOSED
+from deepspeed_compress.models.skeleton import SHAPE, TRANSPOSED
 from deepspeed_compress.models.sources import Source
+from deepspeed_compress.naming import HF_NAME
 
 __all__ = ["fill"]
 
@@ -32,11 +33,11 @@ def fill(module: nn.Module, source: Source) -> None:
 
 
 def _whole(source: Source, empty: Any) -> Tensor:
-    found, wanted = source(getattr(empty, NAME)), tuple(getattr(empty, SHAPE))
+    found, wanted = source(getattr(empty, HF_NAME)), tuple(getattr(empty, SHAPE))
     if found.shape != wanted:
         raise ConfigError(
-            f"--model: the weight {getattr(empty, NAME)} has the shape {tuple(found.shape)}, its config says {wanted}; "
-            "use the config.json that was saved with it"
+            f"--model: the weight {getattr(empty, HF_NAME)} has the shape {tuple(found.shape)}, the config says "
+            f"{wanted}; use the config.json that was saved with it"
         )
     return found.t() if getattr(empty, TRANSPOSED, False) else found
 

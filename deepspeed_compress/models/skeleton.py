@@ -7,10 +7,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["NAME", "SHAPE", "TRANSPOSED", "build_skeleton", "linear_layers"]
+from deepspeed_compress.naming import HF_NAME
 
-NAME = "hf_name"
-"""Attribute of a parameter: its name in the causal LM of transformers, in every layout."""
+__all__ = ["SHAPE", "TRANSPOSED", "build_skeleton", "linear_layers"]
+
 SHAPE = "hf_shape"
 """Attribute of a parameter: its whole shape there."""
 TRANSPOSED = "hf_transposed"
@@ -23,7 +23,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = build(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        setattr(parameter, NAME, name)
+        setattr(parameter, HF_NAME, name)
         setattr(parameter, SHAPE, parameter.shape)
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
