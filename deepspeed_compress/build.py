@@ -1,7 +1,6 @@
 """From the configuration to reducers: the only place that knows both."""
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -14,8 +13,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.feedback import MomentumCorrection, Spread, WithFeedback, WithoutFeedback
+from deepspeed_compress.idle import warn_of_idle, warn_of_nothing
 from deepspeed_compress.methods import codec_at, compressor_from
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import (
@@ -30,6 +29,7 @@ from deepspeed_compress.reducers import (
     TwoLevelReducer,
 )
 from deepspeed_compress.reducers.gather import EXACT
+from deepspeed_compress.reducers.low_rank import saves
 from deepspeed_compress.residuals import Residuals
 
 __all__ = ["RAW", "Groups", "Parameters", "Reduction", "Stores", "build_reduction", "build_weight_gather"]
@@ -103,10 +103,20 @@ def build_reduction(
 ) -> Reduction:
     """Reducers for a method other than "none".
 
-    `transactional`: the optimizer may skip a step. Warns of an override that matches no parameter.
+    `transactional`: the optimizer may skip a step. Warns of an override that matches no parameter, and when nothing is
+    left to compress.
     """
     builder = _Builder(config, groups, parameters, Stores(transactional), clock, meter)
+    warn_of_nothing(config.gradients, _left(parameters, builder.codec_of, config.gradients), len(parameters.shapes))
     return Reduction(builder.compressed(), builder.plain(), MappingProxyType(builder.stores.by_name))
+
+
+def _left(parameters: Parameters, codec_of: Callable[[str], int], settings: Any) -> list[str]:
+    """Names of this rank's parameters that are compressed."""
+    chosen = [name for name in parameters.shapes if codec_of(name) != RAW]
+    if settings.method != "powersgd":
+        return chosen
+    return [name for name in chosen if codec_of(name) != 1 or saves(parameters.shapes[name], settings.rank)]
 
 
 def build_weight_gather(
@@ -281,7 +291,7 @@ class _Builder:
         """Parameter name to codec: of the first override that matches, else the chosen method's, which is 1."""
         overrides, called = self.settings.overrides, self.parameters.called
         exempt = {called(name) for name in self.parameters.exempt}
-        _warn_of_idle(overrides, [name for name in self.parameters.everywhere if name not in exempt])
+        warn_of_idle(overrides, [name for name in self.parameters.everywhere if name not in exempt])
         raw = self.parameters.exempt | _small(self.parameters, self.settings)
         own = [index for index, override in enumerate(overrides) if not _is_raw(override)]
 
@@ -310,18 +320,3 @@ def _constant(compressor: Compressor) -> _Treatment:
 
 def _is_raw(override: Any) -> bool:
     return bool(override.method == "none" and override.every == 1)
-
-
-def _warn_of_idle(overrides: Sequence[Any], names: Sequence[str]) -> None:
-    """CompressWarning for every override that is the first match of none of `names`."""
-    matches = [[bool(re.search(override.parameters, name)) for override in overrides] for name in names]
-    used = {found.index(True) for found in matches if any(found)}
-    for index, override in enumerate(overrides if names else ()):
-        if index not in used:
-            warnings.warn(
-                f"/deepspeed_compress/gradients/overrides/{index}/parameters: {override.parameters!r} matches none of "
-                f"the {len(names)} parameters that are left for it (for example {names[0]!r}), so it has no effect; "
-                "write a regular expression that is found in their names, or remove the override",
-                CompressWarning,
-                stacklevel=4,
-            )

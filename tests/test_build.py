@@ -332,13 +332,28 @@ def test_a_pattern_may_match_on_other_ranks_alone(group: ProcessGroup) -> None:
     assert codec_of(reduction, "layer.9.bias").compressor == Cast(FP32)
 
 
+@pytest.mark.parametrize(
+    ("gradients", "reason"),
+    [
+        ({"min_numel": 10_000}, "min_numel 10000"),
+        ({"method": "powersgd", "rank": 64}, "rank 64"),
+        ({"overrides": [{"parameters": "weight|bias", "method": "none"}]}, "overrides"),
+    ],
+)
+def test_nothing_left_to_compress_warns(group: ProcessGroup, gradients: dict[str, Any], reason: str) -> None:
+    with pytest.warns(CompressWarning, match=f"compresses none of the 4 parameters .* {reason}"):
+        build(group, section(gradients))
+
+
 def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None:
     """A pipeline numbers its layers; the pattern is for the model of transformers."""
     calls = {"2.layer.attn.weight": "transformer.h.1.attn.weight"}
     config = section({"overrides": [{"parameters": r"h\.1\.attn", "method": "none"}]})
     names = sorted(calls.values())
-    reduction = build(group, config, shapes={"2.layer.attn.weight": (8, 8)}, everywhere=names, calls=calls)
+    shapes = {"2.layer.attn.weight": (8, 8), "3.norm.weight": (8,)}
+    reduction = build(group, config, shapes=shapes, everywhere=names, calls=calls)
     assert codec_of(reduction, "2.layer.attn.weight").compressor == Cast(FP32)
+    assert codec_of(reduction, "3.norm.weight").compressor != Cast(FP32)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ TABLE = {
     "state": allow("errors residuals", "torch safetensors"),
     "monitor": allow("", "torch"),
     "policy": allow(),
-    "build": allow("codec compressors config errors feedback methods monitor reducers residuals", "torch"),
+    "idle": allow("errors"),
+    "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),
     "engine": allow(
         "build buckets config errors kernels monitor naming policy reducers residuals state",
         "torch deepspeed packaging",

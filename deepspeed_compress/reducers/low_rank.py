@@ -70,10 +70,17 @@ def find_matrices(
         if len(shape) < 2 or (whole.begin, whole.numel) != (0, math.prod(shape)):
             continue
         rows, columns = shape[0], math.prod(shape[1:])
-        capped = min(rank, rows, columns)
-        if (rows + columns) * capped * min_saving < rows * columns:
-            found.append(Matrix(whole, rows, columns, capped))
+        if saves(shape, rank, min_saving):
+            found.append(Matrix(whole, rows, columns, min(rank, rows, columns)))
     return tuple(sorted(found, key=lambda matrix: matrix.shape))
+
+
+def saves(shape: Shape, rank: int, min_saving: float = 1.0) -> bool:
+    """Whether the factors of a parameter of `shape` are more than `min_saving` times smaller than itself."""
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * min(rank, rows, columns) * min_saving < rows * columns
 
 
 def _runs(partition: Partition) -> Iterator[Segment]:
