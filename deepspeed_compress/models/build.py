@@ -18,6 +18,7 @@ from deepspeed_compress.models.pipeline import CausalLMPipeline, make_topology, 
 from deepspeed_compress.models.skeleton import build_skeleton, linear_layers
 from deepspeed_compress.models.sources import Source, open_source
 from deepspeed_compress.models.tensor import finish_split, split_layers
+from deepspeed_compress.models.vocabulary import split_vocabulary, use_split_loss, vocabulary_weights
 
 __all__ = ["Layout", "build_parallel", "check_layout"]
 
@@ -58,7 +59,7 @@ def _divided(model: Any, source: Source, layout: Layout) -> nn.Module:
     if layout.pipeline > 1:
         return _pipeline(model, family, source, layout)
     groups._init_tp_mesh_device(tensor_model_parallel_size=layout.tensor)
-    _split_and_fill(model, model.config, family, source, groups.get_tensor_model_parallel_group())
+    _split_and_fill(model, model, family, source, groups.get_tensor_model_parallel_group())
     model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
     return model  # type: ignore[no-any-return]
 
@@ -66,17 +67,23 @@ def _divided(model: Any, source: Source, layout: Layout) -> nn.Module:
 def _pipeline(model: Any, family: Family, source: Source, layout: Layout) -> CausalLMPipeline:
     def finish(stage: CausalLMPipeline) -> None:
         group = stage._grid.get_slice_parallel_group() if layout.tensor > 1 else None
-        _split_and_fill(stage, model.config, family, source, group)
+        _split_and_fill(stage, model, family, source, group)
 
     topology = make_topology(layout.pipeline, layout.tensor, dist.get_world_size())
     return CausalLMPipeline(pipeline_layers(model, family), topology, partition_by(layout.partition), finish)
 
 
-def _split_and_fill(module: nn.Module, config: Any, family: Family, source: Source, group: Any) -> None:
-    splitter = split_layers(module, config, family, group) if group is not None else None
+def _split_and_fill(module: nn.Module, model: Any, family: Family, source: Source, group: Any) -> None:
+    """`module`: all of the skeleton `model`, or a stage of it. `group`: of the ranks that share its layers, or None."""
+    if group is None:
+        fill(module, source)
+        return
+    splitter = split_layers(module, model.config, family, group)
+    head = split_vocabulary(module, vocabulary_weights(model), splitter)
     fill(module, source)
-    if splitter is not None:
-        finish_split(splitter, module)
+    finish_split(splitter, module)
+    if head is not None:
+        use_split_loss(module, head)
 
 
 def check_layout(config: PretrainedConfig, layout: Layout) -> None:

@@ -23,11 +23,10 @@ def fill(module: nn.Module, source: Source) -> None:
     filled: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         empty = {name: p for name, p in owner.named_parameters(recurse=False) if p.is_meta}
-        for name, parameter in empty.items():
-            if id(parameter) not in filled:
-                filled[id(parameter)] = _like(parameter, _whole(source, parameter))
-            owner._parameters[name] = filled[id(parameter)]
-        if empty and isinstance(owner, TensorParallel_Layer):
+        new = [parameter for parameter in empty.values() if id(parameter) not in filled]
+        filled |= {id(parameter): _like(parameter, _whole(source, parameter)) for parameter in new}
+        owner._parameters.update({name: filled[id(parameter)] for name, parameter in empty.items()})
+        if new and isinstance(owner, TensorParallel_Layer):
             split: Any = owner
             split._tp_partition([split.weight, split.bias])
 

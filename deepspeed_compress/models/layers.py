@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.module_inject.layers import ColumnParallel, VocabParallelEmbedding
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -96,6 +97,9 @@ def project_with(config: Any) -> Callable[[Embedding, Tensor], Tensor]:
     """Hidden states to logits with the weight of an embedding that is tied to the head."""
 
     def project(embedding: Any, hidden: Tensor) -> Tensor:
+        if isinstance(embedding.tokens, VocabParallelEmbedding):
+            # Every rank multiplies with its own rows; in the backward pass their gradients are summed.
+            hidden = ColumnParallel.apply(embedding.tokens.mp_group, hidden)
         return _cap(F.linear(hidden, embedding.tokens.weight), config)
 
     return project

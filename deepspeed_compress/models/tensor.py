@@ -1,7 +1,7 @@
 """Tensor parallelism: layers of transformers split by DeepSpeed's AutoTP, on the meta device, before they have weights.
 
-The two matrices of a pair are split by columns and by rows, as in Megatron-LM (arXiv:1909.08053, section 3). Embedding,
-head and norms are whole on every rank.
+The two matrices of a pair are split by columns and by rows, as in Megatron-LM (arXiv:1909.08053, section 3). Norms are
+whole on every rank; for embedding and head see `vocabulary`.
 """
 
 import re

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from deepspeed_compress.models import whole_logits
+
 TEMPERATURE = 0.8
 TOP_K = 40
 
@@ -21,7 +23,7 @@ def sample_text(engine: Any, tokenizer: Tokenizer, prompt: Tensor, count: int, c
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt[None]
     for _ in range(count):
-        with torch.no_grad():
+        with torch.no_grad(), whole_logits(engine.module):
             logits = engine(input_ids=tokens[:, -context:], use_cache=False).logits[0, -1]
         tokens = torch.cat([tokens, _draw(logits, generator).to(tokens.device)[None]], dim=1)
     return str(tokenizer.decode(tokens[0].tolist()))
