@@ -117,6 +117,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "weights": FINE_SIGN,
         "betas": WITHOUT_MOMENTUM,
     },
+    "demo-0.7%-late4-m.95+sign": {
+        "gradients": DEMO_1 | {"momentum": 0.95, "density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
+        "weights": FINE_SIGN,
+        "betas": WITHOUT_MOMENTUM,
+    },
+    "demo-0.7%-late4-m.98+sign": {
+        "gradients": DEMO_98 | {"density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
+        "weights": FINE_SIGN,
+        "betas": WITHOUT_MOMENTUM,
+    },
     "demo-1%-late8-warm+sign": {
         "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
         "weights": FINE_SIGN,
