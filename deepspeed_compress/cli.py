@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     examples = [example for command in COMMANDS for example in command.examples]
     parser = argparse.ArgumentParser(
         prog="ds-compress",
-        description="Compressed gradients for DeepSpeed: check a configuration, report on a run.",
+        description="Compressed gradients for DeepSpeed: lint and check configurations, report on a run.",
         **_epilog(examples),
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -141,6 +141,30 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _lint_arguments(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_compress.lint.options import add_lint_arguments
+
+    add_lint_arguments(parser)
+
+
+def _lint(options: argparse.Namespace) -> int:
+    from deepspeed_compress.lint.command import run
+
+    return run(options)
+
+
+def _rule_arguments(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_compress.lint.options import add_rule_arguments
+
+    add_rule_arguments(parser)
+
+
+def _rule(options: argparse.Namespace) -> int:
+    from deepspeed_compress.lint.explain import run
+
+    return run(options)
+
+
 COMMANDS = (
     Command(
         "check",
@@ -150,11 +174,25 @@ COMMANDS = (
         _check,
     ),
     Command(
+        "lint",
+        "Find what is wrong with DeepSpeed configurations, with or without compression.",
+        ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix --diff ds_config.json"),
+        _lint_arguments,
+        _lint,
+    ),
+    Command(
         "report",
         "Make a page and a picture of a run: loss, time, bytes sent.",
         ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
         _report_arguments,
         _report,
+    ),
+    Command(
+        "rule",
+        "Explain rules of the linter.",
+        ("rule DSC201", "rule --all"),
+        _rule_arguments,
+        _rule,
     ),
     Command(
         "schema",

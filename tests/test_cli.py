@@ -29,7 +29,9 @@ def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture
     assert f"examples:\n  ds-compress {' '.join(arguments)}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["lintt"], ["check"], ["check", "a", "--world-size", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["lintt"], ["check"], ["check", "a", "--world-size", "x"], ["lint", "--fixes"]]
+)
 def test_wrong_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

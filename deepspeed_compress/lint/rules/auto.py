@@ -1,0 +1,121 @@
+"""The word "auto", which Hugging Face replaces and DeepSpeed does not."""
+
+from collections.abc import Iterator
+
+from deepspeed_compress.lint.document import Document
+from deepspeed_compress.lint.edits import fix, remove
+from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.keys import OUR_SECTION, known_values
+from deepspeed_compress.lint.rule import Context, Rule, ignores, raises
+from deepspeed_compress.lint.rules.common import AUTO, config, hugging_face, leaves, name, params, zero
+
+_FAMILY = "auto"
+_BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+_BY_BOTH: frozenset[Path] = frozenset(
+    {
+        ("train_batch_size",),
+        ("train_micro_batch_size_per_gpu",),
+        ("gradient_accumulation_steps",),
+        ("gradient_clipping",),
+        ("steps_per_print",),
+        ("fp16", "enabled"),
+        ("bf16", "enabled"),
+        ("optimizer", "params", "lr"),
+        ("optimizer", "params", "weight_decay"),
+        ("scheduler", "params", "warmup_min_lr"),
+        ("scheduler", "params", "warmup_max_lr"),
+        ("scheduler", "params", "warmup_num_steps"),
+        ("scheduler", "params", "total_num_steps"),
+        ("zero_optimization", "stage"),
+        ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+        *(("zero_optimization", bucket) for bucket in _BUCKETS),
+        *(
+            ("zero_optimization", part, key)
+            for part in ("offload_optimizer", "offload_param")
+            for key in ("device", "nvme_path")
+        ),
+    }
+)
+"""What Accelerate fills in, and so the Trainer of Transformers, which uses it."""
+_BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params", "eps")}
+# "auto" is a value of these.
+_ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
+_OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
+
+
+def _meant_for_deepspeed(document: Document, context: Context) -> bool:
+    """Whether nobody fills in "auto". The autotuner of DeepSpeed does."""
+    return context.framework == "deepspeed" and document.get("autotuning", "enabled") is not True
+
+
+def _unresolved(document: Document, context: Context) -> Iterator[Hit]:
+    if not _meant_for_deepspeed(document, context):
+        return
+    paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
+    paths += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
+    for path in paths:
+        if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
+            what = f'"auto" at {name(path)} is used as it is: DeepSpeed fills in nothing (allowed: a value)'
+            yield Hit(path, what, "a value, or use Hugging Face")
+
+
+def _defaulted(document: Document, context: Context) -> Iterator[Hit]:
+    for path, _, member in known_values(document, strict=True):
+        if member.value.value == AUTO and _meant_for_deepspeed(document, context) and path[1:2] != ("zenflow",):
+            what = f'"auto" at {name(path)} means the default to DeepSpeed, as if the key were missing'
+            yield Hit(path, what, "a value, or remove the key", fix=fix("Remove it", remove(document, path)))
+
+
+def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
+    filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
+    for path, value in leaves(document.data) if hugging_face(context) else ():
+        if value == AUTO and path not in filled and path[0] != OUR_SECTION:
+            who = "the Trainer" if context.framework == "hf" else "Accelerate"
+            what = f'{who} does not fill in "auto" at {name(path)}, and stops'
+            yield Hit(path, what, "a value, or remove the key")
+
+
+RULES = (
+    Rule(
+        "DSC700",
+        "unresolved-auto",
+        "error",
+        _FAMILY,
+        '"auto" where DeepSpeed needs a value.',
+        "Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first "
+        "step, as with gradient_clipping.",
+        config(train_batch_size="auto"),
+        config(train_batch_size=8),
+        _unresolved,
+        raises("TypeError"),
+        {"framework": "deepspeed"},
+    ),
+    Rule(
+        "DSC701",
+        "auto-means-default",
+        "warning",
+        _FAMILY,
+        '"auto" where DeepSpeed takes its default.',
+        'The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements '
+        "then, whatever the model.",
+        zero(2, reduce_bucket_size="auto"),
+        zero(2, reduce_bucket_size=500000000),
+        _defaulted,
+        ignores(),
+        {"framework": "deepspeed"},
+    ),
+    Rule(
+        "DSC702",
+        "auto-not-filled",
+        "error",
+        _FAMILY,
+        '"auto" where Hugging Face does not fill it in.',
+        'Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills '
+        "in betas and eps besides (transformers/integrations/deepspeed.py).",
+        config(train_micro_batch_size_per_gpu=1, wall_clock_breakdown="auto", zero_optimization={"stage": 0}),
+        config(train_micro_batch_size_per_gpu=1, wall_clock_breakdown=False, zero_optimization={"stage": 0}),
+        _not_filled,
+        raises("not found in kwargs"),
+        {"framework": "accelerate"},
+    ),
+)

@@ -1,0 +1,137 @@
+"""Keys that DeepSpeed does not know, or knows at another place."""
+
+from collections.abc import Iterator
+
+from deepspeed_compress.lint.document import Document
+from deepspeed_compress.lint.edits import fix, move, rename
+from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
+from deepspeed_compress.lint.rule import Context, Rule, ignores, raises
+from deepspeed_compress.lint.rules.common import config, name, trained, zero
+
+_FAMILY = "keys"
+_SAME_AS = {
+    "fp32_allreduce": '"communication_data_type": "fp32"',
+    "allreduce_always_fp32": '"communication_data_type": "fp32"',
+    "postscale_gradients": '"prescale_gradients": false',
+    "max_grad_norm": '"gradient_clipping"',
+    "grad_clip": '"gradient_clipping"',
+    "clip_grad": '"gradient_clipping"',
+    "zero_stage": '"zero_optimization": {"stage": ...}',
+    "tensor_parallel_size": '"tensor_parallel": {"autotp_size": ...}',
+    "gradient_accumulation_dtype": '"data_types": {"grad_accum_dtype": ...}',
+    "offload": '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
+    "learning_rate": '"optimizer": {"params": {"lr": ...}}',
+    "lr": '"optimizer": {"params": {"lr": ...}}',
+}
+"""Names that other programs, or DeepSpeed before, have for a key."""
+
+
+def _unknown(document: Document, *, strict: bool) -> Iterator[Hit]:
+    for path, section in unknown_keys(document, strict=strict):
+        if not places(path):
+            yield _unknown_hit(document, path, section)
+
+
+def _unknown_hit(document: Document, path: Path, section: Section) -> Hit:
+    key = str(path[-1])
+    where = name(section.path) or "the configuration"
+    # Our own section is a key that DeepSpeed leaves alone.
+    names = section.keys if section.path else {**section.keys, OUR_SECTION: None}
+    close = None if key in _SAME_AS else closest(key, names)
+    what = f'"{key}" is no key of {where}' + (f' (did you mean "{close}"?)' if close else "")
+    if close is None:
+        return Hit(path, what, _SAME_AS.get(key, "nothing: remove the key"), "key")
+    target = (*path[:-1], close)
+    # A guess, however close: the user decides.
+    correction = (
+        None if document.has(*target) else fix(f'Rename to "{close}"', rename(document, path, close), safe=False)
+    )
+    return Hit(path, what, f'"{close}", if you meant that', "key", correction)
+
+
+def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
+    for path, section in unknown_keys(document, strict=strict):
+        found = places(path)
+        if found:
+            yield _misplaced_hit(document, path, section, found)
+
+
+def _misplaced_hit(document: Document, path: Path, section: Section, found: list[tuple[str, ...]]) -> Hit:
+    where = [name(place) or "the outermost object" for place in found]
+    what = f'"{path[-1]}" is no key of {name(section.path) or "the outermost object"}, but of {" and ".join(where)}'
+    target: Path = (*found[0], path[-1])
+    moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
+    return Hit(path, what, f"it inside {' or '.join(where)}", "key", moved)
+
+
+def _unknown_ignored(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _unknown(document, strict=False)
+
+
+def _unknown_refused(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _unknown(document, strict=True)
+
+
+def _misplaced_ignored(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _misplaced(document, strict=False)
+
+
+def _misplaced_refused(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _misplaced(document, strict=True)
+
+
+RULES = (
+    Rule(
+        "DSC100",
+        "unknown-key",
+        "warning",
+        _FAMILY,
+        "A key that DeepSpeed does not know, where it ignores such keys.",
+        "DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing "
+        "error leaves the default in force. Keys that start with _, $ or # are taken for remarks.",
+        config(gradient_clippping=1.0),
+        config(gradient_clipping=1.0),
+        _unknown_ignored,
+        ignores(),
+    ),
+    Rule(
+        "DSC101",
+        "unknown-key-refused",
+        "error",
+        _FAMILY,
+        "A key that DeepSpeed does not know, where it refuses such keys.",
+        "Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys "
+        "(runtime/config_utils.py).",
+        zero(2, overlap_com=True),
+        zero(2, overlap_comm=True),
+        _unknown_refused,
+        raises("extra_forbidden"),
+    ),
+    Rule(
+        "DSC102",
+        "misplaced-key",
+        "warning",
+        _FAMILY,
+        "A key of another section, where DeepSpeed ignores it.",
+        "offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization "
+        "(runtime/zero/config.py).",
+        trained(offload_optimizer={"device": "cpu"}),
+        zero(2, offload_optimizer={"device": "cpu"}),
+        _misplaced_ignored,
+        ignores(),
+    ),
+    Rule(
+        "DSC103",
+        "misplaced-key-refused",
+        "error",
+        _FAMILY,
+        "A key of another section, where DeepSpeed refuses it.",
+        "aio in zero_optimization, for instance, is a section of its own in the outermost object "
+        "(runtime/swap_tensor/aio_config.py).",
+        zero(3, aio={"block_size": 1048576}),
+        zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
+        _misplaced_refused,
+        raises("extra_forbidden"),
+    ),
+)

@@ -1,0 +1,97 @@
+"""The table `[tool.ds-compress.lint]` of pyproject.toml."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.lint.options import FRAMEWORKS, Framework
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What pyproject.toml says; options of the command line take precedence."""
+
+    select: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] = ()
+    per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
+    framework: Framework | None = None
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+    place: str = ""
+
+
+def find_settings(start: Path) -> Settings:
+    """The table in pyproject.toml of `start` or of the nearest directory above that has one."""
+    for directory in (start, *start.parents):
+        path = directory / "pyproject.toml"
+        table = _table(path) if path.is_file() else None
+        if table is not None:
+            return _settings(table, f"{path}: [tool.ds-compress.lint]")
+    return Settings()
+
+
+def _table(path: Path) -> Any:
+    try:
+        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Correct the file, which is read for [tool.ds-compress.lint].") from error
+    for key in ("tool", "ds-compress", "lint"):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
+
+
+def _settings(table: Any, place: str) -> Settings:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place} is {table!r}. Write a table.")
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _KEYS:
+            close = get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{place}: unknown key {key!r} (allowed: {', '.join(_KEYS)}). Write {close}.")
+        known = _KEYS[key]
+        if not known.accepts(value):
+            raise ConfigError(f"{place}: {key} is {value!r} (allowed: {known.allowed}). Write {known.example}.")
+        values[key.replace("-", "_")] = known.read(value)
+    return Settings(**values, place=place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    allowed: str
+    example: str
+    accepts: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _tables_of_strings(value: Any) -> bool:
+    return isinstance(value, dict) and all(_strings(item) for item in value.values())
+
+
+def _tuples(value: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    return {pattern: tuple(codes) for pattern, codes in value.items()}
+
+
+_KEYS = {
+    "select": _Key("a list of rules", 'select = ["ALL"]', _strings, tuple),
+    "ignore": _Key("a list of rules", 'ignore = ["DSC201"]', _strings, tuple),
+    "per-file-ignores": _Key(
+        "a table of file patterns and lists of rules", '"*zero3*.json" = ["DSC201"]', _tables_of_strings, _tuples
+    ),
+    "exclude": _Key("a list of file patterns", 'exclude = ["tests/*"]', _strings, tuple),
+    "framework": _Key(", ".join(FRAMEWORKS), 'framework = "hf"', lambda value: value in FRAMEWORKS),
+    "world-size": _Key("a positive integer", "world-size = 8", _positive),
+    "ranks-per-node": _Key("a positive integer", "ranks-per-node = 8", _positive),
+}

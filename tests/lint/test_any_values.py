@@ -1,0 +1,88 @@
+"""No rule fails, whatever stands where: odd values at every key of every example, models and ranks of every kind."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_compress.lint.document import Document, parse
+from deepspeed_compress.lint.edits import replace
+from deepspeed_compress.lint.fixes import apply, edited
+from deepspeed_compress.lint.hit import Path
+from deepspeed_compress.lint.rule import Context, Rule
+from deepspeed_compress.lint.rules import RULES
+from deepspeed_compress.lint.runner import lint_document
+from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.lint.strings import to_json
+from tests.support.properties import properties
+
+ODD: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**62, -(2**63) + 1, 0.5, 1e308, -1e-308, "", "auto", "true", "1e400", "9" * 30),
+    *(
+        "none",
+        "cpu",
+        "\ud800",
+        [],
+        [None],
+        [[]],
+        {},
+        {"": {}},
+        {"type": []},
+        {"enabled": "x"},
+        {"a": {"b": [{"c": 1}]}},
+    ),
+)
+MODELS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {},
+    {"hidden_size": 0, "num_attention_heads": 0, "num_key_value_heads": 0, "num_hidden_layers": 0},
+    {"hidden_size": "x", "num_attention_heads": None, "num_key_value_heads": [], "text_config": 3},
+    {"text_config": {"hidden_size": 64, "num_attention_heads": 3}, "num_hidden_layers": 5, "vocab_size": -1},
+    {"hidden_sizes": [1, 2], "d_model": 1e308, "n_embd": True, "n_head": 2**70, "n_layer": 1},
+)
+contexts = st.builds(
+    Context,
+    world_size=st.sampled_from((None, 1, 7, 8, 999_999_999)),
+    ranks_per_node=st.sampled_from((None, 1, 3, 8)),
+    framework=st.sampled_from((None, "deepspeed", "hf", "accelerate")),
+    model=st.sampled_from(MODELS),
+    gpu_memory=st.sampled_from((None, 1, 80 * 10**9)),
+    bandwidth=st.sampled_from((None, 1e-9, 10.0, 1e300)),
+)
+
+
+def places(document: Document) -> list[Path]:
+    return [path for path, _ in document.walk()]
+
+
+def shake(document: Document, context: Context) -> None:
+    """Every rule on `document`, and every fix; places are inside the text."""
+    fixed = apply(document, lambda one: lint_document(one, context, Selection()), unsafe=True)
+    for finding in fixed.remaining:
+        assert finding.span.end <= len(fixed.text)
+        assert finding.message
+    again = apply(fixed.document, lambda one: lint_document(one, context, Selection()), unsafe=True)
+    assert again.text == fixed.text
+
+
+@pytest.mark.parametrize("rule", [pytest.param(rule, id=rule.code) for rule in RULES])
+@settings(properties, max_examples=12)
+@given(data=st.data())
+def test_odd_values(rule: Rule, data: st.DataObject) -> None:
+    document = parse(rule.bad)
+    text = rule.bad
+    if paths := places(document):
+        change = replace(document, data.draw(st.sampled_from(paths)), data.draw(st.sampled_from(ODD)))
+        text = edited(text, change)
+    shake(parse(text), data.draw(contexts))
+
+
+@properties
+@given(st.sets(st.integers(0, len(RULES) - 1), min_size=2, max_size=5), contexts)
+def test_examples_together(rules: set[int], context: Context) -> None:
+    """The keys of several bad examples in one configuration."""
+    data: dict[str, Any] = {}
+    for index in sorted(rules):
+        data |= parse(RULES[index].bad).data
+    shake(parse(to_json(data)), context)

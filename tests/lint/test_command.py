@@ -1,0 +1,272 @@
+"""`ds-compress lint` and `ds-compress rule`, from their arguments to exit code and output."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.lint import command
+from deepspeed_compress.lint.document import Document, parse
+from deepspeed_compress.lint.finding import Finding
+from deepspeed_compress.lint.rule import Context, Rule
+from deepspeed_compress.lint.rules import RULES
+from deepspeed_compress.lint.runner import lint_document, lint_text
+from deepspeed_compress.lint.selection import Selection
+from tests.lint.texts import TOYS, rule
+from tests.support.properties import properties
+
+BAD = '{"zero_optimization": {"stage": 4}, "amp": {}}'
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an empty directory, with rules that do not change."""
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, *TOYS)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *rules: Rule) -> None:
+    """Let the command know `rules` only."""
+
+    def lint(document: Document, context: Context, selection: Selection) -> list[Finding]:
+        return lint_document(document, context, selection, rules)
+
+    monkeypatch.setattr(command, "RULES", rules)
+    monkeypatch.setattr(command, "lint_document", lint)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def lint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command; give exit code, output and errors."""
+
+    def run(*arguments: str, stdin: str = "", name: str = "lint") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        try:
+            code = main([name, *arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        written = capsys.readouterr()
+        assert "Traceback" not in written.err
+        return code, written.out, written.err
+
+    return run
+
+
+def save(text: str, name: str = "ds_config.json") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def test_exit_codes(lint: Run) -> None:
+    save("{}")
+    assert lint() == (0, "1 file checked, nothing found.\n", "")
+    save(BAD)
+    code, out, _ = lint()
+    assert code == 1
+    assert "DSC401" in out
+    assert lint("--exit-zero")[:2] == (0, out)
+    assert lint("--select", "DSC201")[0] == 0
+    assert lint("--select", "DSC201", "--world-size", "4")[0] == 1
+    assert lint("--ignore", "DSC4,DSC1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.json"], "none.json: no such file or directory"),
+        (["--select", "DSC9"], "--select: 'DSC9' is not a rule"),
+        (["--ignore", "x"], "--ignore: 'x' is not a rule"),
+        (["--unsafe-fixes"], "--unsafe-fixes has no effect alone"),
+        (["--diff", "--output-file", "x"], "--output-file has no effect with --diff"),
+        (["--world-size", "0"], "'0' is not a positive integer"),
+        (["--bandwidth", "nan"], "'nan' is not a positive number"),
+        (["--gpu-memory", "80"], "'80' is not a size"),
+        (["--framework", "jax"], "invalid choice: 'jax'"),
+        (["--model", "nowhere"], "--model nowhere: No such file or directory"),
+        (["--model", "list.json"], "--model list.json: list (allowed: an object)"),
+        (["--model", "ds_config.json"], "--model ds_config.json: not JSON"),
+        (["--output-file", "no/where"], "No such file or directory: 'no/where'"),
+    ],
+)
+def test_wrong_usage(lint: Run, arguments: list[str], message: str) -> None:
+    save("{a: 1}")
+    save("[1]", "list.json")
+    code, _, err = lint(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_rule_that_fails_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(document: Document, context: Context) -> None:
+        raise ZeroDivisionError("oh")
+
+    save("{}")
+    use(monkeypatch, rule("DSC900", "breaks", check))
+    code, _, err = lint()
+    assert code == 2
+    assert "ds_config.json: rule DSC900 breaks failed (ZeroDivisionError: oh). Write --ignore DSC900" in err
+
+
+def test_a_defect_of_the_linter_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_settings", None)
+    code, _, err = lint()
+    assert code == 2
+    assert "internal error: TypeError" in err
+
+
+def test_a_directory_without_configurations(lint: Run) -> None:
+    assert lint() == (
+        0,
+        "0 files checked, nothing found.\n",
+        "ds-compress: warning: no DeepSpeed configuration in .\n",
+    )
+
+
+def test_settings_of_pyproject(lint: Run) -> None:
+    save(BAD)
+    save('[tool.ds-compress.lint]\nignore = ["DSC1"]\nselect = ["ALL"]\nworld-size = 4\n', "pyproject.toml")
+    codes = lint("--output-format", "concise")[1]
+    assert ("DSC401" in codes, "DSC101" in codes, "DSC201" in codes) == (True, False, True)
+    codes = lint("--output-format", "concise", "--select", "DSC4", "--ignore", "DSC2")[1]
+    assert ("DSC401" in codes, "DSC101" in codes, "DSC201" in codes) == (True, False, False)
+    save('[tool.ds-compress.lint]\nignore = ["DSC9"]\n', "pyproject.toml")
+    assert "pyproject.toml: [tool.ds-compress.lint]: ignore: 'DSC9' is not a rule" in lint()[2]
+
+
+def test_what_the_options_say_of_the_run(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Context] = []
+
+    def watch(document: Document, context: Context) -> tuple[()]:
+        seen.append(context)
+        return ()
+
+    use(monkeypatch, rule("DSC900", "watches", watch))
+    save("{}")
+    Path("model").mkdir()
+    save('{"hidden_size": 8}', "model/config.json")
+    options = "--world-size 8 --ranks-per-node 4 --framework hf --model model --gpu-memory 80GB --bandwidth 2.5"
+    lint(*options.split())
+    lint()
+    save("deepspeed_config:\n  zero_stage: 2\nnum_processes: 16\n", "a.yaml")
+    lint("a.yaml", "--world-size", "2")
+    assert seen == [
+        Context(8, 4, "hf", {"hidden_size": 8}, 80 * 10**9, 2.5),
+        Context(),
+        Context(world_size=2, framework="accelerate"),
+    ]
+
+
+def test_fix_writes_the_file(lint: Run) -> None:
+    path = save(f"// mine\r\n{BAD}")
+    code, out, _ = lint("--fix")
+    assert (code, path.read_bytes()) == (1, f"// mine\r\n{BAD.replace('4', '3')}".encode())
+    assert out.endswith("Fixed 1 finding. 1 finding in 1 file: 1 warning.\n")
+    assert lint("--fix", "--unsafe-fixes")[0] == 0
+    assert path.read_bytes() == b'// mine\r\n{"zero_optimization": {"stage": 3}}'
+
+
+def test_a_file_without_corrections_is_not_touched(lint: Run) -> None:
+    path = save("{}")
+    path.chmod(0o444)
+    os.utime(path, (1, 1))
+    assert lint("--fix")[0] == 0
+    assert path.stat().st_mtime == 1
+
+
+def test_diff_writes_nothing_but_the_difference(lint: Run) -> None:
+    path = save(BAD)
+    code, out, err = lint("--diff", "--unsafe-fixes")
+    assert (code, path.read_text()) == (1, BAD)
+    assert out.splitlines()[:2] == ["--- a/ds_config.json", "+++ b/ds_config.json"]
+    assert '+{"zero_optimization": {"stage": 3}}' in out
+    assert err == "--fix would make 2 corrections in 1 file.\n"
+    patch = subprocess.run(["patch", "-p1"], input=out, text=True, capture_output=True, check=False)
+    assert patch.returncode == 0, patch
+    assert path.read_text() == '{"zero_optimization": {"stage": 3}}'
+    assert lint("--diff") == (0, "", "--fix would make 0 corrections in 0 files.\n")
+
+
+def test_fix_of_standard_input(lint: Run) -> None:
+    code, out, err = lint("--fix", "-", stdin=BAD)
+    assert (code, out) == (1, BAD.replace("4", "3"))
+    assert "DSC101" in err
+    assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
+
+
+def test_output_file(lint: Run) -> None:
+    save(BAD)
+    code, out, _ = lint("--output-format", "json", "--output-file", "found.json")
+    assert (code, out) == (1, "")
+    assert [finding["code"] for finding in json.loads(Path("found.json").read_text())] == ["DSC401", "DSC101"]
+
+
+def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(BAD)
+    assert "\x1b" not in lint()[1]
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in lint()[1]
+    assert "\x1b[" not in lint("--output-file", "out.txt")[1] + Path("out.txt").read_text()
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+        assert "\x1b" not in lint()[1]
+
+
+def test_errors_and_findings_of_one_file_come_together() -> None:
+    found = lint_text('{"zero_optimization": {"stage": 4}, "fp16": {"enabled": tru e, }')
+    assert {finding.rule.code for finding in found} >= {"DSC001"}
+    assert len({finding.rule.code for finding in found}) > 1
+
+
+def test_behind_a_syntax_error_nothing_is_missing() -> None:
+    context = Context(world_size=4)
+    for text, codes in (
+        ("{}", ["DSC201"]),
+        ('{"train_batch_size" 8, "amp": {}}', ["DSC001", "DSC101"]),
+        ("just words", ["DSC001"]),
+    ):
+        found = lint_document(parse(text), context, Selection(), TOYS)
+        assert [finding.rule.code for finding in found] == codes
+
+
+@settings(properties, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200))
+def test_any_bytes(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """Through the whole command, with all rules: findings or none, never an error."""
+    use(monkeypatch, *RULES)
+    path = Path("ds_config.json")
+    path.write_bytes(content)
+    for options in ([], ["--framework", "hf"], ["--diff", "--unsafe-fixes"]):
+        assert main(["lint", *options]) in (0, 1)
+
+
+def test_rule(lint: Run) -> None:
+    first = RULES[0]
+    code, out, _ = lint(first.code, name="rule")
+    assert code == 0
+    assert all(text in out for text in (first.code, first.name, first.summary, first.rationale, first.bad, first.good))
+    assert lint(first.name, name="rule")[1] == out
+    code, out, _ = lint("--all", name="rule")
+    assert [line.split()[0] for line in out.splitlines()] == [rule.code for rule in RULES]
+    for wrong in ((), ("DSC99",), (first.code, "--all")):
+        code, _, err = lint(*wrong, name="rule")
+        assert code == 2
+        assert err.startswith("ds-compress: error: ")
+
+
+def test_the_page_of_rules_is_current(lint: Run) -> None:
+    page = Path(__file__).parents[2] / "docs" / "rules.md"
+    assert page.read_text(encoding="utf-8") == lint("--all", "--markdown", name="rule")[1]

@@ -1,0 +1,64 @@
+"""Every rule says what DeepSpeed does with its bad example: here the real DeepSpeed is given the example."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.lint.document import parse
+from deepspeed_compress.lint.rule import Context, Rule
+from deepspeed_compress.lint.rules import RULES
+from tests.lint.starting import Outcome, read_configuration, start, warm_up
+
+PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
+def test_deepspeed_does_what_the_rule_says(rule: Rule) -> None:
+    outcome = start(rule.bad, rule.context)
+    if rule.proof.kind == "raises":
+        assert re.search(rule.proof.text, outcome.error), outcome.error or "started"
+    else:
+        assert outcome.error == ""
+    if rule.proof.kind == "warns":
+        assert re.search(rule.proof.text, outcome.log), outcome.log
+    if rule.proof.kind == "ignores":
+        assert read_configuration(parse(rule.bad).data) == read_configuration(without_hits(rule))
+
+
+@pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
+def test_deepspeed_starts_with_the_good_example(rule: Rule) -> None:
+    outcome = start(rule.good, rule.context)
+    assert outcome.error == ""
+    if rule.proof.kind == "warns":
+        assert not re.search(rule.proof.text, outcome.log), outcome.log
+
+
+def without_hits(rule: Rule) -> dict[str, Any]:
+    """The bad example without what the rule finds in it."""
+    document = parse(rule.bad)
+    data = copy.deepcopy(document.data)
+    for hit in rule.check(document, Context(**rule.context)):
+        holder = data
+        for part in hit.path[:-1]:
+            holder = holder[str(part)]
+        del holder[str(hit.path[-1])]
+    return data
+
+
+def test_a_start_that_fails_is_seen_to_fail() -> None:
+    assert "Error" in start('{"train_batch_size": 0}', {}).error
+    assert start('{"train_batch_size": 8}', {}) == Outcome("", "")
+
+
+def test_a_setting_that_counts_is_not_taken_for_ignored() -> None:
+    plain, clipped = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.5}
+    assert read_configuration(plain) != read_configuration(clipped)

@@ -1,0 +1,100 @@
+"""Texts for tests of the linter: HJSON, right and broken, and rules to try the machinery with."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from deepspeed_compress.lint.document import Document, Extension
+from deepspeed_compress.lint.edits import fix, remove, replace
+from deepspeed_compress.lint.hit import Fix, Hit
+from deepspeed_compress.lint.rule import Context, Rule, raises
+
+PIECES = (
+    *"{}[],:\"'#\\ \n\t-+_ab019é\u00a0\x0b\x00",
+    *("'''", "\r\n", "//", "/*", "*/", "null", "true", "false", "1.5", "1e3", "1e400", '"a": ', "a: ", '"x"', "'y'"),
+    *('\\"', "\\u00e9", "\\ud83d\\ude00", "\\u12", "\\n", "\\'", "\ufeff"),
+)
+SCALARS = ("1", "-0.0", "2e3", "5e-1", "true", "null", '"s"', "'q'", "word\n", "false /*c*/", '"a\\tb"', "1 //c\n")
+
+
+def objects(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Objects with keys and separators of every kind."""
+    key = st.sampled_from(('"a"', "b", "'e'", '"\\u0041"', "f-g"))
+    pair = st.builds("{}{}{}".format, key, st.sampled_from((":", " : ")), values)
+    return _joined(pair, "{", "}")
+
+
+def arrays(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Arrays with separators of every kind."""
+    return _joined(values, "[", "]")
+
+
+def _joined(items: st.SearchStrategy[str], opener: str, closer: str) -> st.SearchStrategy[str]:
+    separator, end = st.sampled_from((", ", " ", "\n", ",\n")), st.sampled_from(("", ",", "\n", " #c\n"))
+
+    def join(found: list[str], between: str, last: str) -> str:
+        return opener + between.join(found) + last + closer
+
+    return st.builds(join, st.lists(items, max_size=4), separator, end)
+
+
+CONFIGS = objects(st.recursive(st.sampled_from(SCALARS), lambda inner: objects(inner) | arrays(inner), max_leaves=12))
+"""Mostly right HJSON."""
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> str:
+    """A configuration with a piece put in, or in the place of another."""
+    text: str = draw(CONFIGS)
+    at = draw(st.integers(0, len(text)))
+    piece: str = draw(st.sampled_from(PIECES))
+    return text[:at] + piece + text[at + draw(st.integers(0, 2)) :]
+
+
+NOISE = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
+
+
+def rule(code: str, name: str, check: Any, severity: Any = "error") -> Rule:
+    """A rule whose texts do not matter."""
+    return Rule(code, name, severity, "toys", "Summary.", "Rationale.", "{}", "{}", check, raises("x"))
+
+
+def _syntax(document: Document, context: Context) -> Iterator[Hit]:
+    yield from document.problems
+
+
+def _strict(document: Document, context: Context) -> Iterator[Hit]:
+    for extension in document.extensions:
+        yield Hit((), f"{extension.kind} is not JSON", "JSON", span=extension.span, fix=_safe(extension))
+
+
+def _safe(extension: Extension) -> Fix | None:
+    return extension.fix
+
+
+def _stage(document: Document, context: Context) -> Iterator[Hit]:
+    stage = document.get("zero_optimization", "stage")
+    if isinstance(stage, int) and stage > 3:
+        path = ("zero_optimization", "stage")
+        better = fix("Use 3", replace(document, path, 3))
+        yield Hit(path, f"{stage} is no stage (allowed: 0 to 3)", '"stage": 3', fix=better)
+
+
+def _removed(document: Document, context: Context) -> Iterator[Hit]:
+    if document.has("amp"):
+        unsafe = fix("Remove amp", remove(document, ("amp",)), safe=False)
+        yield Hit(("amp",), "amp was removed", "nothing: remove the key", on="key", fix=unsafe)
+
+
+def _batch(document: Document, context: Context) -> Iterator[Hit]:
+    if context.world_size and not document.has("train_batch_size"):
+        yield Hit(("train_batch_size",), f"no batch size for {context.world_size} ranks", '"train_batch_size": 8')
+
+
+SYNTAX = rule("DSC001", "syntax-error", _syntax)
+STRICT = rule("DSC002", "hjson", _strict, "info")
+REMOVED = rule("DSC101", "removed-amp", _removed, "warning")
+BATCH = rule("DSC201", "batch-missing", _batch)
+STAGE = rule("DSC401", "stage-range", _stage)
+TOYS = (SYNTAX, REMOVED, BATCH, STAGE)
