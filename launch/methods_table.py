@@ -49,6 +49,7 @@ DEMO_98 = {"method": "demo", "density": 0.01, "momentum": 0.98}
 POWERSGD_4 = {"method": "powersgd", "rank": 4}
 EMBEDDING = {"parameters": "wte", "method": "sign", "block_size": 1024, "spread": True}
 """Rows of tokens that seldom occur: late is better than seldom."""
+LARGE_BLOCKS = {"block_size": 1024, "scale_dtype": "bf16"}
 FINE_SIGN = {"method": "sign", "block_size": 128}
 HADAMARD = {"rotation": {"method": "hadamard"}}
 WARM = {"schedule": {"warmup_steps": 20}}
@@ -107,6 +108,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd-8": {"gradients": {"method": "powersgd", "rank": 8}, **WARM},
     "none+int4": {"gradients": {"method": "none"}, "weights": INT4},
     "int4+int4": {"gradients": INT4, "weights": INT4},
+    "int4+int4-large-blocks": {"gradients": INT4 | LARGE_BLOCKS, "weights": INT4 | LARGE_BLOCKS},
     "int4+sign": {"gradients": INT4, "weights": FINE_SIGN},
     "int4+topk-10%": {"gradients": INT4, "weights": TOP_10},
     "sign+sign": {"gradients": SIGN, "weights": FINE_SIGN},
