@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
+from deepspeed_compress.monitor import KINDS, Meter, StatisticsWriter, StepStatistics
 
 CPU = torch.device("cpu")
 STATISTICS = StepStatistics(
     step=3,
     samples=96,
     method="blockwise",
+    rank=2,
     bytes_sent=1000,
+    bytes_raw=300,
     bytes_uncompressed=4000,
     bytes_weights=2000,
+    bytes_pipeline=700,
+    bytes_tied=50,
+    bytes_tensor=None,
     ratio=4.0,
     compress_ms=1.5,
     communicate_ms=20.0,
@@ -27,9 +32,14 @@ LINE = {
     "step": 3,
     "samples": 96,
     "method": "blockwise",
+    "rank": 2,
     "bytes_sent": 1000,
+    "bytes_raw": 300,
     "bytes_uncompressed": 4000,
     "bytes_weights": 2000,
+    "bytes_pipeline": 700,
+    "bytes_tied": 50,
+    "bytes_tensor": None,
     "ratio": 4.0,
     "compress_ms": 1.5,
     "communicate_ms": 20.0,
@@ -83,7 +93,8 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
 def test_every_number_is_an_event_at_the_samples_seen() -> None:
     sink = Sink()
     StatisticsWriter(None, sink).write(STATISTICS)
-    names = {name: value for name, value in LINE.items() if name not in ("step", "samples", "method", "cosine")}
+    labels, unknown = ("step", "samples", "method", "rank"), ("bytes_tensor", "cosine")
+    names = {name: value for name, value in LINE.items() if name not in labels + unknown}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
 
 
@@ -109,11 +120,17 @@ def test_phases_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.milliseconds() == {"compress": 375.0, "communicate": 500.0, "decompress": 0.0}
 
 
+def test_the_sizes_of_a_meter_are_the_bytes_of_a_line() -> None:
+    sizes = Meter(bytes_sent=1, bytes_tensor=2).sizes()
+    assert sizes == {name: {"bytes_sent": 1, "bytes_tensor": 2}.get(name, 0) for name in LINE if "bytes_" in name}
+    assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed"}
+
+
 def test_a_step_begins_with_an_empty_meter() -> None:
-    meter = Meter(bytes_sent=1, bytes_uncompressed=2, bytes_weights=3, cosine=0.5)
+    meter = Meter(bytes_sent=1, bytes_uncompressed=2, bytes_weights=3, bytes_tied=4, cosine=0.5)
     with meter.phase("compress", CPU):
         pass
     meter.reset(timed=False)
     assert meter == Meter(timed=False)
-    assert (meter.bytes_sent, meter.cosine) == (0, None)
+    assert (meter.bytes_sent, meter.bytes_tied, meter.cosine) == (0, 0, None)
     assert set(meter.milliseconds().values()) == {0.0}

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.report import _distinct_names, load_runs, main, table_rows, write_report
+from deepspeed_compress.report import main, write_report
+from deepspeed_compress.report.runs import _distinct_names, load_runs, table_rows, traffic
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
 
-def finished_run(directory: Path, loss: float, sent: int | None) -> Path:
+def finished_run(directory: Path, loss: float, sent: int | None, **kinds: int) -> Path:
+    """`kinds`: means of a step by the names that summaries have for them."""
     directory.mkdir()
     metrics = [{"step": step, "train_loss": loss + 1 / step, "step_time_s": 0.1} for step in (1, 2, 3)]
     metrics.append({"step": 3, "eval_loss": loss})
@@ -25,7 +27,7 @@ def finished_run(directory: Path, loss: float, sent: int | None) -> Path:
     if sent is not None:
         lines = [{"step": step, "bytes_sent": sent} for step in (1, 2, 3)]
         (directory / "compression.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        summary |= {"bytes_sent_per_step": sent, "compression_ratio": 8.0}
+        summary |= {"bytes_sent_per_step": sent, "compression_ratio": 8.0, **kinds}
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
@@ -66,6 +68,42 @@ def test_changes_are_told_only_where_they_mean_something(runs: tuple[Path, Path]
     assert rows["held-out loss"] == ["2.0000", "2.0200", "+1.00%"]
     assert rows["gradients sent per rank and step"] == ["8.000 MB", "1.000 MB", "-87.50%"]
     assert rows["optimizer steps"] == ["3", "3", ""]
+
+
+LEFT = {
+    "bytes_raw_per_step": 250_000,
+    "bytes_weights_per_step": 0,
+    "bytes_pipeline_per_step": 2_000_000,
+    "bytes_tied_per_step": 0,
+    "bytes_tensor_per_step": 500_000,
+}
+
+
+def test_traffic_is_stacked_by_kind(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "int4", 2.0, 1_000_000, **LEFT)
+    dense = finished_run(tmp_path / "dense", 2.0, 8_000_000, **LEFT | {"bytes_raw_per_step": 8_000_000})
+    assert {kind.title: sizes for kind, sizes in traffic(load_runs(run, dense))} == {
+        "gradients, compressed": [0.0, 0.75],
+        "gradients, uncompressed": [8.0, 0.25],
+        "activations between stages": [2.0, 2.0],
+        "tensor parallelism": [0.5, 0.5],
+    }
+    page, picture = write_report(run, dense, tmp_path)
+    assert "Sent by one rank in a step" in page.read_text(encoding="utf-8")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_kinds_without_traffic_have_no_row(tmp_path: Path) -> None:
+    rows = {row[0]: row[1] for row in table_rows(load_runs(finished_run(tmp_path / "a", 2.0, 1_000_000, **LEFT), None))}
+    assert rows["sent: activations between stages"] == "2.000 MB"
+    assert rows["sent: gradients, uncompressed"] == "0.250 MB"
+    assert not any("weights" in title for title in rows)
+
+
+def test_older_runs_have_no_stack(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert traffic(load_runs(*runs)) == []
+    page, _ = write_report(*runs, tmp_path)
+    assert "Sent by one rank in a step" not in page.read_text(encoding="utf-8")
 
 
 def test_an_unfinished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

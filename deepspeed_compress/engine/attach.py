@@ -15,7 +15,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from deepspeed_compress.build import Parameters, Reduction, build_reduction, build_weight_gather
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
-from deepspeed_compress.engine import seams
+from deepspeed_compress.engine import parallel, seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, shared_parameters
@@ -61,20 +61,20 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
-    seams.check_seams(seams.STEP + _SEAMS[kind], deepspeed.__version__)
+    seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS, deepspeed.__version__)
     if config.weights.method != "none":
         check_weights(engine)
         seams.check_seams(seams.WEIGHTS, deepspeed.__version__)
     clock, meter = StepClock(), Meter()
     parameters = _parameters(engine, kind)
-    session = Session(
-        config, _reduction(engine, config, parameters, clock, meter), clock, meter, _writer(engine, config)
-    )
+    reduction = _reduction(engine, config, parameters, clock, meter)
+    writer = StatisticsWriter(config.monitor.path, engine.monitor)
+    session = Session(config, reduction, clock, meter, writer, parallel.make_survey(engine))
     weight_bytes, synchronise = _ATTACH[kind](engine, session), _nothing
     if config.weights.method != "none":
         weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
-    follow_steps(engine, session, weight_bytes)
+    follow_steps(engine, session, weight_bytes, parallel.count_parallel(engine, meter))
     attach_checkpoint(engine, session, synchronise)
     session.begin(engine.global_steps, loss_scale(engine))
     engine.compression = session
@@ -83,10 +83,6 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
 
 def _nothing() -> None:
     """Uncompressed weights are never behind their masters."""
-
-
-def _writer(engine: Any, config: CompressConfig) -> StatisticsWriter | None:
-    return StatisticsWriter(config.monitor.path, engine.monitor) if engine.global_rank == 0 else None
 
 
 def _parameters(engine: Any, kind: str) -> Parameters:

@@ -10,6 +10,8 @@ from torch import Tensor
 from deepspeed_compress.buckets import Partition
 from deepspeed_compress.build import Reduction
 from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.engine.parallel import Sizes, Survey
+from deepspeed_compress.engine.uncompressed import uncompressed_bytes
 from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.policy import DenseWarmUp
 from deepspeed_compress.reducers import Reducer, StepClock, cosine_with_truth, true_sum
@@ -37,7 +39,11 @@ class FinishedStep:
 
 
 class Session:
-    """Lives as long as the engine, as `engine.compression`. `reduction` is None for method "none"."""
+    """Lives as long as the engine, as `engine.compression`.
+
+    `reduction` is None for method "none". `survey` gives the rank whose bytes are reported and those bytes, from the
+    bytes of this one; None on ranks that do not report.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class Session:
         clock: StepClock,
         meter: Meter,
         writer: StatisticsWriter | None,
+        survey: Survey = lambda sizes: (0, sizes),
     ) -> None:
         self.config = config
         self.meter = meter
@@ -56,6 +63,7 @@ class Session:
         self._reduction = reduction
         self._warmup = DenseWarmUp(config.schedule.warmup_steps)
         self._writer = writer if writer is not None and writer.active else None
+        self._survey = survey
 
     @property
     def reducer(self) -> Reducer:
@@ -77,6 +85,8 @@ class Session:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
         reducer = self.reducer
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
+        if self.meter.timed:
+            self.meter.bytes_raw += uncompressed_bytes(reducer, partition, everywhere)
         truth = true_sum(reducer.group, bucket) if self._sampled() else None
         operation(bucket, partition, scale)
         if truth is not None:
@@ -103,7 +113,7 @@ class Session:
             for name in _RESIDUALS & self.stores.keys():
                 self.stores[name].clear()
         if self._due(finished.step) and self._writer is not None:
-            self._writer.write(self.statistics(finished))
+            self._report(finished, self._writer)
         self.begin(finished.step, finished.scale_after)
 
     def _prune(self) -> None:
@@ -129,22 +139,28 @@ class Session:
     def _due(self, step: int) -> bool:
         return step % self.config.monitor.every == 0
 
-    def statistics(self, finished: FinishedStep) -> StepStatistics:
-        """The figures of the step, before `finish` has begun the next one."""
-        meter, times = self.meter, self.meter.milliseconds()
+    def _report(self, finished: FinishedStep, writer: StatisticsWriter) -> None:
+        if self._reduction is None:
+            self.meter.bytes_raw = self.meter.bytes_sent
+        found = self._survey(self.meter.sizes())
+        if found is not None:
+            writer.write(self._statistics(finished, *found))
+
+    def _statistics(self, finished: FinishedStep, rank: int, sizes: Sizes) -> StepStatistics:
+        """The figures of the step, before `finish` has begun the next one. `sizes`: of `rank`."""
+        times, sent = self.meter.milliseconds(), sizes["bytes_sent"]
         return StepStatistics(
             step=finished.step,
             samples=finished.samples,
             method=self.method,
-            bytes_sent=meter.bytes_sent,
-            bytes_uncompressed=meter.bytes_uncompressed,
-            bytes_weights=meter.bytes_weights,
-            ratio=meter.bytes_uncompressed / meter.bytes_sent if meter.bytes_sent else None,
+            rank=rank,
+            **sizes,
+            ratio=sizes["bytes_uncompressed"] / sent if sent else None,
             compress_ms=times["compress"],
             communicate_ms=times["communicate"],
             decompress_ms=times["decompress"],
             residual_norm=self._residual_norm(finished.scale_after),
-            cosine=meter.cosine,
+            cosine=self.meter.cosine,
         )
 
     def _residual_norm(self, loss_scale: float) -> float | None:

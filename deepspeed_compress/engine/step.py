@@ -9,8 +9,8 @@ from deepspeed_compress.engine.session import FinishedStep, Session
 __all__ = ["follow_steps"]
 
 
-def follow_steps(engine: Any, session: Session, weight_bytes: Callable[[], int]) -> None:
-    """Tell `session` the outcome of every optimizer step.
+def follow_steps(engine: Any, session: Session, weight_bytes: Callable[[], int], ended: Callable[[], None]) -> None:
+    """Tell `session` the outcome of every optimizer step, and then call `ended`.
 
     DeepSpeed calls the method at accumulation boundaries alone, whoever decides them, and counts a step that the
     loss scaler discards in `skipped_steps`.
@@ -23,5 +23,6 @@ def follow_steps(engine: Any, session: Session, weight_bytes: Callable[[], int])
         applied = engine.skipped_steps == skipped
         session.meter.bytes_weights += weight_bytes() if applied else 0
         session.finish(FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine)))
+        ended()
 
     engine._take_model_step = _take_model_step

@@ -7,23 +7,32 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["PHASES", "Meter"]
+__all__ = ["KINDS", "PHASES", "Meter"]
 
 PHASES = ("compress", "communicate", "decompress")
+KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor")
+"""The bytes that leave a rank, by kind of traffic: gradients, weights, activations and their gradients between stages,
+gradients of tied weights, collectives of split layers. No two overlap."""
 
 
 @dataclass
 class Meter:
     """Sums over the messages of one step on this rank; `reset` begins the next step.
 
-    Bytes are payload bytes that leave the rank. Times are wall-clock milliseconds on CPU and elapsed stream time on
-    GPU, where they are taken only while `timed` is set and read in `milliseconds`, which waits for the stream.
+    Bytes are payload bytes that leave the rank, of the `KINDS`; `bytes_raw` is a part of `bytes_sent`, and
+    `bytes_uncompressed` what would have been sent in its place. `timed` is set in steps that are reported. Times are
+    wall-clock milliseconds on CPU and elapsed stream time on GPU, where they are taken only in such steps and read in
+    `milliseconds`, which waits for the stream.
     """
 
     timed: bool = True
     bytes_sent: int = 0
+    bytes_raw: int = 0
     bytes_uncompressed: int = 0
     bytes_weights: int = 0
+    bytes_pipeline: int = 0
+    bytes_tied: int = 0
+    bytes_tensor: int = 0
     cosine: float | None = None
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
@@ -44,6 +53,10 @@ class Meter:
         yield
         last.record()
         self._events.append((name, first, last))
+
+    def sizes(self) -> dict[str, int]:
+        """All bytes, by field."""
+        return {name: value for name, value in vars(self).items() if name.startswith("bytes_")}
 
     def milliseconds(self) -> dict[str, float]:
         """Elapsed time by phase."""

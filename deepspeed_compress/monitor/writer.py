@@ -11,24 +11,33 @@ __all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
 
 FILE_NAME = "compression.jsonl"
 EVENT_PREFIX = "Train/Samples/compression_"
+LABELS = frozenset({"step", "samples", "method", "rank"})
+"""Fields that measure nothing."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """One optimizer step on this rank. Bytes are of the whole step, micro-steps included; times in milliseconds.
+    """One optimizer step. Bytes are of the whole step on `rank`, micro-steps included; times in milliseconds.
 
-    `bytes_sent`: payload of the gradients; `bytes_uncompressed`: what DeepSpeed alone sends for them (ring
-    algorithms); `bytes_weights`: sent for updated weights (ring algorithms where they are uncompressed).
-    `residual_norm`: L2 norm of this rank's residuals. `cosine`: between decoded and true mean gradient on the sampled
-    bucket, None when not sampled. What is not finite is written as null, which JSON can express.
+    `bytes_sent`: payload of the gradients, of which `bytes_raw` are uncompressed; `bytes_uncompressed`: what DeepSpeed
+    alone sends for them. `bytes_weights`: sent for updated weights; `bytes_pipeline`: activations and their gradients;
+    `bytes_tied`: gradients of weights that stages share; `bytes_tensor`: collectives of split layers, None where they
+    are in a compiled graph. What DeepSpeed sends is counted as by ring algorithms. `residual_norm`: L2 norm of rank 0's
+    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
+    not finite is written as null, which JSON can express.
     """
 
     step: int
     samples: int
     method: str
+    rank: int
     bytes_sent: int
+    bytes_raw: int
     bytes_uncompressed: int
     bytes_weights: int
+    bytes_pipeline: int
+    bytes_tied: int
+    bytes_tensor: int | None
     ratio: float | None
     compress_ms: float
     communicate_ms: float
@@ -73,5 +82,5 @@ def _finite(value: Any) -> Any:
 
 def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Every number as an event on DeepSpeed's axis, the samples seen."""
-    numbers = {name: value for name, value in fields.items() if name not in ("step", "samples", "method")}
+    numbers = {name: value for name, value in fields.items() if name not in LABELS}
     return [(EVENT_PREFIX + name, value, fields["samples"]) for name, value in numbers.items() if value is not None]

@@ -92,15 +92,13 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int) -> dic
 
 
 def compression_figures(file: Path) -> dict[str, float | None]:
-    """Mean bytes of gradients that one rank sends in a step, and how many times fewer that is
-    (None when nothing is sent)."""
+    """Mean bytes that one rank sends in a step, of every kind that all lines have, and how many times fewer those of
+    gradients are than uncompressed (None when nothing is sent)."""
     lines = read_lines(file)
     if not lines:
         return {}
-    sent = statistics.fmean(line["bytes_sent"] for line in lines)
-    uncompressed = statistics.fmean(line["bytes_uncompressed"] for line in lines)
-    return {
-        "bytes_sent_per_step": sent,
-        "bytes_uncompressed_per_step": uncompressed,
-        "compression_ratio": uncompressed / sent if sent else None,
-    }
+    kinds = [name for name in lines[0] if name.startswith("bytes_")]
+    kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
+    means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
+    sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
+    return {**means, "compression_ratio": uncompressed / sent if sent else None}

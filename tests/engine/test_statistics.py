@@ -12,9 +12,11 @@ from tests.support.jobs import Job, data, run, start, statistics_lines
 NUMEL = sum(inner * outer + outer for inner, outer in ((12, 31), (31, 17), (17, 3))) + 3
 
 
-def lines(directory: Path, stage: int, monitor: dict, **job) -> list[dict]:
-    section = {"gradients": {"bits": 8, "block_size": 32}, "monitor": {"path": str(directory), **monitor}}
-    run_forks(2, work, Job(stage=stage, section=section, steps=6, zero={"reduce_bucket_size": 10**6}, **job))
+def lines(directory: Path, stage: int, monitor: dict, gradients=None, ranks=2, schedule=None, **job) -> list[dict]:
+    gradients = gradients or {"bits": 8, "block_size": 32}
+    section = {"gradients": gradients, "monitor": {"path": str(directory), **monitor}, "schedule": schedule or {}}
+    job = {"steps": 6, **job}
+    run_forks(ranks, work, Job(stage=stage, section=section, zero={"reduce_bucket_size": 10**6}, **job))
     return statistics_lines(directory)
 
 
@@ -48,6 +50,49 @@ def test_micro_steps_add_up(tmp_path):
     twice = lines(tmp_path / "two", 2, {}, accumulation=2)[0]["bytes_sent"]
     once = lines(tmp_path / "one", 1, {}, accumulation=2)[0]["bytes_sent"]
     assert twice == pytest.approx(2 * once, abs=64)
+
+
+TWO_NODES = {"bits": 4, "block_size": 32, "hierarchy": {"ranks_per_node": 2}}
+POWERSGD = {"method": "powersgd", "rank": 2}
+METHODS = {
+    "blockwise": (0, {"bits": 4, "block_size": 32}),
+    "clipped": (2, {"method": "dgc", "density": 0.1, "momentum": 0.9, "clip_norm": 1.0}),
+    "powersgd everywhere": (0, POWERSGD),
+    "powersgd to owners": (2, POWERSGD),
+    "two levels": (0, {**TWO_NODES, "hierarchy": {"ranks_per_node": 2, "inside": {"method": "blockwise"}}}),
+    "two levels, dense inside": (2, TWO_NODES),
+}
+"""ZeRO stage, and the section's gradients."""
+FIRST_LAYERS = [{"parameters": "^[02][.]", "method": "none"}]
+"""More than half of the model, so that some of it belongs to the rank that does not report."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_stays_uncompressed(method, tmp_path):
+    """All of a dense step, some of another, and more where layers are exempt."""
+    optimizer = {"type": "AdamW", "params": {"betas": [0.0, 0.95], "torch_adam": True}}
+    shared = {"ranks": 4 if "levels" in method else 2, "steps": 2, "extra": {"optimizer": optimizer}}
+    stage, settings = METHODS[method]
+    gradients = {"min_numel": 0, **settings}
+    [dense, some] = lines(tmp_path / "some", stage, {}, gradients, schedule={"warmup_steps": 1}, **shared)
+    assert dense["bytes_raw"] == dense["bytes_sent"] > some["bytes_sent"]
+    overridden = {**gradients, "overrides": FIRST_LAYERS}
+    more = lines(tmp_path / "more", stage, {}, overridden, **shared)[0]
+    assert some["bytes_raw"] < more["bytes_raw"] <= more["bytes_sent"]
+
+
+def test_uncompressed_gradients_to_the_byte(tmp_path):
+    """Between two ranks an element crosses once to its owner, and for ZeRO 0 once back: 51 biases, 4 bytes each."""
+    gradients = {"bits": 8, "block_size": 32, "min_numel": 0, "overrides": [{"parameters": "bias$", "method": "none"}]}
+    [found] = lines(tmp_path, 0, {}, gradients, steps=1)
+    assert found["bytes_raw"] == 4 * (31 + 17 + 3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_without_compression_all_is_uncompressed(stage, tmp_path):
+    [found] = lines(tmp_path, stage, {}, {"method": "none"}, steps=1)
+    assert found["bytes_raw"] == found["bytes_sent"] == found["bytes_uncompressed"] > 0
+    assert (found["rank"], found["bytes_pipeline"], found["bytes_tied"], found["bytes_tensor"]) == (0, 0, 0, 0)
 
 
 def test_events_for_deepspeeds_monitor(tmp_path):

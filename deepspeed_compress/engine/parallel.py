@@ -1,0 +1,229 @@
+"""Traffic of pipeline and tensor parallelism, heard where DeepSpeed hands it to its communication backend.
+
+All that DeepSpeed sends goes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients between
+stages, gradients of tied weights, and the collectives of everything that tensor parallelism splits. While engines with
+such traffic live, methods of that object are exchanged for ones that count what goes to the groups of the engine which
+runs: from a forward pass with gradients to the end of the optimizer step, so that evaluations and checkpoints stay out.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from deepspeed_compress.engine.limits import tensor_size
+from deepspeed_compress.engine.seams import Seam
+from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
+from deepspeed_compress.monitor import KINDS, Meter
+
+__all__ = ["SEAMS", "Sizes", "Survey", "count_parallel", "make_survey"]
+
+Sizes = Mapping[str, Any]
+"""Bytes, int, by field of the meter; None for what could not be counted."""
+
+Survey = Callable[[Sizes], tuple[int, Sizes] | None]
+"""From the bytes of this rank to the rank whose bytes are reported, and these; None on ranks that do not report."""
+
+_BACKEND = "deepspeed.comm.torch:TorchBackend."
+_WRAPPED = ("self", "args", "kwargs")
+"""Parameters of most of the backend's methods, which hide their own: their presence is all that can be checked."""
+
+SEAMS = (
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",)),
+    Seam("deepspeed.runtime.engine:DeepSpeedEngine.destroy", ("self",)),
+    Seam("deepspeed.runtime.pipe.engine:PipelineEngine.train_batch", ("self", "data_iter")),
+    Seam("deepspeed.runtime.pipe.module:PipelineModule.get_tied_weights_and_groups", ("self",)),
+    Seam(_BACKEND + "inference_all_reduce", ("self", "tensor", "op", "group")),
+    *(Seam(_BACKEND + name, _WRAPPED) for name in ("all_reduce", "all_gather_into_tensor", "send", "isend")),
+)
+
+_STAGES = "stages"
+"""In place of a group's name: the neighbouring stages, to which messages go one by one."""
+
+_Sent = tuple[str | None, Callable[[], int]]
+"""Name of the group, and the bytes that this rank sends there."""
+
+
+def _all_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Sent:
+    return _name(group), lambda: ring_all_reduce(tensor.nbytes, group.size())
+
+
+def _all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> _Sent:
+    return _name(group), lambda: ring_all_gather(output_tensor.nbytes, group.size())
+
+
+def _send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> _Sent:
+    return _STAGES, lambda: tensor.nbytes
+
+
+_SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
+    {
+        "all_reduce": _all_reduce,
+        "inference_all_reduce": _all_reduce,
+        "all_gather_into_tensor": _all_gather,
+        "send": _send,
+        "isend": _send,
+    }
+)
+"""The backend's methods that pipelines and split layers call; parameters are named and ordered as there."""
+
+
+def _name(group: Any) -> str | None:
+    return getattr(group, "group_name", None)
+
+
+@dataclass(frozen=True)
+class _Account:
+    """Which fields of `meter` the bytes of one engine go to, by the name of the group.
+
+    Names and not groups: the backend, which knows the account, outlives them.
+    """
+
+    meter: Meter
+    fields: Mapping[str, str]
+
+    def add(self, group: str | None, size: Callable[[], int]) -> None:
+        name = None if group is None else self.fields.get(group)
+        if name is not None:
+            setattr(self.meter, name, getattr(self.meter, name) + size())
+
+
+@dataclass
+class _Listener:
+    """Hears a backend for one engine at a time: `account` is that of the one which began a pass last.
+
+    `methods`: those that count, by name. `engines`: how many may run.
+    """
+
+    account: _Account | None = None
+    engines: int = 0
+    methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def heard(self, method: Callable[..., Any], sent: Callable[..., _Sent]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(*args: Any, **options: Any) -> Any:
+            # A compiled graph must not depend on counters, so this is asked first.
+            if not torch.compiler.is_compiling() and self.account is not None:
+                self.account.add(*sent(*args, **options))
+            return method(*args, **options)
+
+        return counted
+
+
+_LISTENER = "_compress_listener"
+"""Attribute of the backend."""
+
+
+def _join(backend: Any) -> _Listener:
+    """The listener at `backend`, for one engine more."""
+    if _LISTENER not in vars(backend):
+        made = _Listener()
+        made.methods |= {name: made.heard(getattr(backend, name), sent) for name, sent in _SENT.items()}
+        vars(backend).update({_LISTENER: made, **made.methods})
+    listener: _Listener = vars(backend)[_LISTENER]
+    listener.engines += 1
+    return listener
+
+
+def _leave(backend: Any, listener: _Listener, account: _Account, handle: Any) -> None:
+    """Undo `_join` and the hook of `count_parallel`. With the last engine the backend gets its own methods back."""
+    handle.remove()
+    if listener.account is account:
+        listener.account = None
+    listener.engines -= 1
+    if not listener.engines:
+        for name, ours in {_LISTENER: listener, **listener.methods}.items():
+            if vars(backend).get(name) is ours:
+                delattr(backend, name)
+
+
+def count_parallel(engine: Any, meter: Meter) -> Callable[[], None]:
+    """Count in `meter` what this rank sends for pipeline and tensor parallelism, until the engine is destroyed.
+
+    Returns what is to be called after every optimizer step. Without such traffic nothing is touched.
+    """
+    account = _Account(meter, _fields(engine))
+    if not account.fields:
+        return lambda: None
+    backend, listener = comm.cdb, _join(comm.cdb)
+
+    def run() -> None:
+        listener.account = account
+
+    def rest() -> None:
+        listener.account = None
+
+    def begin(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            listener.account = account if torch.is_grad_enabled() else None
+
+    handle = engine.module.register_forward_pre_hook(begin)
+    leave = weakref.finalize(engine, _leave, backend, listener, account, handle)
+    leave.atexit = False
+    _precede(engine, "_backward_prologue", run)
+    _precede(engine, "_take_model_step", run)
+    _precede(engine, "destroy", leave)
+    if isinstance(engine, PipelineEngine):
+        _precede(engine, "train_batch", run)
+    return rest
+
+
+def _precede(engine: Any, name: str, action: Callable[[], object]) -> None:
+    """Do `action` before the method `name` of this engine."""
+    method = getattr(engine, name)
+
+    @functools.wraps(method)
+    def preceded(*args: Any, **options: Any) -> Any:
+        action()
+        return method(*args, **options)
+
+    setattr(engine, name, preceded)
+
+
+def _fields(engine: Any) -> dict[str, str]:
+    """Fields of the meter by the names of the groups that they count."""
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
+    fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
+    if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
+        tied = {group.group_name: "bytes_tied" for _, group in engine.module.get_tied_weights_and_groups()}
+        fields |= {_STAGES: "bytes_pipeline", **tied}
+        # Ranks with the same layers each send a part of the activations, and put them together afterwards.
+        fields[engine.grid.get_slice_parallel_group().group_name] = "bytes_tensor"
+    return fields
+
+
+def make_survey(engine: Any) -> Survey:
+    """What decides whose bytes are reported, and answers on rank 0 alone: the rank that sends most sets the pace.
+
+    Where no model is divided, beyond what ZeRO does, ranks send alike, and these are rank 0's own. Elsewhere the survey
+    is a collective; of ranks that send as much the first counts.
+    """
+    first, split = engine.global_rank == 0, tensor_size(engine) > 1
+    divided = split or (isinstance(engine, PipelineEngine) and engine.num_stages > 1)
+
+    def survey(sizes: Sizes) -> tuple[int, Sizes] | None:
+        tables = _tables(sizes, engine.device) if divided else [sizes]
+        if not first:
+            return None
+        rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
+        # Nobody can count inside a compiled graph.
+        return rank, {**found, "bytes_tensor": None} if split and engine.is_compiled else found
+
+    return survey
+
+
+def _tables(sizes: Sizes, device: Any) -> list[Sizes]:
+    """`sizes` of every rank."""
+    mine = torch.tensor(list(sizes.values()), device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [dict(zip(sizes, row, strict=True)) for row in torch.stack(every).tolist()]
