@@ -9,5 +9,6 @@ loop         steps, evaluations, log lines
 records      metrics.jsonl and summary.json
 progress     progress bars on a terminal, plain lines elsewhere
 sample       text from the trained model
+export       the trained model as a Hugging Face directory
 main         the whole program
 """

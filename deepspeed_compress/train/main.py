@@ -14,6 +14,7 @@ from deepspeed_compress.data.tokenizer import load_tokenizer
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.train import checkpoint, records
 from deepspeed_compress.train.checkpoint import Identity
+from deepspeed_compress.train.export import check_export, export_model
 from deepspeed_compress.train.loop import Loop
 from deepspeed_compress.train.options import Options, parse_options
 from deepspeed_compress.train.progress import display
@@ -49,6 +50,7 @@ def _train(options: Options, ranks: Ranks) -> None:
     if not options.resume:
         ranks.first_only(lambda: records.check_new(options.output_dir))
     plan = ranks.agree(lambda: read_plan(options, ranks))
+    ranks.first_only(lambda: check_export(options))
     data = prepare_data(options, ranks, plan.model_config)
     training = start_training(options, plan)
     share = share_of(training.engine)
@@ -74,6 +76,8 @@ def _finish(
     options: Options, plan: Plan, training: Training, data: Data, ranks: Ranks, batch_size: int, loss: float
 ) -> None:
     text = _sample(options, plan, training.engine, data)
+    if options.export:
+        export_model(training.engine, plan.model_config, options.tokenizer, options.export)
     if not ranks.is_first:
         return
     monitor_path = plan.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
@@ -93,6 +97,7 @@ def _finish(
         "config": options.deepspeed_config,
         "model": str(options.model),
         "sample": text,
+        "export": str(options.export) if options.export else None,
     }
     records.write_json(options.output_dir / records.SUMMARY, summary)
     print(_last_lines(options, summary), flush=True)
@@ -114,10 +119,16 @@ def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None
 
 
 def _last_lines(options: Options, summary: dict[str, Any]) -> str:
-    skipped = "no sample text: the pipeline engine cannot generate" if options.sample_tokens else ""
-    text = f"sample: {summary['sample']!r}" if summary["sample"] else skipped
+    text = f"sample: {summary['sample']!r}" if summary["sample"] else _why_no_sample(options)
+    model = f"model and tokenizer in {options.export}" if options.export else ""
     result = f"held-out loss {summary['eval_loss']:.4f}, figures in {options.output_dir / records.SUMMARY}"
-    return "\n".join(filter(None, [text, result]))
+    return "\n".join(filter(None, [text, model, result]))
+
+
+def _why_no_sample(options: Options) -> str:
+    """Empty when none was asked for."""
+    able = f"the model in {options.export}" if options.export else "a model written with --export DIR"
+    return f"no sample text: the pipeline engine cannot generate, {able} can" if options.sample_tokens else ""
 
 
 def _report(error: CompressError, ranks: Ranks) -> None:

@@ -16,6 +16,10 @@ examples:
         --data data/shakespeare --model configs/models/gpt_2m.json --output-dir runs/int4 --steps 600 \\
         --save-every 100 --resume
 
+  four processes as a pipeline of two stages; the trained model as a directory for AutoModelForCausalLM:
+    deepspeed --num_gpus 4 launch/train_gpt.py --deepspeed_config configs/pipeline2_zero1_int4.json \\
+        --data data/shakespeare --output-dir runs/pipeline --steps 300 --export runs/pipeline/model
+
   one process, without the launcher:
     python launch/train_gpt.py --deepspeed_config configs/zero2_none.json --data my.txt --output-dir runs/one
 """
@@ -41,6 +45,7 @@ class Options:
     save_every: int
     log_every: int
     sample_tokens: int
+    export: Path | None
     resume: bool
     local_rank: int
 
@@ -129,6 +134,12 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
     ]
     for name, default, least, text in counts:
         group.add_argument(name, type=_AtLeast(least), default=default, metavar="N", help=f"{text} (default {default})")
+    group.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write the trained model and its tokenizer here, as a Hugging Face directory (default: not written)",
+    )
     group.add_argument(
         "--resume",
         action="store_true",

@@ -40,4 +40,5 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
         parse_options(["--help"])
     shown = capsys.readouterr().out
     assert "--resume" in shown
+    assert "--export runs/pipeline/model" in shown
     assert "deepspeed --num_gpus 2 launch/train_gpt.py" in shown

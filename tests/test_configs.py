@@ -1,0 +1,149 @@
+"""Every file of configs/: valid, without a setting that has no effect, in the catalogue, and it trains."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import check_world, find_notices, find_problems, parse_section
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.models import Layout, check_layout, read_model_config
+from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.train.main import main
+from tests.support.forks import run_forks
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(file.name for file in CONFIGS.glob("*.json"))
+MODELS = sorted(file.name for file in (CONFIGS / "models").glob("*.json"))
+CATALOGUE = (CONFIGS / "README.md").read_text(encoding="utf-8")
+COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+TOYS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "llama": {
+        "model_type": "llama",
+        "max_position_embeddings": 32,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """As strict JSON."""
+    values: dict[str, Any] = json.loads((CONFIGS / name).read_text(encoding="utf-8"))
+    return values
+
+
+def rows(column: str) -> dict[str, list[str]]:
+    """Cells of the table whose first column has this name, by file; a row may name several."""
+    table = re.search(rf"^\| {column} \|.*\n\|[-|]+\n((?:\|.*\n)+)", CATALOGUE, re.MULTILINE)
+    assert table is not None
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()]
+    return {name: row for row in cells for name in re.findall(r"`([\w/]+\.json)`", row[0])}
+
+
+def ranks(name: str) -> int:
+    return int(rows("file")[name][2])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_in_it_is_wrong_or_without_effect(name: str) -> None:
+    ds_config = read(name)
+    assert find_problems(ds_config) == []
+    section = parse_section(ds_config)
+    assert find_notices(section) == []
+    # A warning that there is nothing to exchange would be an error here.
+    assert check_world(section, ranks(name), ds_config) == 2
+
+
+def test_the_catalogue_has_a_row_for_every_file() -> None:
+    assert sorted(rows("file")) == FILES
+    assert sorted(rows("model")) == [f"models/{name}" for name in MODELS]
+
+
+def test_links_of_the_catalogue_resolve() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", CATALOGUE)
+    assert targets
+    assert [target for target in targets if not (CONFIGS / target).is_file()] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_catalogue_knows_the_models(name: str) -> None:
+    config = read_model_config(CONFIGS / "models" / name)
+    _, size, heads, layers, divisible = rows("model")[f"models/{name}"]
+    assert size == f"{build_skeleton(config).num_parameters() / 1e6:.1f}M"
+    key_value = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert heads == f"{config.num_attention_heads}, {key_value}"
+    assert int(layers) == config.num_hidden_layers
+    if divisible == "yes":
+        check_layout(config, Layout(tensor=2, pipeline=2))
+    else:
+        assert config.num_attention_heads % 2
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a text and toy models; the first run adds the tokenizer of all."""
+    directory = tmp_path_factory.mktemp("configs")
+    (directory / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
+    for name, model in TOYS.items():
+        (directory / f"{name}.json").write_text(json.dumps(model | COMMON))
+    return directory
+
+
+def train(rank: int, argv: list[str]) -> int:
+    # What has no effect is said when it shows, too.
+    warnings.simplefilter("error", CompressWarning)
+    return main(argv)
+
+
+def run(name: str, model: str, files: Path, output: Path) -> dict[str, Any]:
+    """summary.json of a run that goes two steps beyond the dense start."""
+    steps = parse_section(read(name)).schedule.warmup_steps + 2
+    options = {
+        "deepspeed_config": CONFIGS / name,
+        "data": files / "text.txt",
+        "tokenizer": files / "tokenizer",
+        "model": files / f"{model}.json",
+        "output-dir": output,
+    }
+    argv = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    argv += f"--steps {steps} --seq-len 16 --held-out 0.2 --eval-batches 1 --eval-every 0 --sample-tokens 0".split()
+    assert run_forks(ranks(name), train, argv, timeout=220) == [0] * ranks(name)
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
+
+
+def divided(name: str) -> bool:
+    return "tensor" in read(name)["deepspeed_compress"]["parallelism"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, "gpt2") for name in FILES] + [(name, "llama") for name in FILES if divided(name)],
+)
+def test_it_trains(name: str, model: str, files: Path, tmp_path: Path) -> None:
+    summary = run(name, model, files, tmp_path)
+    # A new model says about ln 300.
+    assert 0 < summary["eval_loss"] < 6
+    parallelism = read(name)["deepspeed_compress"]["parallelism"]
+    for key in ("tensor", "pipeline"):
+        assert summary[key] == parallelism.get(key, 1)
+    lines = [json.loads(line) for line in (tmp_path / "compression.jsonl").read_text().splitlines()]
+    sent, uncompressed = lines[-1]["bytes_sent"], lines[-1]["bytes_uncompressed"]
+    compressed = read(name)["deepspeed_compress"]["gradients"]["method"] != "none"
+    assert uncompressed > 2 * sent if compressed else uncompressed == sent
+
+
+@pytest.mark.slow
+def test_the_optimizer_computes_the_same_in_host_memory(files: Path, tmp_path: Path) -> None:
+    names = ("zero2_int4.json", "zero2_offload_int4.json")
+    losses = [run(name, "gpt2", files, tmp_path / name)["eval_loss"] for name in names]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
