@@ -41,16 +41,17 @@ _METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uni
 
 
 def _given(counts: tuple[int, ...]) -> Partition:
-    """The first stage has all before its decoder layers too, the last one all after."""
+    """The first stage has all before its decoder layers too, the last one all after: only these may have none."""
 
     def cut(layers: Sequence[Any], stages: int) -> list[int]:
         decoders = [index for index, layer in enumerate(layers) if isinstance(layer, DecoderLayer)]
-        if len(counts) != stages or sum(counts) != len(decoders):
+        if len(counts) != stages or sum(counts) != len(decoders) or 0 in counts[1:-1]:
             raise ConfigError(
                 f"/deepspeed_compress/parallelism/partition: {list(counts)} (allowed: {stages} numbers, one a stage, "
-                f'of {len(decoders)} decoder layers in all). Write such numbers, or "balanced".'
+                f"of {len(decoders)} decoder layers in all; 0 for the first and the last stage alone). Write such "
+                'numbers, or "balanced".'
             )
-        starts = [decoders[sum(counts[:stage])] for stage in range(1, stages)]
+        starts = [decoders[0] + sum(counts[:stage]) for stage in range(1, stages)]
         return [0, *starts, len(layers)]
 
     return cut
@@ -58,8 +59,7 @@ def _given(counts: tuple[int, ...]) -> Partition:
 
 def _cut(costs: Sequence[float], stages: int) -> list[int]:
     # DeepSpeed's search wants integers.
-    bounds: list[int] = partition_balanced([round(cost * 10) for cost in costs], stages)
-    return bounds
+    return [int(bound) for bound in partition_balanced([round(cost * 10) for cost in costs], stages)]
 
 
 def _parameters(layer: Any) -> float:

@@ -45,14 +45,17 @@ def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layo
     split, and DeepSpeed leaves them so. Raises ConfigError or UnsupportedError, see `check_layout` and `open_source`.
     """
     whole = layout.tensor == layout.pipeline == 1
-    model = build_model(path, config, seed) if whole else build_skeleton(config)
+    model: Any = build_model(path, config, seed) if whole else build_skeleton(config)
     if layout.recompute:
         model.gradient_checkpointing_enable()
-    return model if whole else _divided(model, open_source(path, config, seed), layout)
+    if whole:
+        return model  # type: ignore[no-any-return]  # a PreTrainedModel
+    check_layout(config, layout)
+    _check_world(layout)
+    return _divided(model, open_source(path, model, seed), layout)
 
 
 def _divided(model: Any, source: Source, layout: Layout) -> nn.Module:
-    check_layout(model.config, layout)
     family = family_of(model.config)
     if layout.tensor > 1:
         linear_layers(model)
@@ -84,6 +87,15 @@ def _split_and_fill(module: nn.Module, model: Any, family: Family, source: Sourc
     finish_split(splitter, module)
     if head is not None:
         use_split_loss(module, head)
+
+
+def _check_world(layout: Layout) -> None:
+    world_size, divided = dist.get_world_size(), layout.tensor * layout.pipeline
+    if world_size % divided:
+        raise ConfigError(
+            f"{WHERE}: tensor {layout.tensor} x pipeline {layout.pipeline} = {divided} ranks do not divide the "
+            f"{world_size} of this job (allowed: divisors of it). Write other values, or start a multiple of {divided}."
+        )
 
 
 def check_layout(config: PretrainedConfig, layout: Layout) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from deepspeed_compress.models.skeleton import TRANSPOSED
-from deepspeed_compress.models.sources import INDEX, SINGLE
+from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 from deepspeed_compress.naming import called
 
 __all__ = ["save_pretrained"]
@@ -33,7 +33,7 @@ def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> N
     """
     rank, leaders = dist.get_rank(), _leaders(engine.module)
     if rank == 0:
-        writer = _Writer(directory)
+        writer = _Writer(directory, config)
         for name, tensor in whole_weights(engine.module):
             writer.add(name, tensor)
         for leader in leaders[1:]:
@@ -50,15 +50,15 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     A collective call of the ranks that share it: those that split its layers, and with ZeRO 3 the data-parallel ones.
     """
-    seen: set[str] = set()
+    seen: set[str | int] = set()
     for prefix, owner in module.named_modules():
         own = dict(owner.named_parameters(recurse=False))
         with deepspeed.zero.GatheredParameters([p for p in own.values() if hasattr(p, "ds_id")]):
             whole = _put_together(owner) if isinstance(owner, TensorParallel_Layer) else own
             for name, parameter in own.items():
                 known = called(parameter, f"{prefix}.{name}" if prefix else name)
-                if known not in seen:
-                    seen.add(known)
+                if not seen & {known, id(parameter)}:
+                    seen |= {known, id(parameter)}
                     value = whole[name].detach()
                     yield known, value.t() if getattr(parameter, TRANSPOSED, False) else value
 
@@ -108,15 +108,16 @@ def _receive(writer: "_Writer", leader: int, device: torch.device) -> None:
 class _Writer:
     """Collects tensors and writes them in files of at most FILE_BYTES; what was there before stays until `finish`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        self.directory, self.config = directory, config
         self.pending: dict[str, Tensor] = {}
         self.written: list[tuple[Path, list[str]]] = []
         self.total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A name that is there already (a tied weight, sent by a second stage) is left out."""
+        name = saved_name(name, self.config)
         if name in self.pending or any(name in names for _, names in self.written):
             return
         if self.pending and _bytes(self.pending.values()) + _bytes([tensor]) > FILE_BYTES:

@@ -6,8 +6,7 @@ import torch
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
-from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.models.skeleton import SHAPE, TRANSPOSED
+from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import Source
 from deepspeed_compress.naming import HF_NAME
 
@@ -17,32 +16,35 @@ __all__ = ["fill"]
 def fill(module: nn.Module, source: Source) -> None:
     """Give every parameter of `module` that is on the meta device its weight.
 
-    One matrix at a time is whole: of a layer that DeepSpeed splits, the part of this rank is cut out at once. What is
-    one parameter stays one. Raises ConfigError when a weight has another shape than the model's config says.
+    One matrix at a time is whole, besides what is filled: of a layer that DeepSpeed splits, the part of this rank is
+    cut out at once. What is one parameter stays one.
     """
     filled: dict[int, nn.Parameter] = {}
     for owner in module.modules():
+        split = isinstance(owner, TensorParallel_Layer)
         empty = {name: p for name, p in owner.named_parameters(recurse=False) if p.is_meta}
         new = [parameter for parameter in empty.values() if id(parameter) not in filled]
-        filled |= {id(parameter): _like(parameter, _whole(source, parameter)) for parameter in new}
+        filled |= {id(parameter): _like(parameter, _whole(source, parameter), copied=not split) for parameter in new}
         owner._parameters.update({name: filled[id(parameter)] for name, parameter in empty.items()})
-        if new and isinstance(owner, TensorParallel_Layer):
-            split: Any = owner
-            split._tp_partition([split.weight, split.bias])
+        if new and split:
+            _cut(owner)
+
+
+def _cut(layer: Any) -> None:
+    """Keep this rank's part, a copy of it."""
+    layer._tp_partition([layer.weight, layer.bias])
+    for parameter in layer.parameters(recurse=False):
+        parameter.data = parameter.data.contiguous()
 
 
 def _whole(source: Source, empty: Any) -> Tensor:
-    found, wanted = source(getattr(empty, HF_NAME)), tuple(getattr(empty, SHAPE))
-    if found.shape != wanted:
-        raise ConfigError(
-            f"--model: the weight {getattr(empty, HF_NAME)} has the shape {tuple(found.shape)}, the config says "
-            f"{wanted}; use the config.json that was saved with it"
-        )
+    found = source(getattr(empty, HF_NAME))
     return found.t() if getattr(empty, TRANSPOSED, False) else found
 
 
-def _like(empty: Any, value: Tensor) -> nn.Parameter:
-    """`value` with everything that was noted on `empty`; a copy, since sources may share memory."""
-    made = nn.Parameter(value.clone(memory_format=torch.contiguous_format), requires_grad=empty.requires_grad)
+def _like(empty: Any, value: Tensor, copied: bool) -> nn.Parameter:
+    """`value` with everything that was noted on `empty`; `copied` if it is to stay: sources may share memory."""
+    own = value.clone(memory_format=torch.contiguous_format) if copied else value
+    made = nn.Parameter(own, requires_grad=empty.requires_grad)
     made.__dict__.update(empty.__dict__)
     return made

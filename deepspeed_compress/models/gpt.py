@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from deepspeed_compress.errors import ConfigError
@@ -39,7 +40,9 @@ def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedMo
     torch.manual_seed(seed)
     try:
         model = _load(path) if has_weights(path) else _create(config)
-    except (ValueError, OSError, RuntimeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, OSError, RuntimeError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"--model {path}: no causal language model can be built: {reason}") from None
     # Without a name, transformers falls back to the same loss, with a warning at the first step.
@@ -48,8 +51,19 @@ def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedMo
 
 
 def has_weights(path: Path) -> bool:
-    """Whether `path` is a directory with saved weights, in safetensors form."""
-    return any((path / name).is_file() for name in WEIGHT_FILES)
+    """Whether `path` is a directory with saved weights, in safetensors form.
+
+    Raises ConfigError when it has files of weights that would be passed over: in another form, or without their index.
+    """
+    if any((path / name).is_file() for name in WEIGHT_FILES):
+        return True
+    others = sorted(file.name for ending in ("safetensors", "bin") for file in path.glob(f"*model*.{ending}"))
+    if others:
+        raise ConfigError(
+            f"--model {path}: {others[0]} is there, but neither {' nor '.join(WEIGHT_FILES)}; copy the index, too, or "
+            "save the model in the form of safetensors"
+        )
+    return False
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -66,9 +80,15 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, local_files_only=True, dtype=torch.float32, use_safetensors=True
+    model: PreTrainedModel
+    model, found = AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
+    if found["missing_keys"]:
+        # transformers would draw new ones.
+        raise ConfigError(
+            f"--model {path}: no file there holds the weight {min(found['missing_keys'])}; save the model again"
+        )
     return model
 
 

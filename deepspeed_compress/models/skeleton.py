@@ -9,10 +9,8 @@ from transformers.pytorch_utils import Conv1D
 
 from deepspeed_compress.naming import HF_NAME
 
-__all__ = ["SHAPE", "TRANSPOSED", "build_skeleton", "linear_layers"]
+__all__ = ["TRANSPOSED", "build_skeleton", "linear_layers"]
 
-SHAPE = "hf_shape"
-"""Attribute of a parameter: its whole shape there."""
 TRANSPOSED = "hf_transposed"
 """Attribute of a weight that is stored the other way round there."""
 
@@ -24,7 +22,6 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = build(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         setattr(parameter, HF_NAME, name)
-        setattr(parameter, SHAPE, parameter.shape)
     for module in model.modules():
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             _compute_buffers(module, model)

@@ -1,8 +1,10 @@
 """Where the weights of a model come from, one tensor at a time."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,48 +15,68 @@ from transformers import PretrainedConfig
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.models.gpt import build_model, has_weights
 
-__all__ = ["Source", "open_source"]
+__all__ = ["INDEX", "SINGLE", "Source", "open_source", "saved_name"]
 
 Source = Callable[[str], Tensor]
 """Name of a parameter in the causal LM of transformers to its whole tensor, in fp32 on the CPU."""
 
-FORMER = {"lm_head.": "embed_out."}
-"""Names that transformers gave before its version 5 (GPT-NeoX), by how they begin now."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAVED: Mapping[str, tuple[str, str]] = MappingProxyType({"gpt_neox": ("lm_head.", "embed_out.")})
+"""By model_type: how names begin that transformers keeps in files as they once were, in the model and there."""
 
 
-def open_source(path: Path, config: PretrainedConfig, seed: int) -> Source:
-    """Weights of the directory `path`, else new ones, equal to those of one process with this `seed`.
+def open_source(path: Path, skeleton: Any, seed: int) -> Source:
+    """Weights for `skeleton`: of the directory `path`, else new ones, equal to those of one process with this `seed`.
 
     Saved tensors are read when they are asked for. New ones exist whole on every rank until the source is forgotten.
-    Raises ConfigError when a file is missing; the source does when a tensor is.
+    Raises ConfigError when a file or a tensor is missing or has another shape, on all ranks, whatever each will ask
+    for, so that none waits for one that has stopped.
     """
     if has_weights(path):
-        return _Saved(path)
-    weights: dict[str, Tensor] = build_model(path, config, seed).state_dict()
+        shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+        return _Saved(path, skeleton.config, shapes)
+    weights: dict[str, Tensor] = build_model(path, skeleton.config, seed).state_dict()
     return weights.__getitem__
 
 
 class _Saved:
     """A directory in the form of transformers' save_pretrained."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.file_of = _files(directory)
+        self.keys = {name: self._key(directory, name, config) for name in shapes}
+        for file in sorted({self.file_of[key] for key in self.keys.values()}):
+            with _opened(file) as opened:
+                for name in (name for name, key in self.keys.items() if self.file_of[key] == file):
+                    _check_shape(directory, name, tuple(opened.get_slice(self.keys[name]).get_shape()), shapes[name])
 
     def __call__(self, name: str) -> Tensor:
-        found = next((key for key in _names(name) if key in self.file_of), None)
-        if found is None:
-            raise ConfigError(f"--model {self.directory}: no file there holds the weight {name}; save the model again")
-        with _opened(self.file_of[found]) as file:
-            tensor: Tensor = file.get_tensor(found)
+        key = self.keys[name]
+        with _opened(self.file_of[key]) as file:
+            tensor: Tensor = file.get_tensor(key)
             return tensor.to(torch.float32)
 
+    def _key(self, directory: Path, name: str, config: PretrainedConfig) -> str:
+        # A model that was saved without its head has names from the backbone on.
+        names = (saved_name(name, config), name, name.partition(".")[2])
+        found = next((key for key in names if key in self.file_of), None)
+        if found is None:
+            raise ConfigError(f"--model {directory}: no file there holds the weight {name}; save the model again")
+        return found
 
-def _names(name: str) -> list[str]:
-    """What a tensor may be called: a model that was saved without its head has names from the backbone on."""
-    former = [old + name.removeprefix(new) for new, old in FORMER.items() if name.startswith(new)]
-    return [name, name.partition(".")[2], *former]
+
+def _check_shape(directory: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ConfigError(
+            f"--model {directory}: the weight {name} has the shape {found}, the config says {wanted}; use the "
+            "config.json that was saved with it"
+        )
+
+
+def saved_name(name: str, config: PretrainedConfig) -> str:
+    """What transformers calls the parameter `name` of a model of `config` in files."""
+    now, once = _SAVED.get(config.model_type, ("", ""))
+    return once + name.removeprefix(now) if name.startswith(now) else name
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -64,9 +86,9 @@ def _files(directory: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), directory / SINGLE)
     try:
         named = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        found = {name: directory / file for name, file in named.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {directory / INDEX}: not an index of weights ({error}); copy it again") from None
-    found = {name: directory / file for name, file in named.items()}
     missing = sorted({file.name for file in found.values() if not file.is_file()})
     if missing:
         raise ConfigError(
@@ -75,8 +97,10 @@ def _files(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _opened(file: Path) -> Any:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as opened:
+            yield opened
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"--model {file}: cannot be read ({error}); copy it again") from None

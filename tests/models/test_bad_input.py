@@ -1,0 +1,230 @@
+"""What cannot be trained as it was asked for: one clear error, before any step."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deepspeed_compress.config import SECTION, expand, parse_section
+from deepspeed_compress.errors import CompressError, ConfigError, UnsupportedError
+from deepspeed_compress.models import Layout, build_model, build_parallel, check_layout, read_model_config
+from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.sources import open_source
+from deepspeed_compress.train.options import parse_options
+from deepspeed_compress.train.ranks import Ranks
+from deepspeed_compress.train.setup import read_plan
+from tests.models.families import save_model, write_config
+from tests.models.runs import SEED
+from tests.support.forks import run_forks
+
+# Layouts that a model does not have
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=3), "/parallelism/tensor: 3 does not divide the model's num_attention_heads 4 "),
+        (Layout(tensor=4), "/parallelism/tensor: 4 does not divide the model's num_key_value_heads 2 "),
+        (Layout(tensor=3, pipeline=9), "/parallelism/tensor: 3 does not divide"),
+        (Layout(pipeline=4), "/parallelism/pipeline: 4, but the model has 3 layers .* fewer stages"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout: Layout, message: str, tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path, "llama"))
+    with pytest.raises(CompressError, match=message):
+        check_layout(config, layout)
+
+
+def test_heads_of_gpt2_have_another_name(tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path, "gpt2"))
+    with pytest.raises(ConfigError, match=r"/tensor: 3 does not divide .*heads 4 \(allowed: its divisors\)"):
+        check_layout(config, Layout(tensor=3))
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)])
+def test_unknown_families_stay_whole(layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    config = read_model_config(tmp_path)
+    check_layout(config, Layout())
+    with pytest.raises(UnsupportedError, match=r'"opt" cannot be divided .* rows for "gemma2", .* or add a row'):
+        check_layout(config, layout)
+
+
+# Jobs that are not large enough, or have the wrong kind of ZeRO
+
+
+def ds_config(**parallelism: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {}},
+        SECTION: {"parallelism": parallelism},
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_do_not_go_with_partitioned_gradients(stage: int) -> None:
+    config = ds_config(pipeline=2)
+    for both in (ds_config(pipeline=2, zero_stage=stage), config | {"zero_optimization": {"stage": stage}}):
+        with pytest.raises(ConfigError, match=rf"stage.*: {stage} cannot be combined with .*/pipeline: 2 .* 0, 1\)"):
+            expand(both, parse_section(both))
+
+
+def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(tensor=2, pipeline=2)))
+    model = write_config(tmp_path, "gpt2")
+    text = f"--deepspeed_config {tmp_path / 'ds.json'} --data a --output-dir o --seq-len 16 --model {model}"
+    assert read_plan(parse_options(text.split()), Ranks(0, 8, 0)).layout == Layout(tensor=2, pipeline=2)
+    with pytest.raises(ConfigError, match=r"tensor 2 x pipeline 2 .* 6 "):
+        read_plan(parse_options(text.split()), Ranks(0, 6, 0))
+
+
+def build(rank: int, *jobs: tuple[Path, Layout]) -> list[str]:
+    """What each job says on this rank."""
+    deepspeed.init_distributed("gloo")
+    return [said(path, layout) for path, layout in jobs]
+
+
+def said(path: Path, layout: Layout) -> str:
+    try:
+        build_parallel(path, read_model_config(path), SEED, layout)
+    except CompressError as error:
+        return str(error)
+    return "fine"
+
+
+def test_ranks_say_it_before_they_wait_for_each_other(tmp_path: Path) -> None:
+    """A tensor that one stage alone needs is missed by all."""
+    model, broken = write_config(tmp_path / "a", "gpt2"), save_model(tmp_path / "b", "gpt2")
+    drop_tensor(broken, "transformer.ln_f.weight")
+    layouts = Layout(2, 2), Layout(1, 2, (1, 1)), Layout(1, 2, (3,)), Layout(1, 2, (3, 0))
+    jobs = [*((model, layout) for layout in layouts), (broken, Layout(1, 2))]
+    for world, total, length, ends, lacking in run_forks(2, build, *jobs):
+        assert "/parallelism: tensor 2 x pipeline 2 = 4 ranks do not divide the 2 of this job" in world
+        assert "/parallelism/partition: [1, 1] (allowed: 2 numbers, one a stage, of 3 decoder layers" in total
+        assert "/parallelism/partition: [3] (allowed: 2 numbers" in length
+        assert ends == "fine"
+        assert "holds the weight transformer.ln_f.weight" in lacking
+
+
+# Files
+
+
+def index_of(directory: Path) -> Path:
+    return directory / "model.safetensors.index.json"
+
+
+def weight_map(directory: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(index_of(directory).read_text())["weight_map"]
+    return found
+
+
+def change_index(directory: Path, **changes: Any) -> None:
+    values = json.loads(index_of(directory).read_text())
+    index_of(directory).write_text(json.dumps(values | changes))
+
+
+def first_file(directory: Path) -> Path:
+    return min(directory.glob("model-*.safetensors"))
+
+
+def drop_tensor(directory: Path, name: str = "transformer.h.1.attn.c_attn.weight") -> None:
+    """From its file and the index."""
+    named = weight_map(directory)
+    file = directory / named.pop(name)
+    change_index(directory, weight_map=named)
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file, {"format": "pt"})
+
+
+def drop_from_file(directory: Path) -> None:
+    """The index still says that it is there."""
+    named = weight_map(directory)
+    drop_tensor(directory)
+    change_index(directory, weight_map=named)
+
+
+def cut_short(directory: Path) -> None:
+    file = first_file(directory)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def other_sizes(directory: Path) -> None:
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"n_positions": 32}))
+
+
+def as_pickles(directory: Path) -> None:
+    for file in [*directory.glob("model-*.safetensors"), index_of(directory)]:
+        file.unlink()
+    torch.save({}, directory / "pytorch_model.bin")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file of several is missing": (
+        lambda directory: first_file(directory).unlink(),
+        r"model\.safetensors\.index\.json names files that are not there: model-00001-of-\d+\.safetensors; copy them",
+    ),
+    "a file is cut short": (cut_short, r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again"),
+    "a file is something else": (
+        lambda directory: first_file(directory).write_text("404: not found"),
+        r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again",
+    ),
+    "a tensor is missing": (drop_tensor, r"no file there holds the weight transformer\.h\.1\.attn\.c_attn\.weight"),
+    "a tensor is not where the index says": (
+        drop_from_file,
+        r"cannot be read \(.*transformer\.h\.1\.attn\.c_attn\.weight.*\); copy it again",
+    ),
+    "the index is missing": (
+        lambda directory: index_of(directory).unlink(),
+        r"model-00001-of-\d+\.safetensors is there, but neither .* nor .*index\.json; copy the index, too",
+    ),
+    "the index is cut short": (
+        lambda directory: index_of(directory).write_text('{"weight_map": {'),
+        r"index\.json: not an index of weights \(.*\); copy it again",
+    ),
+    "the index is of something else": (
+        lambda directory: index_of(directory).write_text('{"weight_map": ["a"]}'),
+        r"index\.json: not an index of weights",
+    ),
+    "the config is of another model": (
+        other_sizes,
+        r"the weight transformer\.wpe\.weight has the shape \(64, 32\), the config says \(32, 32\); use the config",
+    ),
+    "weights in another form": (as_pickles, r"pytorch_model\.bin is there, but neither .* in the form of safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("saved"), "gpt2")
+
+
+@pytest.fixture
+def damaged(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A directory that was damaged, and what is said of it."""
+    damage, message = DAMAGES[request.param]
+    directory = tmp_path / "model"
+    shutil.copytree(saved, directory)
+    damage(directory)
+    return directory, message
+
+
+@pytest.mark.parametrize("damaged", DAMAGES, indirect=True)
+def test_directories_that_parts_cannot_be_read_from(damaged: tuple[Path, str]) -> None:
+    directory, message = damaged
+    config = read_model_config(directory)
+    with pytest.raises(ConfigError, match=f"^--model.*{message}"):
+        open_source(directory, build_skeleton(config), SEED)
+
+
+@pytest.mark.parametrize("damaged", DAMAGES, indirect=True)
+def test_directories_that_a_whole_model_cannot_be_read_from(damaged: tuple[Path, str]) -> None:
+    """No weight is drawn anew in silence."""
+    directory, _ = damaged
+    with pytest.raises(ConfigError, match=f"^--model {directory}"):
+        build_model(directory, read_model_config(directory), SEED)

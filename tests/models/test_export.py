@@ -1,0 +1,188 @@
+"""From a pretrained directory into any layout, through some steps, and back into one that transformers loads."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from deepspeed_compress.models import Layout, export, read_model_config, save_pretrained, whole_logits
+from deepspeed_compress.models.filling import fill
+from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.sources import open_source
+from tests.models.families import VOCABULARY, random_tokens, save_model
+from tests.models.runs import ROWS, SEED, Run, start, train
+from tests.support.forks import run_forks
+
+BF16 = {"bf16": {"enabled": True}}
+STAGES, SLICES, BOTH, WHOLE = Layout(pipeline=2), Layout(tensor=2), Layout(tensor=2, pipeline=2), Layout()
+
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`logits` of the trained model, as far as this rank sees them: some, all or none of the vocabulary."""
+
+    replica: int
+    logits: Logits | None
+
+
+def train_and_save(rank: int, run: Run, target: Path, file_bytes: int) -> Seen:
+    export.FILE_BYTES = file_bytes
+    engine = start(run)
+    train(engine, run)
+    save_pretrained(engine, read_model_config(run.model), target)
+    # Afterwards: saving leaves the model as it was.
+    return Seen(engine.data_parallel_group.rank(), logits_of(engine, run))
+
+
+def logits_of(engine: Any, run: Run) -> Logits | None:
+    tokens = random_tokens(ROWS, seed=9)
+    if run.layout.pipeline > 1:
+        _, logits = engine.eval_batch(iter([(tokens, tokens)]), return_logits=True)
+    else:
+        engine.eval()
+        with torch.no_grad(), whole_logits(engine.module):
+            logits = engine(input_ids=tokens, use_cache=False).logits
+    return None if logits is None else logits.float().numpy()
+
+
+def round_trip(run: Run, target: Path, file_bytes: int = 40_000, timeout: float = 120) -> Logits:
+    """Logits of the model in its layout; what it was saved as is in `target`."""
+    ranks = run_forks(run.ranks, train_and_save, run, target, file_bytes, timeout=timeout)
+    parts = [seen.logits for seen in ranks if seen.replica == 0 and seen.logits is not None]
+    return parts[0] if parts[0].shape[-1] == VOCABULARY else np.concatenate(parts, axis=-1)
+
+
+def check(directory: Path, run: Run, logits: Logits, tolerance: float = 1e-5) -> Any:
+    """Logits are about 1 to 10, so 1e-5 is a few of the last of 24 bits: ranks add in another order."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    with torch.no_grad():
+        mine = model(input_ids=random_tokens(ROWS, seed=9)).logits.float().numpy()
+    assert np.abs(mine - logits).max() <= tolerance
+    before = AutoModelForCausalLM.from_pretrained(run.model)
+    assert not torch.equal(before.get_input_embeddings().weight, model.get_input_embeddings().weight.float())
+    assert names(directory) == names(run.model)
+    return model
+
+
+def names(directory: Path) -> set[str]:
+    found: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert not found & set(opened.keys())
+            found |= set(opened.keys())
+    return found
+
+
+def check_generation(model: Any, logits: Logits) -> None:
+    prompt = random_tokens(ROWS, seed=9)
+    text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
+    assert text.shape == (ROWS, prompt.shape[1] + 3)
+    assert text[:, prompt.shape[1]].tolist() == logits[:, -1].argmax(axis=-1).tolist()
+
+
+def check_index(directory: Path, model: Any) -> None:
+    """As many files as were needed, and an index that says where everything is."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in directory.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"]) == names(directory)
+    assert index["metadata"]["total_size"] == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert not list(directory.glob("*.tmp"))
+
+
+CASES = {
+    "zero 3": ("llama", True, Run(Path(), WHOLE, stage=3, data=2)),
+    "zero 2, gpt2": ("gpt2", True, Run(Path(), WHOLE, stage=2, data=2)),
+    "slices": ("phi3", False, Run(Path(), SLICES)),
+    "slices, gemma2": ("gemma2", True, Run(Path(), SLICES)),
+    "stages": ("gpt_neox", False, Run(Path(), STAGES, stage=1)),
+    "slices x zero 3": ("gpt2", False, Run(Path(), SLICES, stage=3, data=2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case: str, tmp_path: Path) -> None:
+    family, tied, run = CASES[case]
+    run = replace(run, model=save_model(tmp_path / "before", family, tied))
+    logits = round_trip(run, tmp_path / "after")
+    model = check(tmp_path / "after", run, logits)
+    check_generation(model, logits)
+    check_index(tmp_path / "after", model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])
+def test_round_trip_of_eight_ranks(family: str, tied: bool, tmp_path: Path) -> None:
+    run = Run(save_model(tmp_path / "before", family, tied), BOTH, stage=1, data=2)
+    logits = round_trip(run, tmp_path / "after", timeout=500)
+    check_generation(check(tmp_path / "after", run, logits), logits)
+
+
+def test_bf16_to_the_bit(tmp_path: Path) -> None:
+    """Stages compute in bf16 just as the whole model that is loaded in the type that it was saved in."""
+    run = Run(save_model(tmp_path / "before", "llama"), STAGES, stage=1, extra=BF16)
+    logits = round_trip(run, tmp_path / "after")
+    model = check(tmp_path / "after", run, logits, tolerance=0.0)
+    assert model.dtype == torch.bfloat16
+
+
+def test_one_file_takes_the_place_of_several(tmp_path: Path) -> None:
+    """Over the directory that the model came from, whose files go."""
+    source, target = save_model(tmp_path / "before", "gpt2"), save_model(tmp_path / "after", "gpt2")
+    run = Run(source, STAGES, stage=1)
+    check(target, run, round_trip(run, target, file_bytes=10**9))
+    assert [file.name for file in target.glob("model*")] == ["model.safetensors"]
+
+
+# Directories that others saved
+
+
+def loaded(directory: Path) -> dict[str, torch.Tensor]:
+    config = read_model_config(directory)
+    model = build_skeleton(config)
+    fill(model, open_source(directory, model, SEED))
+    return dict(model.named_parameters())
+
+
+def check_loaded(directory: Path, wanted: Any) -> None:
+    found = loaded(directory)
+    assert found.keys() == dict(wanted.named_parameters()).keys()
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+@pytest.mark.parametrize("head", ["embed_out.weight", "lm_head.weight"])
+def test_both_names_of_the_head_of_gpt_neox(head: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "files", "gpt_neox", tied=False))
+    model.save_pretrained(tmp_path / "one")
+    file = tmp_path / "one" / "model.safetensors"
+    tensors = load_file(file)
+    (old,) = {"embed_out.weight", "lm_head.weight"} & set(tensors)
+    save_file({head if name == old else name: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+    check_loaded(tmp_path / "one", model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_a_model_saved_without_its_head(family: str, tmp_path: Path) -> None:
+    whole = save_model(tmp_path / "whole", family, tied=True)
+    AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "backbone")
+    assert names(tmp_path / "backbone") != names(whole)
+    check_loaded(tmp_path / "backbone", AutoModelForCausalLM.from_pretrained(whole))
+
+
+def test_weights_saved_in_bf16(tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "a", "gpt2"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "b")
+    check_loaded(tmp_path / "b", model.float())
