@@ -7,6 +7,7 @@ import pytest
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.report import main, write_report
 from deepspeed_compress.report.runs import _distinct_names, load_runs, table_rows, traffic
+from deepspeed_compress.train.records import compression_figures
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
@@ -104,6 +105,21 @@ def test_older_runs_have_no_stack(runs: tuple[Path, Path], tmp_path: Path) -> No
     assert traffic(load_runs(*runs)) == []
     page, _ = write_report(*runs, tmp_path)
     assert "Sent by one rank in a step" not in page.read_text(encoding="utf-8")
+
+
+def test_a_summary_has_the_kinds_that_every_line_has(tmp_path: Path) -> None:
+    file = tmp_path / "compression.jsonl"
+    lines = [
+        {"bytes_sent": sent, "bytes_uncompressed": 80, "bytes_tied": 3 * sent, "bytes_tensor": tensor}
+        for sent, tensor in ((10, 5), (30, None))
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compression_figures(file) == {
+        "bytes_sent_per_step": 20,
+        "bytes_uncompressed_per_step": 80,
+        "bytes_tied_per_step": 60,
+        "compression_ratio": 4.0,
+    }
 
 
 def test_an_unfinished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_compress.config import SECTION, CompressConfig, find_problems, json_schema, parse_section
+from tests.support.properties import properties
 from tests.support.sections import (
     EVERY_METHOD,
     GRADIENTS,
@@ -86,6 +87,7 @@ SECTIONS = st.sampled_from(sorted(OF_GRADIENTS)).flatmap(
 )
 
 
+@properties
 @given(SECTIONS)
 def test_written_out_sections_read_back_the_same(gradients: dict[str, Any]) -> None:
     parsed = CompressConfig.model_validate({"gradients": gradients})

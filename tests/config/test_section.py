@@ -20,6 +20,7 @@ from deepspeed_compress.config import methods as m
 from deepspeed_compress.config import places as p
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import CompressWarning, ConfigError
+from tests.support.properties import properties
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 DESIGN_EXAMPLE = {
@@ -279,6 +280,7 @@ JSON = st.recursive(
 )
 
 
+@properties
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3) | JSON)
 def test_any_section_either_parses_or_is_a_config_error(section: object) -> None:
     before = json.dumps(section)

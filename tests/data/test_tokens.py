@@ -12,6 +12,7 @@ from deepspeed_compress.data.documents import documents, split_at_words
 from deepspeed_compress.data.tokenizer import END_OF_TEXT
 from deepspeed_compress.data.tokens import TokenCache
 from deepspeed_compress.errors import DataError
+from tests.support.properties import properties
 
 
 def cached(files: list[Path], tokenizer: Path, directory: Path, chunk_chars: int = 1 << 20) -> TokenCache:
@@ -40,6 +41,7 @@ def test_reading_in_chunks_changes_nothing(
     assert whole.bounds == parts.bounds
 
 
+@properties
 @given(st.lists(st.text(alphabet="ab \n\t.'s1\u00e9", max_size=9), max_size=9))
 def test_splitting_keeps_text_and_tokens(pieces: list[str]) -> None:
     from tokenizers import pre_tokenizers
