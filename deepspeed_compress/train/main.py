@@ -37,13 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     for message, category in FOREIGN_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
     ranks = start_ranks(options.local_rank)
+    status = 0
     try:
         _train(options, ranks)
     except CompressError as error:
         _report(error, ranks)
-        return 2
+        status = 2
+    # A process that ends with threads of a group alive may be aborted, which is another status.
     dist.destroy_process_group()
-    return 0
+    return status
 
 
 def _train(options: Options, ranks: Ranks) -> None:
