@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs every check and test. Arguments go to pytest: bash tests/run.sh -m "not slow".
+# Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that:
+# bash tests/run.sh -m "slow or not slow" runs all tests, as CI does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,4 +23,5 @@ export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLEL
 ruff check .
 ruff format --check .
 mypy
+[ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest "$@"
