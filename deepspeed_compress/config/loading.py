@@ -2,8 +2,9 @@
 
 import base64
 import collections
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         return built
 
     try:
-        config = hjson.loads(text, object_pairs_hook=build)
+        config = _decode(text, build)
     except hjson.HjsonDecodeError as error:
         raise ConfigError(
             f"{name}: line {error.lineno}, column {error.colno}: {error.msg}. Correct the syntax there; JSON "
@@ -75,6 +76,14 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
     _refuse(duplicates, config, name)
     return config
+
+
+def _decode(text: str, build: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
+    """hjson makes an integer of 0.0, which PyTorch refuses beside other betas: what is JSON is read as JSON."""
+    try:
+        return json.loads(text, object_pairs_hook=build)
+    except ValueError:
+        return hjson.loads(text, object_pairs_hook=build)
 
 
 def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str, Any], name: str) -> None:

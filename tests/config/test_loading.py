@@ -74,3 +74,8 @@ def test_file_without_permission(tmp_path: Path) -> None:
     path.chmod(0)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_ds_config(path)
+
+
+def test_a_float_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text('{"optimizer": {"params": {"betas": [0.0, 0.95]}}}')
+    assert isinstance(read_ds_config(tmp_path / "ds_config.json")["optimizer"]["params"]["betas"][0], float)
