@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor
 
 from deepspeed_compress.data import Windows
@@ -205,7 +205,7 @@ DROPOUT: dict[str, Any] = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a rank saw in training with dropout. `shared`: parameters that tensor neighbors hold in common."""
+    """What a rank saw in training with dropout. `shared`: parameters of layers that are not split."""
 
     stage: int
     replica: int
@@ -229,7 +229,8 @@ def drop_one(run: Run) -> Dropped:
     for step in range(1, run.steps + 1):
         loss = train_step(stepper, same_text(), share, SEED, step, engine.device)
         losses.append(float(engine.dp_group_loss if run.layout.pipeline > 1 else loss))
-    whole = {name: p for name, p in engine.module.named_parameters() if not is_model_parallel_parameter(p)}
+    owners = [(name, m) for name, m in engine.module.named_modules() if not isinstance(m, TensorParallel_Layer)]
+    whole = {f"{owner}.{name}": p for owner, m in owners for name, p in m.named_parameters(recurse=False)}
     shared = {name: parameter.detach().flatten().tolist() for name, parameter in whole.items()}
     finish(engine)
     return Dropped(share.stage, share.rank, losses, shared)
