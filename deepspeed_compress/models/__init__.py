@@ -2,7 +2,7 @@
 
 `gpt`: whole. `build`: divided, from `skeleton` (no memory yet) by way of `families` (what can be divided), `layers` and
 `pipeline` (stages, cut by `balance`), `tensor` and `vocabulary` (split layers) and `filling` (weights from `sources`).
-`export`: back.
+`export`: back. `universal`: what DeepSpeed's converter of checkpoints is told about the parts.
 """
 
 from deepspeed_compress.models.build import Layout, build_parallel, check_layout

@@ -18,6 +18,7 @@ from deepspeed_compress.models.pipeline import CausalLMPipeline, make_topology, 
 from deepspeed_compress.models.skeleton import build_skeleton, linear_layers
 from deepspeed_compress.models.sources import Source, open_source
 from deepspeed_compress.models.tensor import finish_split, split_layers
+from deepspeed_compress.models.universal import describe_parts
 from deepspeed_compress.models.vocabulary import split_vocabulary, use_split_loss, vocabulary_weights
 
 __all__ = ["Layout", "build_parallel", "check_layout"]
@@ -78,13 +79,13 @@ def _pipeline(model: Any, family: Family, source: Source, layout: Layout) -> Cau
 
 def _split_and_fill(module: nn.Module, model: Any, family: Family, source: Source, group: Any) -> None:
     """`module`: all of the skeleton `model`, or a stage of it. `group`: of the ranks that share its layers, or None."""
-    if group is None:
-        fill(module, source)
-        return
-    splitter = split_layers(module, model.config, family, group)
-    head = split_vocabulary(module, vocabulary_weights(model), splitter)
+    splitter = split_layers(module, model.config, family, group) if group is not None else None
+    head = split_vocabulary(module, vocabulary_weights(model), splitter) if splitter is not None else None
+    # All ranks get here, and not all of them further when a file of weights is damaged.
+    describe_parts(module)
     fill(module, source)
-    finish_split(splitter, module)
+    if splitter is not None:
+        finish_split(splitter, module)
     if head is not None:
         use_split_loss(module, head)
 

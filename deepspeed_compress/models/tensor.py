@@ -8,10 +8,9 @@ import re
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
-from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_info, set_autotp_mode
+from deepspeed.module_inject.layers import set_autotp_mode
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
@@ -45,9 +44,8 @@ def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, gr
 
 
 def finish_split(splitter: AutoTP, module: Any) -> None:
-    """Once the weights are there: sum gradients of norms of heads, and say what a universal checkpoint needs."""
+    """Once the weights are there: sum gradients of norms of heads."""
     splitter.register_replicated_grad_hooks(module)
-    setattr(module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(module))
     # DeepSpeed is not to split it again.
     module.ds_autotp_parsed = True
 

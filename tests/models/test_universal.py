@@ -79,12 +79,17 @@ def of_four_sequences(model: Path, layout: Layout, data: int, stage: int = 1) ->
 
 
 def continued(
-    family: str, saved: tuple[Layout, int], *loaded: tuple[Layout, int, int], directory: Path, **changes: Any
+    family: str,
+    saved: tuple[Layout, int],
+    *loaded: tuple[Layout, int, int],
+    directory: Path,
+    tied: bool = False,
+    **changes: Any,
 ) -> tuple[list[float], list[list[float]]]:
     """Losses after the checkpoint of the run that goes on, and by way of a universal one, of those that load it."""
-    model = write_config(directory / "model", family, tied=False, **changes)
+    model = write_config(directory / "model", family, tied, **changes)
     expected = on_all_ranks(save, of_four_sequences(model, *saved), directory)
-    run_forks(1, convert, str(directory), saved[0].tensor == 1)
+    run_forks(1, convert, str(directory), saved[0] == Layout())
     runs = [replace(of_four_sequences(model, *found), extra=UNIVERSAL) for found in loaded]
     return expected, [on_all_ranks(resume, run, directory) for run in runs]
 
@@ -132,14 +137,17 @@ def test_what_deepspeed_stops_at(
         continued("gpt2", saved, loaded, directory=tmp_path)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="DeepSpeed asks the first stage alone how weights are split; the others' are wrong",
-)
-def test_stages_of_slices(tmp_path: Path) -> None:
-    # Uneven slices would not fit together, and be an error.
-    check(continued("llama", (BOTH, 1), (BOTH, 1, 1), directory=tmp_path, intermediate_size=48))
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_of_slices(tied: bool, tmp_path: Path) -> None:
+    """DeepSpeed asks the first stage alone how weights are split, so it must know of all."""
+    loaded = [(BOTH, 1, 1), (STAGES, 2, 1), (Layout(pipeline=3), 1, 1)]
+    check(continued("llama", (BOTH, 2), *loaded, directory=tmp_path, tied=tied))
+
+
+def test_tied_weights_are_taken_from_one_stage(tmp_path: Path) -> None:
+    """ZeRO cuts both copies at other places, where a stage has nothing else."""
+    uneven = Layout(pipeline=2, partition=(0, 3))
+    check(continued("gpt2", (uneven, 2), (STAGES, 1, 1), directory=tmp_path, tied=True))
 
 
 @pytest.mark.xfail(

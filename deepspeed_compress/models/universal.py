@@ -1,0 +1,34 @@
+"""What DeepSpeed's converter to universal checkpoints (`deepspeed.checkpoint.ds_to_universal`) must know of a model."""
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import PIPELINE_REPLICATED_PARAMETER_PATTERNS, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_info
+from torch import nn
+
+__all__ = ["describe_parts"]
+
+TIED = r"^tied_modules\."
+"""Names of weights that several stages of a pipeline hold, which the converter is to take from the first of them."""
+
+
+def describe_parts(module: nn.Module) -> None:
+    """Note on `module` how the weights of all stages are split: the converter asks the first stage alone.
+
+    A collective call of all ranks, before there are weights. DeepSpeed also notes on each parameter which part it is.
+    """
+    described: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(described, collect_autotp_universal_checkpoint_info(module))
+    whole = functools.reduce(_merged, described)
+    setattr(module, UNIVERSAL_CHECKPOINT_INFO, whole | {PIPELINE_REPLICATED_PARAMETER_PATTERNS: [TIED]})
+
+
+def _merged(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = one.keys() & other.keys()
+        return one | other | {key: _merged(one[key], other[key]) for key in both}
+    if isinstance(one, list):
+        return one + [item for item in other if item not in one]
+    return one
