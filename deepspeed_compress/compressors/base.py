@@ -1,10 +1,12 @@
 """The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Compressor", "aligned", "message_key", "random_key"]
+from deepspeed_compress.kernels.forms import Memory
+
+__all__ = ["ALIGNMENT", "Compressor", "Remembering", "aligned", "message_key", "random_key"]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
@@ -25,6 +27,14 @@ class Compressor(Protocol):
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         """`out` (flat fp32) += `scale` * decoded `payload` (uint8)."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A compressor that does the work of error feedback in the same pass."""
+
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+        """Encode `x` + decay * before into `out`, as `compress` does; `after` becomes what decoding does not give back."""
 
 
 def aligned(size: int) -> int:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from deepspeed_compress.compressors.base import aligned
 from deepspeed_compress.kernels import for_device
+from deepspeed_compress.kernels.forms import Form, Memory, fitted
 
-__all__ = ["BlockQuantizer", "SymmetricQuantizer", "fitted"]
+__all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantizer", "fitted"]
 
 
 class BlockQuantizer(ABC):
@@ -19,8 +20,6 @@ class BlockQuantizer(ABC):
     The last block may be shorter; it is quantized by itself, never padded. Payload: the numbers of all blocks,
     block after block, in `scale_dtype`; then the codes as a little-endian bit string; each part is padded with zeros
     to a multiple of 4 bytes.
-
-    A quantizer says how the rows of a matrix become numbers and codes, and back; a row is a block.
     """
 
     block_size: int
@@ -41,18 +40,6 @@ class BlockQuantizer(ABC):
     def code_bits(self) -> int:
         """Bits of a code: 1 to 8."""
 
-    @abstractmethod
-    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Numbers (fp32 [r, numbers], exact in `scale_dtype`) and codes ([r, b], one byte) of `rows` (fp32 [r, b]).
-
-        `noise` (fp32 [r, b] in [0, 1)) is given to stochastic quantizers. The upper bits of a code are ignored.
-        A row with a non-finite element gets a non-finite number.
-        """
-
-    @abstractmethod
-    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-        """`out` (fp32 [r, b]) += `scale` * what `numbers` (fp32 [r, numbers]) and `codes` (uint8 [r, b]) stand for."""
-
     def payload_bytes(self, numel: int) -> int:
         return aligned(self._number_bytes(numel)) + aligned(self._code_bytes(numel))
 
@@ -71,6 +58,65 @@ class BlockQuantizer(ABC):
         """Numbers ([blocks, numbers], in `scale_dtype`) in the number bytes, as a view."""
         return field[: self._number_bytes(numel)].view(self.scale_dtype).view(-1, self.numbers)
 
+    def _clear_padding(self, number_field: Tensor, numel: int) -> None:
+        number_field[self._number_bytes(numel) :].zero_()
+
+    @abstractmethod
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        """See `Compressor`."""
+
+    @abstractmethod
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        """See `Compressor`."""
+
+
+class FormQuantizer(BlockQuantizer):
+    """A quantizer that is one kernel, which takes the memory of error feedback along."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """Of blocks, scales and codes."""
+
+    @property
+    def code_bits(self) -> int:
+        return self.form.bits
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        self._encode(x, out, key, None)
+
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+        """See `Remembering`."""
+        self._encode(x, out, key, memory)
+
+    def _encode(self, x: Tensor, out: Tensor, key: int, memory: Memory | None) -> None:
+        number_field, code_field = self._split(out, x.numel())
+        self._clear_padding(number_field, x.numel())
+        numbers = self._numbers(number_field, x.numel()).view(-1)
+        kernels, seed = for_device(x.device), key if self.stochastic else None
+        kernels.quantize_blocks(x, self.form, numbers, code_field, seed, memory)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        number_field, code_field = self._split(payload, out.numel())
+        numbers = self._numbers(number_field, out.numel()).view(-1)
+        for_device(out.device).dequantize_blocks_add(numbers, code_field, self.form, out, scale)
+
+
+class RowQuantizer(BlockQuantizer):
+    """A quantizer that says how the rows of a matrix become numbers and codes, and back; a row is a block."""
+
+    @abstractmethod
+    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Numbers (fp32 [r, numbers], exact in `scale_dtype`) and codes ([r, b], one byte) of `rows` (fp32 [r, b]).
+
+        `noise` (fp32 [r, b] in [0, 1)) is given to stochastic quantizers. The upper bits of a code are ignored.
+        A row with a non-finite element gets a non-finite number.
+        """
+
+    @abstractmethod
+    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+        """`out` (fp32 [r, b]) += `scale` * what `numbers` (fp32 [r, numbers]) and `codes` (uint8 [r, b]) stand for."""
+
     def _rows(self, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Views of `flat`: whole blocks [r, block_size], a shorter last one [1, rest]; with which blocks those are."""
         whole, rest = divmod(flat.numel(), self.block_size)
@@ -82,7 +128,7 @@ class BlockQuantizer(ABC):
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         kernels = for_device(x.device)
         number_field, code_field = self._split(out, x.numel())
-        number_field[self._number_bytes(x.numel()) :].zero_()
+        self._clear_padding(number_field, x.numel())
         numbers = self._numbers(number_field, x.numel())
         codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
         noise = kernels.uniform(x.numel(), key, x.device) if self.stochastic else None
@@ -102,7 +148,7 @@ class BlockQuantizer(ABC):
             self._dequantize_add(numbers[blocks], code_rows, out_rows, scale)
 
 
-class SymmetricQuantizer(BlockQuantizer):
+class SymmetricQuantizer(RowQuantizer):
     """x is sent as q = round(x / s), an integer of magnitude `levels` at most, in two's complement.
 
     Rounding is to nearest even, or if stochastic to floor(x / s + u), u uniform in [0, 1), which is unbiased where
@@ -126,14 +172,3 @@ class SymmetricQuantizer(BlockQuantizer):
         unused = 8 - self.code_bits
         signed = (codes << unused).view(torch.int8) >> unused
         for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)
-
-
-def fitted(scales: Tensor, dtype: torch.dtype, levels: int = 1) -> Tensor:
-    """`scales` (fp32 or fp64, >= 0) as the receiver sees them: rounded to `dtype`, as fp32.
-
-    A finite scale stays finite, and so does `levels` times it: what is too large becomes the largest number of `dtype`,
-    or that of bf16 divided by `levels`. Infinity and NaN stay. Small ones may become 0.
-    """
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / levels)
-    rounded = scales.clamp(max=limit).to(dtype).to(torch.float32)
-    return torch.where(scales.isfinite(), rounded, scales.to(torch.float32))

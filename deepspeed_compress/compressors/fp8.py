@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compressors.blocks import BlockQuantizer, fitted
+from deepspeed_compress.compressors.blocks import RowQuantizer, fitted
 
 __all__ = ["FP8"]
 
@@ -15,7 +15,7 @@ FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3
 
 
 @dataclass(frozen=True)
-class FP8(BlockQuantizer):
+class FP8(RowQuantizer):
     """x / s in an 8-bit floating-point format, s = max|x| / (its largest finite number) over each block.
 
     Source: the formats E4M3 (largest 448) and E5M2 (largest 57344) of Micikevicius et al., "FP8 Formats for Deep

@@ -6,14 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compressors.blocks import BlockQuantizer
+from deepspeed_compress.compressors.blocks import RowQuantizer
 from deepspeed_compress.kernels import for_device
 
 __all__ = ["Linear"]
 
 
 @dataclass(frozen=True)
-class Linear(BlockQuantizer):
+class Linear(RowQuantizer):
     """q = round((x - lo) / (hi - lo) * (2**bits - 1)), lo and hi the extremes of each block of `block_size` elements.
 
     Source: affine (asymmetric) quantization, Jacob et al. (arXiv:1712.05877, section 2.1), with the real numbers lo and

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from deepspeed_compress.compressors.blocks import SymmetricQuantizer, fitted
+from deepspeed_compress.compressors.blocks import FormQuantizer
+from deepspeed_compress.kernels.forms import Form
 
 __all__ = ["QSGD"]
 
 
 @dataclass(frozen=True)
-class QSGD(SymmetricQuantizer):
+class QSGD(FormQuantizer):
     """sign(x) * ||x|| * l / s, with l one of the two integers around |x| * s / ||x||, at random and without bias.
 
     Source: Alistarh et al., "QSGD" (arXiv:1610.02132, section 3.1, equation 3.1): ||x|| is the Euclidean norm of the
@@ -31,10 +29,5 @@ class QSGD(SymmetricQuantizer):
         return True
 
     @property
-    def code_bits(self) -> int:
-        return (2 * self.levels).bit_length()
-
-    def _scales(self, rows: Tensor) -> Tensor:
-        # The squares of fp32 numbers neither overflow nor underflow in fp64.
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-        return fitted(norms / self.levels, torch.float32, self.levels)
+    def form(self) -> Form:
+        return Form("norm", self.levels, (2 * self.levels).bit_length(), self.block_size)

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from deepspeed_compress.compressors.blocks import BlockQuantizer, fitted
-from deepspeed_compress.kernels import for_device
+from deepspeed_compress.compressors.blocks import FormQuantizer
+from deepspeed_compress.kernels.forms import Form
 
 __all__ = ["Sign"]
 
 
 @dataclass(frozen=True)
-class Sign(BlockQuantizer):
+class Sign(FormQuantizer):
     """sign(x) times the mean of |x| over each block of `block_size` elements, with sign(0) = 1.
 
     Source: scaled sign of Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1), also used
@@ -25,14 +22,5 @@ class Sign(BlockQuantizer):
     block_size: int = 256
 
     @property
-    def code_bits(self) -> int:
-        return 1
-
-    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        # In fp64, since the sum of finite elements may overflow.
-        means = rows.abs().mean(dim=1, dtype=torch.float64)
-        return fitted(means, torch.float32).unsqueeze(1), rows >= 0
-
-    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-        signs = codes.view(torch.int8) * 2 - 1
-        for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signs, out, scale)
+    def form(self) -> Form:
+        return Form("mean", 1, 1, self.block_size)

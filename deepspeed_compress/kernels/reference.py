@@ -5,10 +5,15 @@ give the same bits on every device.
 """
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from deepspeed_compress.kernels.forms import OUTER, Form, Memory, fitted
 
 _MASK32 = 0xFFFFFFFF
 
@@ -41,8 +46,8 @@ def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | Non
 
 
 def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-    """`out` (fp32 [r, b]) += `scale` * scales[:, None] * codes."""
-    out.addcmul_(codes.to(torch.float32), (scales * scale).unsqueeze(1))
+    """`out` (fp32 [r, b]) += (scales * `scale`)[:, None] * codes, each product and each sum rounded by itself."""
+    out.add_(codes.to(torch.float32).mul_((scales * scale).unsqueeze(1)))
 
 
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
@@ -179,3 +184,119 @@ def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
     for place in range(8 // width):
         torch.bitwise_and(packed >> width * place, (1 << width) - 1, out=codes[:, place])
     return codes.view(-1)[:count]
+
+
+def quantize_blocks(
+    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: Memory | None = None
+) -> None:
+    """Scales of the blocks of `x` (flat fp32 [n], not changed) to `numbers` (fp32, bf16 or fp16 [blocks]), and packed
+    codes to `codes` (uint8; what is not needed of it becomes 0).
+
+    Codes are rounded to nearest even, or with a `key` stochastically: element i by the i-th number of `uniform`. With a
+    `memory` it is x + decay * before that is encoded, and what decoding does not give back becomes `after` (finite
+    where the fp32 value is).
+    """
+    if memory is not None:
+        x = x + memory.before.to(torch.float32) * memory.decay
+    kind, values = _KINDS[form.kind], torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    noise = uniform(x.numel(), key, x.device) if key is not None else None
+    for blocks, elements, shape in _blocks(x.numel(), form.block_size):
+        rows = x[elements].view(shape)
+        scales = kind.scales(rows, form.levels, numbers.dtype)
+        numbers[blocks] = scales
+        row_noise = None if noise is None else noise[elements].view(shape)
+        values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
+    pack_codes(values, form.bits, codes)
+    if memory is not None:
+        left = x if x.data_ptr() != memory.after.data_ptr() else x.clone()
+        dequantize_blocks_add(numbers, codes, form, left, -1.0)
+        limit = torch.finfo(memory.after.dtype).max
+        memory.after.copy_(torch.where(left.isinf(), left, left.clamp(-limit, limit)))
+
+
+def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+    """`out` (flat fp32 [n]) += `scale` times what `quantize_blocks` encoded: s * `scale` first, then times the code."""
+    values, scales = unpack_codes(codes, form.bits, out.numel()), numbers.to(torch.float32)
+    for blocks, elements, shape in _blocks(out.numel(), form.block_size):
+        signed = _KINDS[form.kind].signed(values[elements], form.bits).view(shape)
+        dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
+
+
+def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    """(blocks, their elements, shape [r, b]) of the whole blocks and of the shorter last one, where there are any."""
+    whole, rest = divmod(numel, block_size)
+    if whole:
+        yield slice(whole), slice(whole * block_size), (whole, block_size)
+    if rest:
+        yield slice(whole, whole + 1), slice(whole * block_size, numel), (1, rest)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """`scales`: of rows (fp32 [r, b]), by levels and dtype: fp32 [r], exact in that dtype. `codes`: of rows, scales,
+    levels and noise: one byte each [r, b]. `signed`: codes (uint8, by their number of bits) as int8 multiples of s."""
+
+    scales: Callable[[Tensor, int, torch.dtype], Tensor]
+    codes: Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+    signed: Callable[[Tensor, int], Tensor]
+
+
+def _absmax_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    largest = rows.abs().amax(dim=1)
+    # Not by a number: on GPU that would multiply by the reciprocal.
+    return fitted(largest / torch.full_like(largest, levels), dtype, levels)
+
+
+def _norm_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    # The squares of fp32 numbers neither overflow nor underflow in fp64.
+    return fitted(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) / levels, dtype, levels)
+
+
+def _mean_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    # In fp64, since the sum of finite elements may overflow.
+    return fitted(rows.abs().mean(dim=1, dtype=torch.float64), dtype)
+
+
+_ITERATIONS = 2
+
+
+def _lloyd_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    """Sums are fp64, which nothing can overflow and which the order of summation hardly shows in."""
+    magnitudes, width = rows.abs(), rows.shape[1]
+    total = magnitudes.sum(dim=1, dtype=torch.float64)
+    # The best scale for normal and Laplace distributed elements is about half of the mean magnitude.
+    scales = total / (2 * width)
+    for _ in range(_ITERATIONS):
+        outer = _is_outer(magnitudes, scales.to(torch.float32))
+        outer_total = (magnitudes * outer).sum(dim=1, dtype=torch.float64)
+        # Counting in fp32 is exact, and much faster than in int64.
+        outer_count = outer.sum(dim=1, dtype=torch.float32)
+        scales = (total + (OUTER - 1) * outer_total) / (width + (OUTER**2 - 1) * outer_count)
+    return fitted(scales, dtype, OUTER)
+
+
+def _is_outer(magnitudes: Tensor, scales: Tensor) -> Tensor:
+    """Whether each of `magnitudes` [r, b] is nearer to the outer level of its scale [r]: bool."""
+    return magnitudes >= (scales * ((1 + OUTER) / 2)).unsqueeze(1)
+
+
+def _sign_extended(codes: Tensor, bits: int) -> Tensor:
+    return (codes << 8 - bits).view(torch.int8) >> 8 - bits
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
+        "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
+        "mean": _Kind(
+            _mean_scales,
+            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
+            lambda codes, bits: codes.view(torch.int8) * 2 - 1,
+        ),
+        "lloyd": _Kind(
+            _lloyd_scales,
+            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8) * 2 + _is_outer(rows.abs(), scales),
+            lambda codes, bits: ((codes & 1) * (OUTER - 1) + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
+        ),
+    }
+)
