@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.buckets import Segment
-from deepspeed_compress.compressors.base import Compressor
+from deepspeed_compress.compressors.base import Compressor, Remembering
 from deepspeed_compress.transforms import Identity, Transform
 
 __all__ = ["Codec", "Silence"]
@@ -43,6 +43,12 @@ class Codec:
     @property
     def silent(self) -> bool:
         return isinstance(self.compressor, Silence)
+
+    @property
+    def remembering(self) -> Remembering | None:
+        """The compressor, if it takes the memory of error feedback along, and sees the elements as they are."""
+        plain = isinstance(self.transform, Identity)
+        return self.compressor if plain and isinstance(self.compressor, Remembering) else None
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed_compress.buckets import Segment
 from deepspeed_compress.codec import Codec
+from deepspeed_compress.kernels.forms import Memory
 from deepspeed_compress.residuals import Residuals
 
 __all__ = ["MomentumCorrection", "Spread", "WithFeedback", "WithoutFeedback"]
@@ -48,6 +49,12 @@ class WithFeedback:
 
         decoded + new residual == x + decay * old residual to rounding, and exactly where the subtraction is exact.
         """
+        remembering = codec.remembering
+        buffers = self.residuals.buffers(segments, x.device) if remembering is not None else None
+        if remembering is not None and buffers is not None:
+            before, after = buffers
+            remembering.compress_remembering(x, out, key, Memory(before, self.decay, after))
+            return
         self.residuals.add_to(x, segments, self.decay)
         codec.encode(x, segments, out, key)
         codec.decode_add([out], segments, x, -1.0)

@@ -94,14 +94,25 @@ class Residuals:
 
     def write(self, segments: Sequence[Segment], values: Tensor) -> None:
         """Replace the values of the message by flat fp32 `values`."""
-        slot = self._slot(_layout(segments), values.device)
+        self._target(self._slot(_layout(segments), values.device)).copy_(self._encoded(values))
+
+    def _target(self, slot: _Slot) -> Tensor:
+        """Where the running step writes the new values of `slot`."""
         slot.written = True
-        if not self.transactional:
-            slot.applied.copy_(self._encoded(values))
-            return
-        if slot.running is None:
-            slot.running = torch.empty_like(slot.applied)
-        slot.running.copy_(self._encoded(values))
+        if self.transactional and slot.running is None:
+            slot.running = torch.zeros_like(slot.applied)
+        return slot.current
+
+    def buffers(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The values of the message, and where new ones go, to be written in place of `write`: flat fp32 or bf16.
+
+        They may be the same. None where values are stored in another form, or not on `device`.
+        """
+        if not isinstance(self.storage, Cast) or (self.on_host and device.type != "cpu"):
+            return None
+        slot, numel = self._slot(_layout(segments), device), sum(segment.numel for segment in segments)
+        before = self.storage.elements(slot.current, numel)
+        return before, self.storage.elements(self._target(slot), numel)
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether anything was ever written for elements of `segments`."""

@@ -4,7 +4,6 @@ They are linear and keep the length, so sums over ranks are taken of coefficient
 transform here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T with orthonormal matrices A.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -63,11 +62,13 @@ class Hadamard:
         assert self.block_size.bit_count() == 1, f"block_size {self.block_size} is not a power of two"
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return _forward(x * self._signs(x), _powers_of_two(x.numel(), self.block_size), _hadamard_matrix)
+        blocks = _powers_of_two(x.numel(), self.block_size)
+        return _forward(x * self._signs(x), blocks, for_device(x.device).hadamard_tiles)
 
     def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
         blocks = _powers_of_two(coefficients.numel(), self.block_size)
-        return _inverse(coefficients, blocks, _hadamard_matrix).mul_(self._signs(coefficients))
+        operation = for_device(coefficients.device).hadamard_tiles
+        return _inverse(coefficients, blocks, operation).mul_(self._signs(coefficients))
 
     def _signs(self, like: Tensor) -> Tensor:
         """+1 or -1 for every element of `like`."""
@@ -92,10 +93,10 @@ class DCT:
     tile: int = 64
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return _forward(x, self._tiles(x, segments), _dct_matrix)
+        return _forward(x, self._tiles(x, segments), for_device(x.device).dct_tiles)
 
     def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return _inverse(coefficients, self._tiles(coefficients, segments), _dct_matrix)
+        return _inverse(coefficients, self._tiles(coefficients, segments), for_device(coefficients.device).dct_tiles)
 
     def _tiles(self, x: Tensor, segments: Sequence[Segment]) -> "tuple[Tiles, ...]":
         layout = tuple((part.begin, part.numel, self.widths.get(part.parameter, 0)) for part in segments)
@@ -128,31 +129,31 @@ class Tiles:
         return flat.as_strided(sizes, strides, flat.storage_offset() + self.offset)
 
 
-Basis = Callable[[int, torch.device], Tensor]
-"""The orthonormal matrix A_n of a size n."""
+Operation = Callable[[Tensor, Tensor, bool], None]
+"""(tiles [t, h, w], out of that shape, inverse): transforms every tile."""
 
 
-def _forward(x: Tensor, tiles: Iterable[Tiles], basis: Basis) -> Tensor:
-    """A_h X A_w^T of all tiles X, in their order; neighbours of equal shape go together."""
+def _forward(x: Tensor, tiles: Iterable[Tiles], operation: Operation) -> Tensor:
+    """The coefficients of all tiles, in their order; neighbours of equal shape go together."""
     x, coefficients, position = x.contiguous(), torch.empty_like(x), 0
     for (height, width), group in groupby(tiles, lambda one: one.shape):
         batch = torch.cat([one.of(x).reshape(-1, height, width) for one in group])
-        out = coefficients[position : position + batch.numel()].view_as(batch)
-        torch.matmul(basis(height, x.device), batch @ basis(width, x.device).T, out=out)
+        operation(batch, coefficients[position : position + batch.numel()].view_as(batch), False)
         position += batch.numel()
     return coefficients
 
 
-def _inverse(coefficients: Tensor, tiles: Iterable[Tiles], basis: Basis) -> Tensor:
-    """The inverse of `_forward`: A_h^T Y A_w."""
+def _inverse(coefficients: Tensor, tiles: Iterable[Tiles], operation: Operation) -> Tensor:
+    """The inverse of `_forward`."""
     x, position = torch.empty_like(coefficients), 0
     for (height, width), group in groupby(tiles, lambda one: one.shape):
         places = [one.of(x) for one in group]
         sizes = [place.numel() for place in places]
         batch = coefficients[position : position + sum(sizes)].view(-1, height, width)
-        batch = basis(height, x.device).T @ (batch @ basis(width, x.device))
-        for place, values in zip(places, torch.split(batch.view(-1), sizes), strict=True):
-            place.copy_(values.view_as(place))
+        values = torch.empty_like(batch)
+        operation(batch, values, True)
+        for place, part in zip(places, torch.split(values.view(-1), sizes), strict=True):
+            place.copy_(part.view_as(place))
         position += sum(sizes)
     return x
 
@@ -200,21 +201,3 @@ def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
         Tiles(offset + below + beside, 1, 1, rest_height, rest_width, width),
     )
     return [part for part in parts if part.rows * part.columns * part.height * part.width]
-
-
-@lru_cache(maxsize=1024)
-def _dct_matrix(size: int, device: torch.device) -> Tensor:
-    """fp32 [size, size]: entry (k, n) is sqrt((1 or 2) / size) cos(pi (2 n + 1) k / (2 size)), 1 for k = 0."""
-    numbers = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / (2 * size) * torch.outer(numbers, 2 * numbers + 1)) * math.sqrt(2 / size)
-    matrix[0] = math.sqrt(1 / size)
-    return matrix.to(device, torch.float32)
-
-
-@lru_cache(maxsize=1024)
-def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
-    """fp32 [size, size]: entry (i, j) is (-1)**popcount(i & j) / sqrt(size), `size` a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix.mul_(size**-0.5).to(device, torch.float32)

@@ -34,7 +34,7 @@ class Remembering(Protocol):
     """A compressor that does the work of error feedback in the same pass."""
 
     def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
-        """Encode `x` + decay * before into `out`, as `compress` does; `after` becomes what decoding does not give back."""
+        """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
 
 
 def aligned(size: int) -> int:

@@ -23,9 +23,12 @@ class Cast:
         return aligned(numel * self.dtype.itemsize)
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-        used = x.numel() * self.dtype.itemsize
-        out[:used].view(self.dtype).copy_(self._in_range(x))
-        out[used:].zero_()
+        self.elements(out, x.numel()).copy_(self._in_range(x))
+        out[x.numel() * self.dtype.itemsize :].zero_()
+
+    def elements(self, payload: Tensor, numel: int) -> Tensor:
+        """The `numel` elements of `payload`: a view of `dtype`."""
+        return payload[: numel * self.dtype.itemsize].view(self.dtype)
 
     def _in_range(self, x: Tensor) -> Tensor:
         if self.dtype.itemsize >= x.element_size():
@@ -34,5 +37,4 @@ class Cast:
         return torch.where(x.isinf(), x, x.clamp(-largest, largest))
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        values = payload[: out.numel() * self.dtype.itemsize].view(self.dtype)
-        out.add_(values.to(torch.float32), alpha=scale)
+        out.add_(self.elements(payload, out.numel()).to(torch.float32), alpha=scale)

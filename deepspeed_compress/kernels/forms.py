@@ -16,8 +16,8 @@ class Form:
     """Blocks of `block_size` elements, the last one shorter; a scale s a block, a code of `bits` bits an element.
 
     Kinds: "absmax": s = max|x| / `levels`, codes round(x / s) in two's complement. "norm": s = ||x||_2 / `levels`,
-    codes as of "absmax". "mean": s = mean |x|, the code is 1 for x >= 0 (1 bit). "lloyd": the levels -4s, -s, s, 4s, with s
-    fitted by two iterations of Lloyd's algorithm; the code is 2 for x >= 0, plus 1 if outer (2 bits).
+    codes as of "absmax". "mean": s = mean |x|, the code is 1 for x >= 0 (1 bit). "lloyd": the levels -4s, -s, s,
+    4s, with s fitted by two iterations of Lloyd's algorithm; the code is 2 for x >= 0, plus 1 if outer (2 bits).
     `levels` is the largest magnitude of a code.
     """
 

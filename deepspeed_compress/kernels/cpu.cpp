@@ -1,0 +1,529 @@
+// Kernels for CPUs, called through ctypes (cpu.py); reference.py defines what they must return.
+//
+// Plain loops over one block at a time, which stay in the first cache and which the compiler turns into vector
+// instructions. Compiled without contraction to fused multiply-add and without reordering of sums: the bits are those
+// of the reference, on every processor. Only sums in fp64 are taken in another order.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+enum Kind { ABSMAX, NORM, MEAN, LLOYD };
+enum Type { NONE, FP32, BF16, FP16 };
+constexpr float OUTER = 4;
+constexpr int LANES = 16;
+
+struct Form {
+    int32_t kind, levels, bits;
+    int64_t block_size;
+};
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
+
+// Rounded to nearest even; NaN stays NaN.
+inline uint16_t to_bf16(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint16_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    return magnitude(x) > 0x7F800000u ? 0x7FC0 : rounded;
+}
+
+// As `to_bf16`, but what is finite stays finite.
+inline uint16_t to_bf16_saturating(float x) {
+    const uint16_t rounded = to_bf16(x);
+    return ((rounded & 0x7FFF) == 0x7F80 && magnitude(x) < 0x7F800000u) ? rounded - 1 : rounded;
+}
+
+inline float from_bf16(uint16_t x) { return float_of(uint32_t(x) << 16); }
+
+struct Fp32 {
+    using Stored = float;
+    static float load(float x) { return x; }
+    static float store(float x) { return x; }
+};
+
+struct Bf16 {
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return from_bf16(x); }
+    static uint16_t store(float x) { return to_bf16_saturating(x); }
+};
+
+float load_number(const void* numbers, int type, int64_t i) {
+    if (type == FP32) return static_cast<const float*>(numbers)[i];
+    const uint16_t raw = static_cast<const uint16_t*>(numbers)[i];
+    if (type == BF16) return from_bf16(raw);
+    _Float16 half;
+    std::memcpy(&half, &raw, 2);
+    return float(half);
+}
+
+// Stores a scale rounded to `type`, a finite one at most `limit` (forms.fitted), and returns it as the receiver sees it.
+template <typename Real>
+float store_number(void* numbers, int type, int64_t i, Real scale, double limit) {
+    const Real value = std::isfinite(scale) && scale > Real(limit) ? Real(limit) : scale;
+    if (type == FP32) return static_cast<float*>(numbers)[i] = float(value);
+    uint16_t raw;
+    if (type == BF16) {
+        raw = to_bf16(float(value));
+    } else {
+        const _Float16 half = _Float16(value);
+        std::memcpy(&raw, &half, 2);
+    }
+    static_cast<uint16_t*>(numbers)[i] = raw;
+    return load_number(numbers, type, i);
+}
+
+// The i-th number of `uniform`: a counter through the 32-bit mixer "lowbias32".
+inline float uniform_number(uint32_t counter, uint64_t key) {
+    uint32_t x = (counter + uint32_t(key)) ^ uint32_t(key >> 32);
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    x ^= x >> 16;
+    return float(int32_t(x >> 8)) * 0x1p-24f;
+}
+
+// Sum of f(x[i]) in fp64, in lanes so that vectors can take it.
+template <typename F>
+double lane_sum(const float* x, int64_t n, F f) {
+    double lanes[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += f(x[i + lane]);
+    for (; i < n; i++) lanes[0] += f(x[i]);
+    double sum = 0;
+    for (double lane : lanes) sum += lane;
+    return sum;
+}
+
+float block_absmax(const float* x, int64_t n) {
+    uint32_t largest = 0;  // compared as integers, NaN is above infinity
+    for (int64_t i = 0; i < n; i++) largest = std::max(largest, magnitude(x[i]));
+    return float_of(largest);
+}
+
+double block_norm(const float* x, int64_t n) {
+    return std::sqrt(lane_sum(x, n, [](float v) { return double(v) * double(v); }));
+}
+
+double block_total(const float* x, int64_t n) {
+    return lane_sum(x, n, [](float v) { return double(std::fabs(v)); });
+}
+
+double block_lloyd(const float* x, int64_t n) {
+    const double total = block_total(x, n);
+    double scale = total / double(2 * n);
+    for (int iteration = 0; iteration < 2; iteration++) {
+        const float border = float(scale) * ((1 + OUTER) / 2);
+        const double outer = lane_sum(x, n, [=](float v) { return double(std::fabs(v) * float(std::fabs(v) >= border)); });
+        int64_t count = 0;
+        for (int64_t i = 0; i < n; i++) count += std::fabs(x[i]) >= border;
+        scale = (total + (OUTER - 1) * outer) / double(float(n) + (OUTER * OUTER - 1) * float(count));
+    }
+    return scale;
+}
+
+template <bool STOCHASTIC>
+void round_codes(const float* x, int64_t n, float scale, float levels, uint32_t first, uint64_t key, int8_t* codes) {
+    const float divisor = scale > 0 ? scale : 1.0f;
+    for (int64_t i = 0; i < n; i++) {
+        float q = x[i] / divisor;
+        q = STOCHASTIC ? std::floor(q + uniform_number(first + uint32_t(i), key)) : std::nearbyint(q);
+        q = q < -levels ? -levels : q;
+        q = q > levels ? levels : q;
+        codes[i] = int8_t(int32_t(q == q ? q : 0.0f));
+    }
+}
+
+void lloyd_codes(const float* x, int64_t n, float scale, int8_t* codes) {
+    const float border = scale * ((1 + OUTER) / 2);
+    for (int64_t i = 0; i < n; i++) codes[i] = int8_t(2 * (x[i] >= 0) + (std::fabs(x[i]) >= border));
+}
+
+void sign_codes(const float* x, int64_t n, int8_t* codes) {
+    for (int64_t i = 0; i < n; i++) codes[i] = x[i] >= 0;
+}
+
+// The code of an element, as a multiple of the scale.
+inline int8_t signed_code(int kind, int bits, uint8_t code) {
+    if (kind == MEAN) return int8_t(2 * code - 1);
+    if (kind == LLOYD) return int8_t(int8_t((code & 1) * 3 + 1) * int8_t((code & 2) - 1));
+    const int unused = 8 - bits;
+    return int8_t(int8_t(code << unused) >> unused);
+}
+
+template <int BITS>
+void pack_whole(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    constexpr int PER = 8 / BITS, MASK = (1 << BITS) - 1;
+    for (int64_t i = 0; i < bytes; i++) {
+        uint64_t group = 0;
+        std::memcpy(&group, codes + i * PER, PER);
+        uint32_t byte = 0;
+        for (int place = 0; place < PER; place++) byte |= uint32_t(group >> (8 * place) & MASK) << (BITS * place);
+        out[i] = uint8_t(byte);
+    }
+}
+
+template <>
+void pack_whole<8>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    std::memcpy(out, codes, bytes);
+}
+
+template <>
+void pack_whole<4>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    for (int64_t i = 0; i < bytes; i++) {
+        uint16_t pair;
+        std::memcpy(&pair, codes + 2 * i, 2);
+        out[i] = uint8_t((pair & 0x0F) | (pair >> 4 & 0xF0));
+    }
+}
+
+template <>
+void pack_whole<1>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    for (int64_t i = 0; i < bytes; i++) {
+        uint64_t group;  // bytes of 0 or 1: the product brings bit 0 of each to the upper byte
+        std::memcpy(&group, codes + 8 * i, 8);
+        out[i] = uint8_t((group & 0x0101010101010101u) * 0x0102040810204080u >> 56);
+    }
+}
+
+template <int BITS>
+void unpack_whole(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    constexpr int PER = 8 / BITS, MASK = (1 << BITS) - 1;
+    for (int64_t i = 0; i < bytes; i++) {
+        uint64_t group = 0;
+        for (int place = 0; place < PER; place++) group |= uint64_t(packed[i] >> (BITS * place) & MASK) << (8 * place);
+        std::memcpy(codes + i * PER, &group, PER);
+    }
+}
+
+template <>
+void unpack_whole<8>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    std::memcpy(codes, packed, bytes);
+}
+
+template <>
+void unpack_whole<4>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    for (int64_t i = 0; i < bytes; i++) {
+        const uint16_t pair = uint16_t((packed[i] & 0x0F) | (packed[i] & 0xF0) << 4);
+        std::memcpy(codes + 2 * i, &pair, 2);
+    }
+}
+
+template <>
+void unpack_whole<1>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    for (int64_t i = 0; i < bytes; i++) {
+        const uint64_t spread = packed[i] * 0x0101010101010101u & 0x8040201008040201u;
+        const uint64_t group = (spread + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u;
+        std::memcpy(codes + 8 * i, &group, 8);
+    }
+}
+
+// Codes of any width, one after the other.
+void pack_any(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
+    uint64_t pending = 0;
+    int held = 0;
+    for (int64_t i = 0; i < n; i++) {
+        pending |= uint64_t(codes[i] & ((1u << bits) - 1)) << held;
+        for (held += bits; held >= 8; held -= 8, pending >>= 8) *out++ = uint8_t(pending);
+    }
+    if (held) *out = uint8_t(pending);
+}
+
+void unpack_any(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
+    uint64_t pending = 0;
+    int held = 0;
+    for (int64_t i = 0; i < n; i++) {
+        for (; held < bits; held += 8) pending |= uint64_t(*packed++) << held;
+        codes[i] = uint8_t(pending & ((1u << bits) - 1));
+        pending >>= bits, held -= bits;
+    }
+}
+
+template <int BITS>
+void pack_width(const uint8_t* codes, int64_t n, uint8_t* out) {
+    const int64_t whole = n * BITS / 8, done = whole * 8 / BITS;
+    pack_whole<BITS>(codes, whole, out);
+    pack_any(codes + done, n - done, BITS, out + whole);
+}
+
+template <int BITS>
+void unpack_width(const uint8_t* packed, int64_t n, uint8_t* codes) {
+    const int64_t whole = n * BITS / 8, done = whole * 8 / BITS;
+    unpack_whole<BITS>(packed, whole, codes);
+    unpack_any(packed + whole, n - done, BITS, codes + done);
+}
+
+void pack(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
+    switch (bits) {
+        case 1: return pack_width<1>(codes, n, out);
+        case 2: return pack_width<2>(codes, n, out);
+        case 4: return pack_width<4>(codes, n, out);
+        case 8: return pack_width<8>(codes, n, out);
+        default: return pack_any(codes, n, bits, out);
+    }
+}
+
+void unpack(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
+    switch (bits) {
+        case 1: return unpack_width<1>(packed, n, codes);
+        case 2: return unpack_width<2>(packed, n, codes);
+        case 4: return unpack_width<4>(packed, n, codes);
+        case 8: return unpack_width<8>(packed, n, codes);
+        default: return unpack_any(packed, n, bits, codes);
+    }
+}
+
+struct Job {
+    const float* x;
+    int64_t n;
+    Form form;
+    double limit;
+    void* numbers;
+    int number_type;
+    uint8_t* codes;  // packed, or with `unpacked` one byte an element
+    bool unpacked;
+    bool stochastic;
+    uint64_t key;
+    const void* before;
+    float decay;
+    void* after;
+};
+
+float store_scale(const Job& job, const float* x, int64_t n, int64_t block) {
+    auto store = [&](auto scale) { return store_number(job.numbers, job.number_type, block, scale, job.limit); };
+    switch (job.form.kind) {
+        case ABSMAX: return store(block_absmax(x, n) / float(job.form.levels));
+        case NORM: return store(block_norm(x, n) / double(job.form.levels));
+        case MEAN: return store(block_total(x, n) / double(n));
+        default: return store(block_lloyd(x, n));
+    }
+}
+
+void make_codes(const Job& job, const float* x, int64_t n, float scale, int64_t first, int8_t* codes) {
+    if (job.form.kind == MEAN) return sign_codes(x, n, codes);
+    if (job.form.kind == LLOYD) return lloyd_codes(x, n, scale, codes);
+    const auto round = job.stochastic ? round_codes<true> : round_codes<false>;
+    round(x, n, scale, float(job.form.levels), uint32_t(first), job.key, codes);
+}
+
+void make_signed(const Form& form, uint8_t* codes, int64_t n) {
+    const int kind = form.kind, bits = form.bits;
+    if (kind == MEAN) {
+        for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(2 * codes[i] - 1);
+    } else if (kind == LLOYD || bits != 8) {
+        for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(signed_code(kind, bits, codes[i]));
+    }
+}
+
+template <typename M>
+void remember(const float* x, int64_t n, const int8_t* codes, float scale, typename M::Stored* after) {
+    const float factor = -scale;
+    for (int64_t i = 0; i < n; i++) {
+        const float product = float(codes[i]) * factor;
+        after[i] = M::store(x[i] + product);
+    }
+}
+
+// One block; `sum` and `codes` are work space of block_size elements.
+template <typename M, bool REMEMBERS>
+void quantize_block(const Job& job, int64_t block, float* sum, int8_t* codes) {
+    const int64_t first = block * job.form.block_size, n = std::min(job.form.block_size, job.n - first);
+    const float* x = job.x + first;
+    if (REMEMBERS) {
+        const auto* before = static_cast<const typename M::Stored*>(job.before) + first;
+        for (int64_t i = 0; i < n; i++) {
+            const float product = M::load(before[i]) * job.decay;
+            sum[i] = x[i] + product;
+        }
+        x = sum;
+    }
+    const float scale = store_scale(job, x, n, block);
+    make_codes(job, x, n, scale, first, codes);
+    auto* bytes = reinterpret_cast<uint8_t*>(codes);
+    if (job.unpacked)
+        std::memcpy(job.codes + first, bytes, n);
+    else
+        pack(bytes, n, job.form.bits, job.codes + first * job.form.bits / 8);
+    if (REMEMBERS) {
+        if (job.form.kind == MEAN || job.form.kind == LLOYD) make_signed(job.form, bytes, n);
+        remember<M>(x, n, codes, scale, static_cast<typename M::Stored*>(job.after) + first);
+    }
+}
+
+template <typename M, bool REMEMBERS>
+void quantize_all(const Job& job, int threads) {
+    const int64_t blocks = (job.n + job.form.block_size - 1) / job.form.block_size;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<float> sum(REMEMBERS ? job.form.block_size : 0);
+        std::vector<int8_t> codes(job.form.block_size);
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks; block++) quantize_block<M, REMEMBERS>(job, block, sum.data(), codes.data());
+    }
+}
+
+void add_block(const Form& form, const uint8_t* packed, float scale, float* out, int64_t n, uint8_t* codes) {
+    unpack(packed, n, form.bits, codes);
+    make_signed(form, codes, n);
+    const auto* signed_codes = reinterpret_cast<const int8_t*>(codes);
+    for (int64_t i = 0; i < n; i++) {
+        const float product = float(signed_codes[i]) * scale;
+        out[i] += product;
+    }
+}
+
+// The k-th largest of `values`, which are reordered.
+uint32_t kth_largest(std::vector<uint32_t>& values, int64_t k) {
+    std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<uint32_t>());
+    return values[k - 1];
+}
+
+struct Selector {
+    int64_t n, k, group;
+    std::vector<uint32_t> maxima, values;
+    std::vector<int64_t> columns;
+
+    Selector(int64_t n, int64_t k) : n(n), k(k), group(1) {
+        // Few maxima to search, and few groups with an element that is large enough: measured best at 2k to 4k groups.
+        while (group * 4 * k <= n && group < 1024) group *= 2;
+        maxima.resize((n + group - 1) / group);
+    }
+
+    // The k largest of the groups' maxima are k elements, so the k-th largest element is no smaller than their least.
+    uint32_t lower_bound(const float* x) {
+        for (size_t g = 0; g < maxima.size(); g++) {
+            const int64_t begin = int64_t(g) * group, end = std::min(begin + group, n);
+            uint32_t largest = 0;
+            for (int64_t i = begin; i < end; i++) largest = std::max(largest, magnitude(x[i]));
+            maxima[g] = largest;
+        }
+        values = maxima;
+        return int64_t(values.size()) >= k ? kth_largest(values, k) : 0;
+    }
+
+    void select(const float* x, int64_t* out) {
+        const uint32_t bound = lower_bound(x);
+        values.clear(), columns.clear();
+        for (size_t g = 0; g < maxima.size(); g++) {
+            if (maxima[g] < bound) continue;
+            const int64_t begin = int64_t(g) * group, end = std::min(begin + group, n);
+            for (int64_t i = begin; i < end; i++) {
+                if (magnitude(x[i]) < bound) continue;
+                values.push_back(magnitude(x[i]));
+                columns.push_back(i);
+            }
+        }
+        std::vector<uint32_t>& order = maxima;
+        order = values;
+        const uint32_t threshold = kth_largest(order, k);
+        int64_t equal = k;
+        for (uint32_t value : values) equal -= value > threshold;
+        for (size_t c = 0; c < values.size(); c++) {
+            if (values[c] < threshold || (values[c] == threshold && equal-- <= 0)) continue;
+            *out++ = columns[c];
+        }
+        maxima.resize((n + group - 1) / group);
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) out[i] = uniform_number(uint32_t(i), key);
+}
+
+// Types are those of `enum Type`; a memory of type NONE is none. Blocks that do not fill whole bytes are coded one byte
+// an element first, into `spare`.
+void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits, int64_t block_size, double limit,
+                       void* numbers, int number_type, uint8_t* codes, int64_t code_bytes, int stochastic, uint64_t key,
+                       int memory_type, const void* before, float decay, void* after, int threads) {
+    const bool whole_bytes = block_size * bits % 8 == 0;
+    std::vector<uint8_t> spare(whole_bytes ? 0 : n);
+    const Job job{x, n, {kind, levels, bits, block_size}, limit, numbers, number_type,
+                  whole_bytes ? codes : spare.data(), !whole_bytes, stochastic != 0, key, before, decay, after};
+    if (memory_type == NONE) quantize_all<Fp32, false>(job, threads);
+    if (memory_type == FP32) quantize_all<Fp32, true>(job, threads);
+    if (memory_type == BF16) quantize_all<Bf16, true>(job, threads);
+    if (!whole_bytes) pack(spare.data(), n, bits, codes);
+    const int64_t used = (n * bits + 7) / 8;
+    std::memset(codes + used, 0, code_bytes - used);
+}
+
+void compress_dequantize_add(const void* numbers, int number_type, const uint8_t* codes, int64_t n, int kind, int bits,
+                             int64_t block_size, float* out, float scale, int threads) {
+    const Form form{kind, 0, bits, block_size};
+    const int64_t blocks = (n + block_size - 1) / block_size;
+    const bool whole_bytes = block_size * bits % 8 == 0;
+    std::vector<uint8_t> spare(whole_bytes ? 0 : n);
+    if (!whole_bytes) unpack(codes, n, bits, spare.data());
+    const Form plain{kind, 0, 8, block_size};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<uint8_t> work(block_size);
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = block * block_size, count = std::min(block_size, n - first);
+            const float number = load_number(numbers, number_type, block) * scale;
+            if (whole_bytes) {
+                add_block(form, codes + first * bits / 8, number, out + first, count, work.data());
+                continue;
+            }
+            for (int64_t i = 0; i < count; i++) {
+                const float product = float(signed_code(kind, bits, spare[first + i])) * number;
+                out[first + i] += product;
+            }
+        }
+    }
+}
+
+void compress_top_k(const float* rows, int64_t count, int64_t n, int64_t k, int64_t* columns, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Selector selector(n, k);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < count; row++) selector.select(rows + row * n, columns + row * k);
+    }
+}
+
+void compress_pack_bits(const int64_t* values, int64_t count, int width, uint8_t* out, int64_t bytes) {
+    uint64_t pending = 0;
+    int held = 0;
+    uint8_t* end = out + bytes;
+    for (int64_t i = 0; i < count; i++) {
+        pending |= uint64_t(values[i]) << held;
+        for (held += width; held >= 8; held -= 8, pending >>= 8) *out++ = uint8_t(pending);
+    }
+    if (held) *out++ = uint8_t(pending);
+    std::memset(out, 0, end - out);
+}
+
+void compress_unpack_bits(const uint8_t* packed, int width, int64_t count, int64_t* values) {
+    uint64_t pending = 0;
+    int held = 0;
+    for (int64_t i = 0; i < count; i++) {
+        for (; held < width; held += 8) pending |= uint64_t(*packed++) << held;
+        values[i] = int64_t(pending & ((uint64_t(1) << width) - 1));
+        pending >>= width, held -= width;
+    }
+}
+}

@@ -1,0 +1,176 @@
+// Orthonormal transforms of 64 x 64 tiles (DCT) and of blocks of powers of two (Hadamard), called through ctypes.
+//
+// Every element is computed by the same operations in the same order on every processor, so all ranks get the same bits;
+// they differ from the matrix products of the reference by rounding.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int SIZE = 64;   // of a tile
+constexpr int LANES = 16;  // columns that are transformed together
+
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+
+// product * factor + sum with one rounding, which must not be left to the compiler's choice.
+inline Lanes fused(Lanes product, float factor, Lanes sum) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fmadd_ps((__m512)product, _mm512_set1_ps(factor), (__m512)sum);
+#else
+    Lanes result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = std::fma(product[lane], factor, sum[lane]);
+    return result;
+#endif
+}
+
+// Exchanges the upper right and the lower left quarter of every square of 2 * STEP rows and columns.
+template <int STEP>
+inline void exchange_quarters(Lanes* rows) {
+#if defined(__clang__)
+    float* x = reinterpret_cast<float*>(rows);
+    for (int row = 0; row < LANES; row++)
+        for (int lane = 0; lane < LANES; lane++)
+            if (!(row & STEP) && (lane & STEP)) std::swap(x[row * LANES + lane], x[(row + STEP) * LANES + lane - STEP]);
+#else
+    typedef int32_t Index __attribute__((vector_size(LANES * sizeof(int32_t))));
+    Index upper, lower;
+    for (int lane = 0; lane < LANES; lane++) {
+        upper[lane] = lane & STEP ? LANES + lane - STEP : lane;
+        lower[lane] = lane & STEP ? LANES + lane : lane + STEP;
+    }
+    for (int row = 0; row < LANES; row++) {
+        if (row & STEP) continue;
+        const Lanes above = rows[row], below = rows[row + STEP];
+        rows[row] = __builtin_shuffle(above, below, upper);
+        rows[row + STEP] = __builtin_shuffle(above, below, lower);
+    }
+#endif
+}
+
+// A square of LANES x LANES.
+inline void transpose(Lanes* rows) {
+    exchange_quarters<8>(rows);
+    exchange_quarters<4>(rows);
+    exchange_quarters<2>(rows);
+    exchange_quarters<1>(rows);
+}
+
+// Entries of the orthonormal DCT-II matrix that act on differences, for each halving of 64: level h has h x h of them.
+struct Tables {
+    float odd[SIZE / 2 * SIZE / 2 * 2];  // 32 x 32, 16 x 16, ... 1 x 1, row after row: by output, then input
+    float first;
+
+    Tables() {
+        float* next = odd;
+        for (int half = SIZE / 2; half; half /= 2)
+            for (int k = 0; k < half; k++)
+                for (int n = 0; n < half; n++)
+                    *next++ = float(std::sqrt(2.0 / SIZE) * std::cos(M_PI / (4 * half) * (2 * n + 1) * (2 * k + 1)));
+        first = float(std::sqrt(1.0 / SIZE));
+    }
+};
+
+const Tables TABLES;
+
+// out[k] = sum of in[n] * matrix[k][n], or with `TRANSPOSED` of matrix[n][k]; four outputs at a time in registers.
+template <int HALF, bool TRANSPOSED>
+inline void product(const Lanes* in, const float* matrix, Lanes* out) {
+    constexpr int TOGETHER = HALF < 8 ? HALF : 8;
+    for (int k = 0; k < HALF; k += TOGETHER) {
+        Lanes sums[TOGETHER] = {};
+        for (int n = 0; n < HALF; n++)
+            for (int o = 0; o < TOGETHER; o++) {
+                const float entry = TRANSPOSED ? matrix[n * HALF + k + o] : matrix[(k + o) * HALF + n];
+                sums[o] = fused(in[n], entry, sums[o]);
+            }
+        for (int o = 0; o < TOGETHER; o++) out[k + o] = sums[o];
+    }
+}
+
+// The outputs of odd number come from the differences of opposite inputs, those of even number from a DCT of their sums.
+template <int COUNT>
+inline void forward(Lanes* x, const float* matrix, Lanes* out, int stride) {
+    constexpr int HALF = COUNT / 2;
+    Lanes sums[HALF], differences[HALF], odd[HALF];
+    for (int n = 0; n < HALF; n++) sums[n] = x[n] + x[COUNT - 1 - n], differences[n] = x[n] - x[COUNT - 1 - n];
+    product<HALF, false>(differences, matrix, odd);
+    for (int k = 0; k < HALF; k++) out[(2 * k + 1) * stride] = odd[k];
+    forward<HALF>(sums, matrix + HALF * HALF, out, 2 * stride);
+}
+
+template <>
+inline void forward<1>(Lanes* x, const float*, Lanes* out, int) {
+    out[0] = x[0] * TABLES.first;
+}
+
+template <int COUNT>
+inline void inverse(const Lanes* in, int stride, const float* matrix, Lanes* x) {
+    constexpr int HALF = COUNT / 2;
+    Lanes sums[HALF], differences[HALF], odd[HALF];
+    for (int k = 0; k < HALF; k++) odd[k] = in[(2 * k + 1) * stride];
+    product<HALF, true>(odd, matrix, differences);
+    inverse<HALF>(in, 2 * stride, matrix + HALF * HALF, sums);
+    for (int n = 0; n < HALF; n++) x[n] = sums[n] + differences[n], x[COUNT - 1 - n] = sums[n] - differences[n];
+}
+
+template <>
+inline void inverse<1>(const Lanes* in, int, const float*, Lanes* x) {
+    x[0] = in[0] * TABLES.first;
+}
+
+// Transforms all columns of a tile, and leaves it transposed.
+template <bool INVERSE>
+void columns(const float* tile, float* transposed) {
+    for (int column = 0; column < SIZE; column += LANES) {
+        Lanes in[SIZE], out[SIZE];
+        for (int row = 0; row < SIZE; row++) std::memcpy(&in[row], tile + row * SIZE + column, sizeof(Lanes));
+        if (INVERSE)
+            inverse<SIZE>(in, 1, TABLES.odd, out);
+        else
+            forward<SIZE>(in, TABLES.odd, out, 1);
+        for (int row = 0; row < SIZE; row += LANES) {
+            transpose(out + row);
+            for (int lane = 0; lane < LANES; lane++)
+                std::memcpy(transposed + (column + lane) * SIZE + row, &out[row + lane], sizeof(Lanes));
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// `count` tiles of 64 x 64, row by row; `out` may be `tiles`.
+void compress_dct_64(const float* tiles, int64_t count, int is_inverse, float* out, int threads) {
+    const auto pass = is_inverse ? columns<true> : columns<false>;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t tile = 0; tile < count; tile++) {
+        alignas(64) float half[SIZE * SIZE];
+        pass(tiles + tile * SIZE * SIZE, half);
+        pass(half, out + tile * SIZE * SIZE);
+    }
+}
+
+// Sylvester's matrix times size**-0.5, on `count` blocks of `size` elements, a power of two; `out` may be `blocks`.
+void compress_hadamard(const float* blocks, int64_t count, int64_t size, float* out, int threads) {
+    const float factor = float(1 / std::sqrt(double(size)));
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t block = 0; block < count; block++) {
+        float* x = out + block * size;
+        for (int64_t i = 0; i < size; i++) x[i] = blocks[block * size + i] * factor;
+        for (int64_t stride = 1; stride < size; stride *= 2)
+            for (int64_t i = 0; i < size; i += 2 * stride)
+                for (int64_t j = i; j < i + stride; j++) {
+                    const float sum = x[j] + x[j + stride], difference = x[j] - x[j + stride];
+                    x[j] = sum, x[j + stride] = difference;
+                }
+    }
+}
+}
