@@ -1,0 +1,114 @@
+"""Triton programs of numbers that belong to no block: uniform ones, casts, and bit strings.
+
+A tensor of bf16 comes as int16, its bits: rounding them as integers is the same wherever the program runs.
+Whoever starts them passes `enable_fp_fusion=False`: the definition rounds every product and every sum by itself.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# Triton goes on reading after a branch that returns, so what must not be read is in an else.
+# ruff: noqa: RET505
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "add_scaled",
+    "as_fp32",
+    "cast_numbers",
+    "from_fp32",
+    "mixed",
+    "pack",
+    "saturated",
+    "uniform_numbers",
+    "unpack",
+]
+
+_INFINITY = tl.constexpr(float("inf"))
+_BF16_NAN = tl.constexpr(0x7FC0)
+
+
+@triton.jit
+def as_fp32(x):
+    if x.dtype == tl.int16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def from_fp32(x, dtype: tl.constexpr):
+    """`x` (fp32) rounded to nearest even: to fp32, fp16, or bf16 as int16."""
+    if dtype == tl.int16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, _BF16_NAN).to(tl.int16)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def saturated(x, dtype: tl.constexpr, limit: tl.constexpr):
+    """As `from_fp32`, but finite numbers stay finite: `limit` is the largest one of `dtype`."""
+    if dtype == tl.float32:
+        return x
+    else:
+        bounded = tl.minimum(tl.maximum(x, -limit), limit)
+        return from_fp32(tl.where(tl.abs(x) < _INFINITY, bounded, x), dtype)
+
+
+@triton.jit
+def mixed(index, key_low, key_high):
+    """The `index`-th (uint32) number of `uniform`; the halves of the key are int32, by their bits."""
+    bits = (index + key_low.to(tl.uint32, bitcast=True)) ^ key_high.to(tl.uint32, bitcast=True)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return ((bits ^ (bits >> 16)) >> 8).to(tl.float32) * (2.0**-24)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high"])
+def uniform_numbers(out, count, key_low, key_high, tile: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * tile
+    place = tl.arange(0, tile)
+    numbers = mixed((first + place).to(tl.uint32), key_low, key_high)
+    tl.store(out + first + place, numbers, mask=first + place < count)
+
+
+@triton.jit
+def cast_numbers(x, out, count, limit: tl.constexpr, tile: tl.constexpr):
+    """`x` (fp32) to `out`, `saturated`."""
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    numbers = tl.load(x + place, mask=place < count, other=0.0)
+    tl.store(out + place, saturated(numbers, out.dtype.element_ty, limit), mask=place < count)
+
+
+@triton.jit
+def add_scaled(values, out, count, factor, tile: tl.constexpr):
+    """`out` (fp32) += `factor` * `values`."""
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    product = as_fp32(tl.load(values + place, mask=place < count, other=0)) * factor
+    tl.store(out + place, tl.load(out + place, mask=place < count, other=0.0) + product, mask=place < count)
+
+
+@triton.jit
+def pack(values, out, count, size, width: tl.constexpr, tile: tl.constexpr):
+    """A byte of `out` (`size` of them) is made of the values (`count` of them) that have bits in it."""
+    byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    first = byte * 8 // width
+    packed = tl.zeros([tile], tl.int32)
+    for step in tl.static_range((width + 6) // width + 1):
+        value = tl.load(values + first + step, mask=first + step < count, other=0).to(tl.int32) & ((1 << width) - 1)
+        shift = ((first + step) * width - byte * 8).to(tl.int32)
+        packed |= tl.where(shift < 0, value >> tl.maximum(-shift, 0), value << tl.minimum(tl.maximum(shift, 0), 8))
+    tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
+
+
+@triton.jit
+def unpack(packed, out, count, size, width: tl.constexpr, tile: tl.constexpr):
+    """A value of `out` (`count` of them) is read from at most 3 bytes of `packed` (`size` of them)."""
+    value = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    byte = value * width // 8
+    bits = tl.zeros([tile], tl.int32)
+    for step in tl.static_range((width + 6) // 8 + 1):
+        bits |= tl.load(packed + byte + step, mask=byte + step < size, other=0).to(tl.int32) << 8 * step
+    bits = (bits >> (value * width - byte * 8).to(tl.int32)) & ((1 << width) - 1)
+    tl.store(out + value, bits.to(out.dtype.element_ty), mask=value < count)
