@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Hosts of a slow network on one Linux machine: network namespaces on a bridge, every link really limited.
 
 Each host has an interface eth0; what it sends and what it receives each pass a token-bucket filter of the same rate,
@@ -11,15 +10,13 @@ From Python:
         run = cluster.run([sys.executable, "program.py"])
 
 examples:
-  python launch/testbed/cluster.py --hosts 2 --rate 100mbit -- python program.py --option
-  python launch/testbed/cluster.py --clean
+  python -m deepspeed_compress.bench.hosts --hosts 2 --rate 100mbit -- python program.py --option
+  python -m deepspeed_compress.bench.hosts --clean
 """
 
 import argparse
 import contextlib
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,25 +24,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
+
+from deepspeed_compress.bench.links import (
+    DEVICE,
+    HOSTS_VARIABLE,
+    PREFIX,
+    UNLIMITED,
+    ClusterError,
+    check_machine,
+    clean,
+    ip,
+    run_tool,
+    set_rate,
+)
+
+__all__ = ["Cluster", "Run", "signals_as_exceptions"]
 
 NETWORK = "10.77.0."
 MTU = 1500
-DEVICE = "eth0"
-PREFIX = "dscompress"
-"""Namespaces are PREFIX + process id + "-" + host number, or "-bridge"."""
-NAMESPACES = Path("/run/netns")
-UNLIMITED = "none"
-
-TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"})
-_CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
-"""Bits of linux/capability.h."""
-_UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
-
-
-class ClusterError(Exception):
-    """The hosts cannot be made, or a command of iproute2 failed."""
 
 
 @dataclass(frozen=True)
@@ -56,56 +53,6 @@ class Run:
     outputs: tuple[str, ...]
     seconds: float
     failure: str | None
-
-
-def check_machine() -> None:
-    """ClusterError unless hosts can be made here."""
-    if sys.platform != "linux":
-        raise ClusterError(f"the testbed needs Linux (network namespaces), this is {sys.platform}")
-    missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
-    if missing:
-        raise ClusterError(f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2")
-    if lacking := [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]:
-        raise ClusterError(
-            f"making network namespaces needs root ({' and '.join(lacking)}); run the command again with sudo, "
-            "in a container with --privileged"
-        )
-
-
-def _effective_capabilities() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
-
-
-def bits_per_second(rate: str) -> float:
-    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    if found is None or float(found[1]) == 0:
-        raise ClusterError(f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"')
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def set_rate(namespace: str, device: str, rate: str) -> None:
-    """Limit what `device` sends to `rate`, or lift the limit with "none"."""
-    if rate == UNLIMITED:
-        _tc(namespace, "del", "dev", device, "root", check=False)
-    else:
-        _tc(namespace, "replace", "dev", device, "root", *_token_bucket(bits_per_second(rate)))
-
-
-def set_own_rate(rate: str) -> None:
-    """In a process that a Cluster started: change both directions of the link of its own host, while it runs."""
-    prefix, host = os.environ["TESTBED_PREFIX"], os.environ["RANK"]
-    set_rate(f"{prefix}-{host}", DEVICE, rate)
-    set_rate(f"{prefix}-bridge", f"port{host}", rate)
-
-
-def clean() -> list[str]:
-    """Delete the namespaces that processes which no longer exist have left; returns their names."""
-    left = [path.name for path in NAMESPACES.glob(f"{PREFIX}*-*") if not _maker_lives(path.name)]
-    for name in left:
-        _run("ip", "netns", "del", name)
-    return left
 
 
 @contextlib.contextmanager
@@ -139,8 +86,8 @@ class Cluster:
         with contextlib.ExitStack() as undo:
             for namespace in (self._bridge, *self.namespaces):
                 _add_namespace(namespace, undo)
-            _ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-            _ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
+            ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
             for host in range(self.hosts):
                 self._add_host(host)
             self.set_rate(self.rate)
@@ -153,12 +100,12 @@ class Cluster:
     def _add_host(self, host: int) -> None:
         namespace, port = self.namespaces[host], f"port{host}"
         link = ("link", "add", DEVICE, "mtu", str(MTU), "type", "veth")
-        _ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
-        _ip(self._bridge, "link", "set", port, "master", "br0", "up")
-        _ip(namespace, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
-        _ip(namespace, "link", "set", DEVICE, "up")
+        ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
+        ip(self._bridge, "link", "set", port, "master", "br0", "up")
+        ip(namespace, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
+        ip(namespace, "link", "set", DEVICE, "up")
         # Fair between the flows of one bridge, and the same on every machine.
-        _run("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+        run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
 
     def set_rate(self, rate: str) -> None:
         """Limit every link, in both directions."""
@@ -206,7 +153,7 @@ class Cluster:
         ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "MASTER_ADDR": f"{NETWORK}1", "MASTER_PORT": "29500"}
         local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TESTBED_PREFIX": self.prefix}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", HOSTS_VARIABLE: self.prefix}
         return ranks | local | threads | offline
 
 
@@ -258,36 +205,11 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
-    _run("ip", "netns", "add", name)
-    undo.callback(_run, "ip", "netns", "del", name, check=False)
+    run_tool("ip", "netns", "add", name)
+    undo.callback(run_tool, "ip", "netns", "del", name, check=False)
     # Neighbour discovery would count as traffic.
-    _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
-    _ip(name, "link", "set", "lo", "up")
-
-
-def _maker_lives(namespace: str) -> bool:
-    return Path("/proc", namespace.removeprefix(PREFIX).partition("-")[0]).exists()
-
-
-def _token_bucket(bits: float) -> list[str]:
-    """A burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate; the queue
-    50 ms of it."""
-    burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
-    return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue)]
-
-
-def _tc(namespace: str, *arguments: str, check: bool = True) -> None:
-    _run("tc", "-n", namespace, "qdisc", *arguments, check=check)
-
-
-def _ip(namespace: str, *arguments: str) -> None:
-    _run("ip", "-n", namespace, *arguments)
-
-
-def _run(*command: str, check: bool = True) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if check and result.returncode:
-        raise ClusterError(f"{' '.join(command)}: exit code {result.returncode}: {result.stderr.strip()}")
+    run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
+    ip(name, "link", "set", "lo", "up")
 
 
 def main() -> int:
@@ -314,9 +236,13 @@ def _clean() -> int:
     return 0
 
 
+def _print(line: str) -> None:
+    print(line, end="")
+
+
 def _run_command(options: argparse.Namespace) -> int:
     with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
-        run = cluster.run(options.command, timeout=options.timeout, on_line=sys.stdout.write)
+        run = cluster.run(options.command, timeout=options.timeout, on_line=_print)
     if run.failure is not None:
         for host, output in enumerate(run.outputs):
             print(f"--- host {host}, last lines\n{output[-1500:]}", file=sys.stderr)

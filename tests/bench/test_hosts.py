@@ -1,19 +1,15 @@
-"""Rate-limited hosts: what is limited, that nothing stays behind, and that the interface agrees with our statistics."""
+"""Rate-limited hosts: what is limited, and that nothing stays behind."""
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch.testbed.cluster import NAMESPACES, PREFIX, Cluster, ClusterError, bits_per_second, check_machine
+from deepspeed_compress.bench.hosts import Cluster
+from deepspeed_compress.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
+from tests.support.hosts import needs_hosts
 
-ROOT = Path(__file__).parents[1]
-BENCH = [sys.executable, str(ROOT / "launch/testbed/bench.py")]
-MODEL = ["--model", "configs/models/gpt_2m.json"]
-SHORT = [*MODEL, "--stages", "2", "--rates", "200mbit", "--steps", "2", "--micro-batch", "1", "--seq-len", "32"]
 TRANSFER = """
 import os, socket, time
 address, size = (os.environ["MASTER_ADDR"], 5000), 2_500_000
@@ -31,19 +27,6 @@ else:
         except ConnectionRefusedError:
             time.sleep(0.1)
 """
-
-
-def _obstacle() -> str | None:
-    """Why there can be no hosts here."""
-    try:
-        check_machine()
-    except ClusterError as error:
-        return str(error)
-    return None
-
-
-OBSTACLE = _obstacle()
-needs_hosts = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
 def _own_namespaces(process: int) -> list[str]:
@@ -91,21 +74,3 @@ def test_an_error_while_hosts_are_made_leaves_nothing() -> None:
     with pytest.raises(ClusterError, match="rate '5 monkeys'"), Cluster(1, "5 monkeys"):
         pass
     assert not _own_namespaces(os.getpid())
-
-
-@needs_hosts
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:
-    output = tmp_path / "bench.json"
-    command = [*BENCH, *SHORT, "--methods", "deepspeed", "int4", "--output", str(output)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    first = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert first.returncode == 0, first.stdout + first.stderr
-    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
-    assert set(rows) == {"deepspeed", "int4"}
-    for row in rows.values():
-        assert abs(row["bytes"]["difference_percent"]) < 3
-    assert rows["int4"]["bytes"]["interface"] < 0.5 * rows["deepspeed"]["bytes"]["interface"]
-    again = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert f"in {output} already" in again.stdout.replace("\n", "")

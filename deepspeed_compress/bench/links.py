@@ -1,0 +1,119 @@
+"""Links of emulated hosts: network namespaces of one Linux machine, and the rate that each link is limited to."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+
+from deepspeed_compress.errors import CompressError
+
+__all__ = [
+    "DEVICE",
+    "HOSTS_VARIABLE",
+    "NAMESPACES",
+    "PREFIX",
+    "UNLIMITED",
+    "ClusterError",
+    "bits_per_second",
+    "check_machine",
+    "clean",
+    "ip",
+    "run_tool",
+    "set_own_rate",
+    "set_rate",
+]
+
+DEVICE = "eth0"
+PREFIX = "dscompress"
+"""Namespaces are PREFIX + process id + "-" + host number, or "-bridge"."""
+NAMESPACES = Path("/run/netns")
+UNLIMITED = "none"
+HOSTS_VARIABLE = "DS_COMPRESS_HOSTS"
+"""Of the environment of a process on an emulated host: how the namespaces of its cluster begin."""
+
+TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"})
+_CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
+"""Bits of linux/capability.h."""
+_UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
+
+
+class ClusterError(CompressError):
+    """The hosts cannot be made, or a command of iproute2 failed."""
+
+
+def check_machine() -> None:
+    """ClusterError unless hosts can be made here."""
+    if sys.platform != "linux":
+        raise ClusterError(f"emulated hosts need Linux (network namespaces), this is {sys.platform}")
+    missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    if missing:
+        raise ClusterError(f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2")
+    if lacking := [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]:
+        raise ClusterError(
+            f"making network namespaces needs root ({' and '.join(lacking)}); run the command again with sudo, "
+            "in a container with --privileged"
+        )
+
+
+def _effective_capabilities() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+
+
+def bits_per_second(rate: str) -> float:
+    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    if found is None or float(found[1]) == 0:
+        raise ClusterError(f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"')
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def set_rate(namespace: str, device: str, rate: str) -> None:
+    """Limit what `device` sends to `rate`, or lift the limit with "none"."""
+    if rate == UNLIMITED:
+        _tc(namespace, "del", "dev", device, "root", check=False)
+    else:
+        _tc(namespace, "replace", "dev", device, "root", *_token_bucket(bits_per_second(rate)))
+
+
+def set_own_rate(rate: str) -> None:
+    """In a process that a Cluster started: change both directions of the link of its own host, while it runs."""
+    prefix, host = os.environ[HOSTS_VARIABLE], os.environ["RANK"]
+    set_rate(f"{prefix}-{host}", DEVICE, rate)
+    set_rate(f"{prefix}-bridge", f"port{host}", rate)
+
+
+def clean() -> list[str]:
+    """Delete the namespaces that processes which no longer exist have left; returns their names."""
+    left = [path.name for path in NAMESPACES.glob(f"{PREFIX}*-*") if not _maker_lives(path.name)]
+    for name in left:
+        run_tool("ip", "netns", "del", name)
+    return left
+
+
+def _maker_lives(namespace: str) -> bool:
+    return Path("/proc", namespace.removeprefix(PREFIX).partition("-")[0]).exists()
+
+
+def _token_bucket(bits: float) -> list[str]:
+    """A burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate; the queue
+    50 ms of it."""
+    burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
+    return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue)]
+
+
+def _tc(namespace: str, *arguments: str, check: bool = True) -> None:
+    run_tool("tc", "-n", namespace, "qdisc", *arguments, check=check)
+
+
+def ip(namespace: str, *arguments: str) -> None:
+    run_tool("ip", "-n", namespace, *arguments)
+
+
+def run_tool(*command: str, check: bool = True) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if check and result.returncode:
+        raise ClusterError(f"{' '.join(command)}: exit code {result.returncode}: {result.stderr.strip()}")

@@ -1,0 +1,198 @@
+"""What is measured side by side: a workload that several contenders share, and what DeepSpeed is told for each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.config import SECTION, Parallelism, check_world, expand, parse_section, tensor_size
+from deepspeed_compress.config import read_ds_config as read_file
+from deepspeed_compress.errors import ConfigError
+
+__all__ = ["COMPUTE_ONLY", "DEEPSPEED", "OURS", "Contender", "Group", "Workload", "group_contenders", "stage_of"]
+
+DEEPSPEED, OURS, COMPUTE_ONLY = "deepspeed", "compressed", "compute-only"
+_OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "deepspeed": {},
+    "deepspeed-bf16": {"communication_data_type": "bf16"},
+}
+"""Peers that are DeepSpeed with the file without its section: what they add to it."""
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+_RAMPS = ("warmup_steps", "density_warmup_steps")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender computes in a step, so that their times may be compared.
+
+    `accumulation` micro-batches of `micro_batch` sequences on each data-parallel rank of `tensor` x `pipeline` ranks.
+    """
+
+    model: str
+    tensor: int
+    pipeline: int
+    partition: Any
+    recompute: bool
+    precision: str
+    micro_batch: int
+    accumulation: int
+    clipping: float
+    seq_len: int
+    seed: int
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Micro-batches, and sequences of each, of one process if all of them divide a batch alike.
+
+        Raises ConfigError when they cannot.
+        """
+        sequences, divided = self.micro_batch * self.accumulation, self.tensor * self.pipeline
+        if sequences % divided:
+            raise ConfigError(
+                f"{self.micro_batch} sequences x {self.accumulation} micro-batches are not a multiple of the {divided} "
+                "ranks that share them, so there is no equal share to compute alone; write another --micro-batch"
+            )
+        share = sequences // divided
+        size = self.micro_batch if share % self.micro_batch == 0 else share
+        return share // size, size
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train. `kind`: the row of the table that makes it; `ds_config`: what DeepSpeed is told, if it is."""
+
+    name: str
+    kind: str
+    ds_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders of one workload: measured in the same processes, one after the other."""
+
+    workload: Workload
+    contenders: tuple[Contender, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Group":
+        contenders = tuple(Contender(**contender) for contender in found["contenders"])
+        return cls(Workload(**found["workload"]), contenders)
+
+
+def group_contenders(
+    files: Sequence[str], model: str, peers: Sequence[str], sizes: Mapping[str, Any], ranks: int
+) -> list[Group]:
+    """The groups of the configurations `files` on so many `ranks`. `sizes`: micro_batch (or None), seq_len, seed.
+
+    Raises ConfigError when a file is wrong, has no section, or does not say its batch.
+    """
+    groups: dict[str, tuple[Workload, list[Contender]]] = {}
+    for file in files:
+        ds_config = _read(file)
+        workload = _workload(file, ds_config, model, sizes, ranks)
+        _, contenders = groups.setdefault(repr(workload), (workload, []))
+        given = _told(ds_config, workload)
+        found = [Contender(Path(file).stem, OURS, given), *_alone(given, peers)]
+        contenders += [contender for contender in found if contender not in contenders]
+    others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
+    return [Group(workload, (*_sorted(contenders), *others)) for workload, contenders in groups.values()]
+
+
+def stage_of(ds_config: Mapping[str, Any] | None) -> int | None:
+    """The ZeRO stage of what DeepSpeed is told; None without it."""
+    if ds_config is None:
+        return None
+    stage: int = without_section(ds_config).get("zero_optimization", {}).get("stage", 0)
+    return stage
+
+
+def without_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`ds_config` without compression: of the section its parallelism remains, in DeepSpeed's own keys."""
+    written = ds_config.get(SECTION, {})
+    section = {"parallelism": written.get("parallelism"), "gradients": {"method": "none"}}
+    plain = dict(ds_config) | {SECTION: section}
+    return {key: value for key, value in expand(plain, parse_section(plain)).items() if key != SECTION}
+
+
+def _read(file: str) -> dict[str, Any]:
+    ds_config = read_file(file)
+    if SECTION not in ds_config:
+        raise ConfigError(f'--config {file}: has no /{SECTION}, so nothing is to be compared; write "{SECTION}": {{}}')
+    return ds_config
+
+
+def _workload(file: str, ds_config: Mapping[str, Any], model: str, sizes: Mapping[str, Any], ranks: int) -> Workload:
+    section = parse_section(ds_config)
+    parallelism = section.parallelism or Parallelism()
+    replicas = check_world(section, ranks, ds_config)
+    micro_batch, accumulation = _batch(file, ds_config, sizes["micro_batch"], replicas)
+    return Workload(
+        model=model,
+        tensor=tensor_size(ds_config, parallelism),
+        pipeline=parallelism.pipeline,
+        partition=parallelism.partition,
+        recompute=parallelism.activation_checkpointing,
+        precision=next((name for name in ("bf16", "fp16") if _enabled(ds_config, name)), "fp32"),
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        clipping=ds_config.get("gradient_clipping", 1.0),
+        seq_len=sizes["seq_len"],
+        seed=sizes["seed"],
+    )
+
+
+def _enabled(ds_config: Mapping[str, Any], name: str) -> bool:
+    return bool(ds_config.get(name, {}).get("enabled"))
+
+
+def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, replicas: int) -> tuple[int, int]:
+    """Sequences of a micro-batch, and micro-batches of a step, by DeepSpeed's rule: two of three give the third."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (ds_config.get(name) for name in names)
+    if micro_batch is not None:
+        return micro_batch, steps if isinstance(steps, int) else 1
+    if isinstance(micro, int):
+        given = steps if isinstance(steps, int) else None
+        return micro, given or (max(1, whole // (micro * replicas)) if isinstance(whole, int) else 1)
+    if isinstance(whole, int):
+        steps = steps if isinstance(steps, int) else 1
+        return max(1, whole // (steps * replicas)), steps
+    raise ConfigError(f"--config {file}: /{names[1]} is {micro!r}; write a number there, or --micro-batch N")
+
+
+def _told(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
+    """What DeepSpeed and the package are told: the file, at its steady state, and without what writes or prints.
+
+    Dense and density warm-ups are left out, because steps are measured from the first ones on. `monitor/every` 1 makes
+    the clocks run in each step; nothing is written.
+    """
+    section = _steady(ds_config[SECTION]) | {"monitor": {"every": 1}}
+    kept = {key: value for key, value in ds_config.items() if key not in (*_MONITORS, "train_batch_size")}
+    batch = {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": workload.accumulation,
+    }
+    return kept | batch | {"steps_per_print": 10**9, SECTION: section}
+
+
+def _steady(value: Any) -> Any:
+    """`value` without the keys of warm-ups, anywhere in it."""
+    if isinstance(value, list):
+        return [_steady(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _steady(item) for key, item in value.items() if key not in _RAMPS}
+
+
+def _alone(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
+    """DeepSpeed without the package, for those of `peers` that are."""
+    plain = without_section(given)
+    return [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
+
+
+def _sorted(contenders: Iterable[Contender]) -> list[Contender]:
+    """By stage, DeepSpeed alone first."""
+    return sorted(contenders, key=lambda contender: (stage_of(contender.ds_config), contender.kind == OURS))

@@ -1,0 +1,115 @@
+"""`bench comm`: what the collectives do, and the rows, table and picture of their times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from deepspeed_compress.bench.collectives import COLLECTIVES, Collective
+from deepspeed_compress.bench.comm import table_of
+from deepspeed_compress.bench.comm_rank import measure_messages
+from deepspeed_compress.bench.gauges import join
+from deepspeed_compress.bench.plots import plot_comm
+from deepspeed_compress.cli import main
+from tests.support.forks import run_forks
+from tests.support.hosts import needs_hosts
+
+SIZES = [1000, 4096, 65536]
+
+
+def measured(rank: int) -> tuple[list[dict[str, Any]], list[str]]:
+    join()
+    rows: list[dict[str, Any]] = []
+    said: list[str] = []
+    measure_messages([None], SIZES, rows.append, said.append)
+    dist.destroy_process_group()
+    return rows, said
+
+
+def called(rank: int) -> dict[str, list[int]]:
+    """The buffer of each collective after one call; it was filled with the rank's number + 1."""
+    join()
+    found = {}
+    for name, collective in COLLECTIVES.items():
+        buffer = torch.full((6,), rank + 1, dtype=torch.uint8)
+        collective.prepare(buffer)()
+        found[name] = buffer.tolist()
+    dist.destroy_process_group()
+    return found
+
+
+def test_collectives_move_what_they_say() -> None:
+    first, second, _ = run_forks(3, called)
+    assert first["all_reduce"] == second["all_reduce"] == [6] * 6
+    assert first["all_gather_into_tensor"] == [0] * 6
+    for name in ("reduce_scatter_tensor", "all_to_all_single", "exchange"):
+        assert second[name] == [2] * 6
+
+
+def test_every_collective_is_fitted() -> None:
+    (rows, said), (nothing, silence) = run_forks(2, measured)
+    assert (nothing, silence) == ([], [])
+    assert [row["collective"] for row in rows] == said == list(COLLECTIVES)
+    for row in rows:
+        assert row["sizes"] == SIZES
+        assert min(row["seconds"]) > 0
+        rounds = COLLECTIVES[row["collective"]].rounds
+        assert row["bus_bytes_per_s"][0] == pytest.approx(rounds * 500 / row["seconds"][0])
+        if row["fitted_bus_bytes_per_s"] is not None:
+            assert row["fitted_bus_bytes_per_s"] == pytest.approx(rounds * 0.5 / row["fit"]["seconds_per_byte"])
+
+
+def test_bytes_of_a_ring() -> None:
+    once, twice = Collective(lambda buffer: lambda: None), Collective(lambda buffer: lambda: None, rounds=2)
+    assert once.sent(1000, 4) == 750
+    assert twice.sent(1000, 4) == 1500
+
+
+def line(collective: str, rate: str | None) -> dict[str, Any]:
+    """Of a link of 100 Mbit/s that is used to 80 %, by 2 ranks."""
+    fit = {"latency": 1e-3, "seconds_per_byte": 0.5 / 1e7, "error": 0.02}
+    seconds = [fit["latency"] + size * fit["seconds_per_byte"] for size in (4096, 2**20)]
+    common = {"collective": collective, "ranks": 2, "rate": rate, "sizes": [4096, 2**20], "seconds": seconds}
+    return common | {"fit": fit, "fitted_bus_bytes_per_s": 1e7}
+
+
+@pytest.mark.parametrize(("rate", "link"), [("100mbit", "0.80"), (None, "-")])
+def test_the_table(rate: str | None, link: str) -> None:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table_of("two ranks", [line("exchange", rate)]))
+    text = capture.get()
+    assert "4K ms" in text
+    assert "1M ms" in text
+    [cells] = [found.split() for found in text.splitlines() if "exchange" in found]
+    assert cells == ["exchange", "1.00", "10.0", link, "2", "%", "1.20", "53.43"]
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "comm.png"
+    plot_comm([line("exchange", "1gbit"), line("exchange", "100mbit"), line("all_reduce", "1gbit")], "two ranks", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_exchange_fills_an_emulated_link(tmp_path: Path) -> None:
+    file = tmp_path / "comm.json"
+    arguments = ["--emulate", "2,100mbit", "--sizes", "256K", "1M", "4M", "--json", str(file)]
+    assert main(["bench", "comm", *arguments]) == 0
+    document = json.loads(file.read_text())
+    rows = {row["collective"]: row for row in document["rows"]}
+    assert list(rows) == list(COLLECTIVES)
+    assert 0.8 < rows["exchange"]["fitted_bus_bytes_per_s"] / (100e6 / 8) < 1.1
+    # gloo all-reduces to reduce-scatter, which sends all of it twice.
+    assert 0.4 < rows["reduce_scatter_tensor"]["fitted_bus_bytes_per_s"] / (100e6 / 8) < 0.6
+
+
+def test_one_size_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "comm", "--sizes", "4K", "4096"]) == 1
+    assert "--sizes [4096, 4096]: a latency and a bandwidth need two different sizes" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""`bench kernels`, on few elements: every operation of every implementation, its table, file and picture."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_compress.bench.kernels import measure
+from deepspeed_compress.bench.operations import OPERATIONS
+from deepspeed_compress.cli import main
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.kernels import implementations
+from deepspeed_compress.kernels.forms import Form
+
+CPU = torch.device("cpu")
+NUMEL = 3 * 4096 + 5
+
+
+def test_every_operation_is_measured_beside_a_copy() -> None:
+    threads = torch.get_num_threads()
+    rows = measure(NUMEL, CPU, 3)
+    copy, *others = rows
+    assert (copy["operation"], copy["of_copy"]) == ("copy", 1.0)
+    expected = [(operation.name, name) for operation in OPERATIONS for name in implementations(CPU)]
+    assert [(row["operation"], row["implementation"]) for row in others] == expected
+    for row in rows:
+        times = row["seconds"]
+        assert 0 < times["min"] <= times["median"] <= times["max"]
+        assert row["gb_per_s"] == pytest.approx(4e-9 * NUMEL / times["median"])
+        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / copy["gb_per_s"])
+    assert torch.get_num_threads() == threads
+
+
+def test_operations_ask_for_what_their_names_say() -> None:
+    """Of an implementation that only writes down how it is called."""
+    asked: dict[str, tuple[Any, ...]] = {}
+
+    def quantize(x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+        asked["quantize"] = form.kind, form.bits, codes.numel(), key is not None, memory and memory.after.dtype
+
+    def dequantize(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+        asked["decode"] = form.kind, form.bits, out.dtype
+
+    def top_k(rows: Tensor, k: int) -> None:
+        asked["top-k"] = tuple(rows.shape), k
+
+    module = SimpleNamespace(quantize_blocks=quantize, dequantize_blocks_add=dequantize, top_k_rows=top_k)
+    found: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        call = operation.prepare(module, torch.ones(3 * 4096 + 4))
+        asked.clear()
+        call()
+        found |= {operation.name: dict(asked)}
+    assert found == {
+        "quantize int8": {"quantize": ("absmax", 8, 12292, False, None)},
+        "quantize int4": {"quantize": ("absmax", 4, 6146, False, None)},
+        "quantize int4, stochastic": {"quantize": ("absmax", 4, 6146, True, None)},
+        "quantize sign": {"quantize": ("mean", 1, 1537, False, None)},
+        "quantize int4, bf16 memory": {"quantize": ("absmax", 4, 6146, False, torch.bfloat16)},
+        "quantize sign, bf16 memory": {"quantize": ("mean", 1, 1537, False, torch.bfloat16)},
+        "decode-accumulate int8": {"decode": ("absmax", 8, torch.float32)},
+        "decode-accumulate int4": {"decode": ("absmax", 4, torch.float32)},
+        "decode-accumulate sign": {"decode": ("mean", 1, torch.float32)},
+        "block top-k 1 % of 4096": {"top-k": ((3, 4096), 41)},
+    }
+
+
+def test_one_operation_alone() -> None:
+    rows = measure(NUMEL, CPU, 1, re.compile("top-k"))
+    assert {row["operation"] for row in rows} == {"copy", "block top-k 1 % of 4096"}
+
+
+def test_wrong_arguments_say_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"--only int3: is found in none of quantize int8, .*; write a part of one"):
+        measure(NUMEL, CPU, 1, re.compile("int3"))
+    with pytest.raises(ConfigError, match="--numel 100: write at least 4096"):
+        measure(100, CPU, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda: torch finds no GPU here"):
+        measure(NUMEL, torch.device("cuda"), 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_is_measured() -> None:
+    device = torch.device("cuda")
+    assert len(measure(NUMEL, device, 2)) == 1 + len(OPERATIONS) * len(implementations(device))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "kernels.json", tmp_path / "kernels.png"
+    arguments = ["--numel", "8192", "--repeats", "1", "--only", "sign", "--json", str(file), "--plot", str(picture)]
+    assert main(["bench", "kernels", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "8,192 fp32 elements on one core of" in out
+    assert "decode-accumulate sign" in out
+    document = json.loads(file.read_text())
+    assert len(document["rows"]) == 1 + 3 * len(implementations(CPU))
+    assert document["environment"]["torch"] == torch.__version__
+    assert picture.read_bytes().startswith(b"\x89PNG")

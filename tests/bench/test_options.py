@@ -1,0 +1,68 @@
+"""What may be written after `ds-compress bench`."""
+
+import argparse
+
+import pytest
+
+from deepspeed_compress.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
+from deepspeed_compress.bench.peers import PEERS as MADE
+from deepspeed_compress.cli import main
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_help_shows_examples(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", benchmark, "--help"])
+    assert stop.value.code == 0
+    assert f"examples:\n  ds-compress bench {benchmark} " in capsys.readouterr().out
+
+
+def test_every_peer_can_be_made() -> None:
+    assert {peer for peer in PEERS if not peer.startswith("deepspeed")} == set(MADE)
+
+
+def test_hosts_and_rates() -> None:
+    assert emulation("4,1gbit,100mbit") == Emulation(4, ("1gbit", "100mbit"))
+
+
+@pytest.mark.parametrize("text", ["2", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"])
+def test_wrong_hosts_say_what_to_write(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as"):
+        emulation(text)
+
+
+def test_sizes_count_in_binary_and_elements_in_decimal() -> None:
+    assert (size("4K"), size("16M"), size("1000")) == (4096, 16 * 2**20, 1000)
+    assert (count("4K"), count("100M"), count("17")) == (4000, 10**8, 17)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5M", "1T", ""])
+def test_a_wrong_number_says_what_to_write(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench"],
+        ["bench", "steps"],
+        ["bench", "step", "--output", "x.json"],
+        ["bench", "step", "--config", "a.json", "--output", "x.json", "--peers", "horovod"],
+        ["bench", "step", "--config", "a.json", "--output", "x.json", "--steps", "0"],
+        ["bench", "kernels", "--device", "tpu"],
+    ],
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["step", "--config", "a.json", "--output", "x.json"], ["comm"]])
+def test_one_process_has_nothing_to_communicate_with(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["bench", *arguments]) == 1
+    assert "--emulate 2,1gbit" in capsys.readouterr().err
