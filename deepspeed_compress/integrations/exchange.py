@@ -1,0 +1,31 @@
+"""Wrapping one method of a foreign class, so that it can be undone."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_compress.errors import CompressWarning
+
+__all__ = ["exchange"]
+
+_OURS = "_compress_original"
+
+
+def exchange(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the method `name` of `owner` by `wrap(method)`, once; its signature stays. Returns what undoes it."""
+    original = getattr(owner, name)
+    if hasattr(original, _OURS):
+        return lambda: None
+    wrapper = functools.wraps(original)(wrap(original))
+    setattr(wrapper, _OURS, original)
+    setattr(owner, name, wrapper)
+
+    def undo() -> None:
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+        else:
+            text = f"{owner.__name__}.{name} was replaced after install(); left as it is"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+
+    return undo

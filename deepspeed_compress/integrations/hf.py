@@ -1,0 +1,141 @@
+"""Hugging Face Trainer: compression in its logs and its progress bar, and what it cannot do, said at once."""
+
+import inspect
+import statistics
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from transformers import ProgressCallback, Trainer, TrainerCallback
+
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.engine.session import Session
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
+from deepspeed_compress.integrations.exchange import exchange
+from deepspeed_compress.integrations.install import install
+from deepspeed_compress.monitor import KINDS, StepStatistics
+
+__all__ = ["CompressionCallback", "attach", "follow_trainers"]
+
+
+def attach(trainer: Trainer) -> Trainer:
+    """Compress what `trainer` trains, and log it; returns the trainer. Call it before `trainer.train()`.
+
+    Not needed after `deepspeed_compress.install()`, which does it for every Trainer. Raises ConfigError when the
+    trainer has no DeepSpeed configuration or no valid section in it, UnsupportedError for a PipelineModule.
+    """
+    ds_config = _configuration(trainer)
+    if ds_config is None:
+        raise ConfigError(
+            "the trainer does not use DeepSpeed: write TrainingArguments(deepspeed=FILE_OR_DICT), with the section "
+            f'"{SECTION}" in it'
+        )
+    _refuse_pipeline(trainer.model)
+    parse_section(ds_config)
+    install()
+    _add_callback(trainer)
+    return trainer
+
+
+def follow_trainers() -> Callable[[], None]:
+    """Add a `CompressionCallback` to every Trainer to come whose configuration has the section; returns the undoing."""
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+            _refuse_pipeline(signature.bind(self, *args, **options).arguments.get("model"))
+            original(self, *args, **options)
+            if SECTION in (_configuration(self) or {}):
+                _add_callback(self)
+
+        return __init__
+
+    return exchange(Trainer, "__init__", wrap)
+
+
+def _configuration(trainer: Trainer) -> dict[str, Any] | None:
+    """The DeepSpeed configuration, given to the arguments or to `accelerate launch`; None without DeepSpeed."""
+    plugin = trainer.args.deepspeed_plugin
+    return None if plugin is None else plugin.hf_ds_config.config
+
+
+def _refuse_pipeline(model: object) -> None:
+    if isinstance(model, PipelineModule):
+        raise UnsupportedError(
+            f"model: a PipelineModule cannot be trained by Trainer, which calls forward and backward itself, and its "
+            f"engine has train_batch alone (allowed: a model whose forward returns a loss). {INSTEAD_OF_PIPELINE}"
+        )
+
+
+def _add_callback(trainer: Trainer) -> None:
+    """In front of all others: reporters send what they find in the logs, so it must be there before."""
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, CompressionCallback) for callback in callbacks):
+        callbacks.insert(0, CompressionCallback(trainer))
+
+
+class CompressionCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds `compression_*` to the training logs of `trainer`: means over the steps measured since the log before.
+
+    Names are those of DeepSpeed's monitors (`monitor.writer`); reporters put `train/` in front. How often is measured
+    says `monitor.every` of the section. Only rank 0 measures, and it alone reports.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._session: Session | None = None
+        self._measured: list[StepStatistics] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The engine exists, and a checkpoint has been loaded."""
+        # The engine hands unknown names on to the model, so getattr would not tell.
+        session = vars(self._trainer.model_wrapped).get("compression")
+        if session is None:
+            raise UnsupportedError(
+                f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine but a "
+                f"{type(self._trainer.model_wrapped).__name__} (allowed: DeepSpeedEngine). On the CPU write "
+                "TrainingArguments(use_cpu=True), and leave out ACCELERATE_USE_CPU and --cpu: with these Accelerate "
+                "ignores DeepSpeed"
+            )
+        if session is not self._session:
+            session.subscribe(self._measured.append)
+            self._session = session
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Only logs of training have a loss of this name; those of evaluation and of the end get nothing."""
+        if "loss" not in logs or not self._measured:
+            return
+        figures = log_entries(self._measured)
+        self._measured.clear()
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+        self._show(figures)
+
+    def _show(self, figures: Mapping[str, float]) -> None:
+        bars = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
+        for bar in (one.training_bar for one in bars):
+            if bar is not None and "compression_ratio" in figures:
+                bar.set_postfix(compressed=f"{figures['compression_ratio']:.1f}x", refresh=False)
+
+
+_LAST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(
+    {"residual_norm": lambda step: step.residual_norm, "cosine": lambda step: step.cosine}
+)
+"""Figures of which the newest is shown; of all others the mean."""
+
+
+def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
+    """What a log says about the steps `measured`, at least one; kinds of traffic without any are left out."""
+    sent, alone = (sum(getattr(step, name) for step in measured) for name in ("bytes_sent", "bytes_uncompressed"))
+    found: dict[str, float] = {"ratio": alone / sent} if sent else {}
+    for kind in KINDS:
+        mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
+        found |= {kind: mean} if mean or kind == "bytes_sent" else {}
+    found["time_ms"] = statistics.fmean(step.time_ms for step in measured)
+    for name, of in _LAST.items():
+        known = [value for value in map(of, measured) if value is not None]
+        found |= {name: known[-1]} if known else {}
+    return {f"compression_{name}": value for name, value in found.items()}

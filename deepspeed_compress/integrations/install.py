@@ -1,0 +1,30 @@
+"""`install`: every engine to come is attached to, and Hugging Face libraries check the section as early as they can."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import deepspeed_compress.engine as engine
+
+__all__ = ["install"]
+
+
+def install() -> Callable[[], None]:
+    """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
+
+    For code that calls DeepSpeed by itself: HF Trainer, Accelerate, TRL, scripts that cannot be edited. Configurations
+    without the section go to DeepSpeed untouched, and so do engines without an optimizer, which have no gradients.
+    Where Accelerate is installed the section is checked when the configuration is read, before there is a model, and
+    Trainers log what compression does (`integrations.hf`). Returns a function that undoes all of it; a second call
+    changes nothing.
+    """
+    undo = [engine.install()]
+    if find_spec("accelerate") is not None:
+        from deepspeed_compress.integrations.early import check_early
+
+        undo.append(check_early())
+
+    def uninstall() -> None:
+        for action in undo:
+            action()
+
+    return uninstall

@@ -1,0 +1,84 @@
+"""The command that `ds-compress run` starts: a launcher's own, with our runner in front of the script."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.errors import ConfigError
+
+__all__ = ["LAUNCHERS", "launch_command"]
+
+RUNNER = "deepspeed_compress.integrations.run"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher: the `module` that is started ("" for the script itself), and its `parse`, which tells its options
+    from the script's. `script` and `rest` are the names that its parser gives to the script and to what follows it."""
+
+    module: str
+    parse: Callable[[Sequence[str]], Any]
+    script: str
+    rest: str
+
+
+def _deepspeed(arguments: Sequence[str]) -> Any:
+    from deepspeed.launcher.runner import parse_args
+
+    return parse_args(arguments)
+
+
+def _torchrun(arguments: Sequence[str]) -> Any:
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().parse_args(arguments)
+
+
+def _accelerate(arguments: Sequence[str]) -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(arguments)
+
+
+def _none(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ds-compress run --launcher none")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")
+    return parser.parse_args(arguments)
+
+
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
+    {
+        "deepspeed": Launcher("deepspeed.launcher.runner", _deepspeed, "user_script", "user_args"),
+        "torchrun": Launcher("torch.distributed.run", _torchrun, "training_script", "training_script_args"),
+        "accelerate": Launcher("accelerate.commands.launch", _accelerate, "training_script", "training_script_args"),
+        "none": Launcher("", _none, "script", "rest"),
+    }
+)
+_MODULE_SWITCHES = ("-m", "--module")
+
+
+def launch_command(launcher: str, arguments: Sequence[str]) -> list[str]:
+    """The command for `arguments` of `launcher`, a key of `LAUNCHERS`: its options, a script, the script's arguments.
+
+    Everything is passed on as it stands, the launcher's switch for modules excepted, which ours takes the place of.
+    Raises ConfigError when accelerate is missing, or the program is none for Python. What the launcher's own parser
+    refuses ends as there, with SystemExit.
+    """
+    chosen = LAUNCHERS[launcher]
+    if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
+        raise ConfigError(f"--launcher {launcher}: is not installed; write pip install {launcher}, or another launcher")
+    parsed = chosen.parse(arguments)
+    if getattr(parsed, "no_python", False):
+        raise ConfigError("--no_python: compression is installed in a Python program; start one, without this option")
+    begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
+    # argparse takes a "--" away that comes right after the script.
+    begin -= arguments[begin] != getattr(parsed, chosen.script)
+    options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
+    start = ["-m", chosen.module, *options, "--module", RUNNER] if chosen.module else ["-m", RUNNER]
+    return [sys.executable, *start, *(["-m"] if parsed.module else []), *arguments[begin:]]

@@ -1,0 +1,111 @@
+"""Train a causal language model on text files with Hugging Face Trainer.
+
+An ordinary script: nothing in it knows of compression. The configuration asks for it, and `ds-compress run` sees to it:
+
+    python -m deepspeed_compress.data data/shakespeare
+    ds-compress run --num_gpus 2 launch/run_trainer.py --deepspeed configs/huggingface/zero2_int4.json \\
+        --train_files data/shakespeare --output_dir runs/trainer --max_steps 300 --learning_rate 1e-3 \\
+        --per_device_train_batch_size 4 --logging_steps 10 --do_eval --use_cpu
+
+All options of TrainingArguments, and those of `Options`, as --help shows them. On GPUs leave --use_cpu out.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from deepspeed_compress.data import text_files, train_tokenizer
+
+Rows = list[dict[str, list[int]]]
+
+
+@dataclass
+class Options:
+    """What TrainingArguments does not have."""
+
+    train_files: list[str] = field(metadata={"help": "text files, or directories which are searched for them"})
+    model: str = field(
+        default="configs/models/gpt_2m.json",
+        metadata={
+            "help": "a model's config in JSON, which starts anew, or a local Hugging Face directory to go on from"
+        },
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "a directory with tokenizer.json; without it one is trained on the files"}
+    )
+    block_size: int = field(default=128, metadata={"help": "tokens in a sequence"})
+    held_out: float = field(default=0.05, metadata={"help": "share of the text, at its end, to evaluate on"})
+
+
+def main() -> None:
+    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+    files = text_files([Path(name) for name in options.train_files])
+    tokenizer = find_tokenizer(options, args, files)
+    rows = blocks(files, tokenizer, options.block_size)
+    kept = len(rows) - int(len(rows) * options.held_out)
+    trainer = Trainer(
+        model=load_model(options.model, len(tokenizer)),
+        args=args,
+        train_dataset=rows[:kept],
+        eval_dataset=rows[kept:],
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or last_checkpoint(args.output_dir))
+    trainer.save_model()
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", {**metrics, "perplexity": math.exp(metrics["eval_loss"])})
+    trainer.save_state()
+
+
+def find_tokenizer(options: Options, args: TrainingArguments, files: list[Path]) -> PreTrainedTokenizerFast:
+    """The tokenizer that is named, or one trained on `files` by the first process, with as many words as the model."""
+    directory = Path(options.tokenizer or Path(args.output_dir) / "tokenizer")
+    with args.main_process_first(desc="tokenizer"):
+        if not (directory / "tokenizer.json").is_file():
+            train_tokenizer(files, directory, json.loads(Path(options.model).read_text())["vocab_size"])
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def blocks(files: list[Path], tokenizer: PreTrainedTokenizerFast, size: int) -> Rows:
+    """All text one file after the other, cut into rows of `size` tokens; what is left at the end is dropped."""
+    tokens = [token for file in files for token in encoded(file, tokenizer)]
+    starts = range(0, len(tokens) - size + 1, size)
+    return [{"input_ids": tokens[start : start + size], "labels": tokens[start : start + size]} for start in starts]
+
+
+def encoded(file: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
+    yield from tokenizer(file.read_text(encoding="utf-8"))["input_ids"]
+    yield tokenizer.eos_token_id
+
+
+def load_model(place: str, words: int) -> AutoModelForCausalLM:
+    """The model of a directory, or a new one of a config with `words` tokens."""
+    if Path(place).is_dir():
+        return AutoModelForCausalLM.from_pretrained(place)
+    settings = json.loads(Path(place).read_text())
+    config = AutoConfig.for_model(settings.pop("model_type"), **{**settings, "vocab_size": words})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def last_checkpoint(directory: str) -> str | None:
+    """Where a run of the same command stopped, if it has begun."""
+    return get_last_checkpoint(directory) if Path(directory).is_dir() else None
+
+
+if __name__ == "__main__":
+    main()

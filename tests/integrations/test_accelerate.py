@@ -1,0 +1,73 @@
+"""A plain Accelerate loop: one call of `install`, and the loop as it was."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+from tests.integrations.trainers import INT4, collate, network, sentences, weights
+from tests.support.forks import run_forks
+
+NONE = {"gradients": {"method": "none"}}
+BATCH = 4
+
+
+def loop(rank: int, stage: int, section: dict[str, Any] | None, directory: str = "") -> tuple[list[float], Any, bool]:
+    """Losses and parameters after three epochs of two accumulated batches, and whether compression is attached.
+
+    With `directory` it is saved and loaded after the first.
+    """
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    uninstall = deepspeed_compress.install()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=config if section is None else {**config, SECTION: section})
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    model = network("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows: Any = sentences(4 * BATCH)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for epoch in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        if directory and epoch == 0:
+            accelerator.save_state(directory)
+            model.compression.reset()
+            accelerator.load_state(directory)
+    uninstall()
+    return losses, weights(model), "compression" in vars(model)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loop(stage: int) -> None:
+    alone, none, int4 = (run_forks(2, loop, stage, section) for section in (None, NONE, INT4))
+    for rank in range(2):
+        assert none[rank][:2] == alone[rank][:2]
+        assert [one[rank][2] for one in (alone, none, int4)] == [False, True, True]
+        assert int4[rank][1] != alone[rank][1]
+        assert int4[rank][0][-1] == pytest.approx(alone[rank][0][-1], rel=0.05)
+        assert int4[rank][0][-1] < int4[rank][0][0]
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    """`save_state` and `load_state` restore what was forgotten in between."""
+    whole = run_forks(2, loop, 2, INT4)
+    assert run_forks(2, loop, 2, INT4, str(tmp_path)) == whole

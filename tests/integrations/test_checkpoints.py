@@ -1,0 +1,67 @@
+"""Saving and resuming by Trainer: as if it had not stopped, bit for bit, residuals and all."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.trainers import INT4, Job, Outcome, train
+from tests.support.forks import run_forks
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def stop_at(directory: str, step: int) -> None:
+    """Leave only the checkpoint of `step`, as a run that was killed then would."""
+    for path in Path(directory).glob("checkpoint-*"):
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
+
+
+def training_logs(outcome: Outcome) -> list[dict[str, float]]:
+    """Without times, and without weights: ZeRO 3 gathers more until it knows the order of the layers, and compressed
+    weights are brought up to date when they are saved."""
+    entries = [entry for entry in outcome.logs if "loss" in entry]
+    left_out = {"compression_time_ms", "compression_bytes_weights"}
+    return [{key: value for key, value in entry.items() if key not in left_out} for entry in entries]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_resuming_is_not_having_stopped(stage: int, tmp_path: Path) -> None:
+    job = Job(str(tmp_path), stage, INT4, {**SAVING, "per_device_train_batch_size": 3})
+    whole = [outcomes[0] for outcomes in run_forks(2, train, job)]
+    stop_at(job.directory, 2)
+    resumed = [outcomes[0] for outcomes in run_forks(2, train, replace(job, resume=True))]
+    for one, other in zip(whole, resumed, strict=True):
+        assert other.parameters == one.parameters
+        assert other.of("loss") == one.of("loss")
+    assert len(training_logs(whole[0])) == 4
+    # Residual norms and bytes, too; the first rank alone has them until a checkpoint hands its logs to all.
+    assert training_logs(resumed[0]) == training_logs(whole[0])
+
+
+def test_weights_compressed_too(tmp_path: Path) -> None:
+    section = {**INT4, "weights": {"method": "blockwise"}}
+    job = Job(str(tmp_path), 2, section, SAVING)
+    whole = run_forks(2, train, job)[0][0]
+    stop_at(job.directory, 2)
+    resumed = run_forks(2, train, replace(job, resume=True))[0][0]
+    assert resumed.parameters == whole.parameters
+    assert training_logs(resumed) == training_logs(whole)
+
+
+BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
+    """With a learning rate that spoils the model the first of the two evaluations is the best."""
+    constant = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    job = Job(str(tmp_path / "whole"), stage, INT4, {**BEST, "learning_rate": 3.0}, {"scheduler": constant})
+    until_best = replace(job, directory=str(tmp_path / "half"), args={**job.args, "max_steps": 2})
+    for loaded, best in run_forks(2, train, job, until_best):
+        evaluations = loaded.of("eval_loss")
+        assert len(evaluations) == 2
+        assert evaluations[0] < evaluations[1]
+        assert loaded.parameters == best.parameters

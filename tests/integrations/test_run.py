@@ -1,0 +1,228 @@
+"""`ds-compress run`: commands of every launcher, and unmodified scripts that they start."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress import CompressWarning, ConfigError, cli
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.integrations import run as runner
+from deepspeed_compress.integrations.launch import LAUNCHERS, launch_command
+from tests.integrations.trainers import AUTO, INT4
+from tests.support.forks import free_port, run_forks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPT = str(HERE / "script.py")
+EXAMPLE = str(ROOT / "launch" / "run_trainer.py")
+RUNNER = "--module deepspeed_compress.integrations.run"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "command"),
+    [
+        (
+            "deepspeed",
+            "--num_gpus 2 --include localhost:0,1 train.py --deepspeed ds.json --num_gpus 3",
+            f"-m deepspeed.launcher.runner --num_gpus 2 --include localhost:0,1 {RUNNER} "
+            "train.py --deepspeed ds.json --num_gpus 3",
+        ),
+        ("deepspeed", "--module pkg.train -m x", f"-m deepspeed.launcher.runner {RUNNER} -m pkg.train -m x"),
+        ("deepspeed", "--no_local_rank train.py", f"-m deepspeed.launcher.runner --no_local_rank {RUNNER} train.py"),
+        (
+            "torchrun",
+            "--nproc_per_node=2 -m pkg.train -- 'a b'",
+            f"-m torch.distributed.run --nproc_per_node=2 {RUNNER} -m pkg.train -- 'a b'",
+        ),
+        (
+            "accelerate",
+            "--use_deepspeed --deepspeed_config_file ds.json train.py --deepspeed",
+            "-m accelerate.commands.launch --use_deepspeed --deepspeed_config_file ds.json "
+            f"{RUNNER} train.py --deepspeed",
+        ),
+        ("none", "train.py --launcher x", "-m deepspeed_compress.integrations.run train.py --launcher x"),
+        ("none", "-m pkg.train", "-m deepspeed_compress.integrations.run -m pkg.train"),
+    ],
+)
+def test_everything_is_passed_on(launcher: str, given: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def exec_instead(path: str, arguments: list[str]) -> None:
+        assert path == arguments[0] == sys.executable
+        started.append(arguments[1:])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", exec_instead)
+    chosen = [] if launcher == "deepspeed" else ["--launcher", launcher]
+    for own in (chosen, [f"--launcher={launcher}"]):
+        with pytest.raises(SystemExit):
+            cli.main(["run", *own, *shlex.split(given)])
+    assert started == [shlex.split(command)] * 2
+
+
+def test_every_launcher_can_be_chosen() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "--launcher", "slurm", "train.py"])
+    assert stop.value.code == 2
+    [command] = [command for command in cli.COMMANDS if command.name == "run"]
+    parser = argparse.ArgumentParser()
+    command.arguments(parser)
+    [choices] = [action.choices for action in parser._actions if action.choices]
+    assert set(choices) == LAUNCHERS.keys()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_without_a_script(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "--launcher", launcher])
+    assert stop.value.code == 2
+    assert "script" in capsys.readouterr().err.lower()
+
+
+def test_what_is_no_python_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--no_python"):
+        launch_command("deepspeed", ["--no_python", "train.sh"])
+
+
+def run_here(rank: int, script: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Lines that a script leaves in its file, and warnings of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.main([*arguments[:1], script, *arguments[1:]])
+    ours = [str(warning.message) for warning in caught if warning.category is CompressWarning]
+    return Path(f"{script}.out").read_text().splitlines(), ours
+
+
+def test_a_program_that_compresses_nothing_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "pathlib.Path(__file__ + '.out').write_text('\\n'.join([__name__, *sys.argv[1:]]))\n"
+        "sys.exit(0)\n"
+    )
+    [(lines, told)] = run_forks(1, run_here, str(script), ["--local_rank=3", "a b", "--flag"])
+    assert lines == ["__main__", "--local_rank=3", "a b", "--flag"]
+    assert [text.partition(":")[0] for text in told] == ["nothing was compressed"]
+
+
+def start(launcher: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", launcher, *arguments]
+    environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def result(started: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:
+    """What `script.py` wrote."""
+    assert started.returncode == 0, started.stderr[-3000:]
+    found: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    return found
+
+
+def config_file(directory: Path, section: object = INT4) -> str:
+    path = directory / "ds_config.json"
+    path.write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 2}, SECTION: section}))
+    return str(path)
+
+
+LAUNCHES = {
+    "deepspeed": "--num_gpus 2 --master_port",
+    "torchrun": "--nproc_per_node 2 --master_port",
+    "accelerate": "--num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no --use_deepspeed "
+    "--main_process_port",
+}
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    """For the processes to meet; DeepSpeed leaves shared memory behind for it."""
+    chosen = str(free_port())
+    yield chosen
+    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{chosen}_*"):
+        leftover.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: Path) -> None:
+    options = [*LAUNCHES[launcher].split(), port]
+    done = start(launcher, *options, SCRIPT, str(tmp_path), "--deepspeed", config_file(tmp_path))
+    found = result(done, tmp_path)
+    assert (found["name"], found["ranks"], found["engine"]) == ("__main__", 2, "DeepSpeedEngine")
+    injected = ["--local_rank=0"] if launcher == "deepspeed" else []
+    assert found["argv"] == [SCRIPT, *injected, str(tmp_path), "--deepspeed", str(tmp_path / "ds_config.json")]
+    ratios = [entry["compression_ratio"] for entry in found["logs"] if "loss" in entry]
+    assert len(ratios) == 2
+    assert min(ratios) > 15
+    assert "nothing was compressed" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_error_of_the_section_ends_the_script(tmp_path: Path) -> None:
+    """One process, no launcher: the exit code and the error come through."""
+    wrong = config_file(tmp_path, {"gradients": {"bit": 4}})
+    done = start("none", SCRIPT, str(tmp_path), "--deepspeed", wrong)
+    assert done.returncode == 1
+    assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
+
+
+@pytest.mark.slow
+def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this variable Accelerate trains by DDP: what is configured must not be silently without effect."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    options = ["--nproc_per_node", "1", "--master_port", port]
+    done = start("torchrun", *options, SCRIPT, str(tmp_path), "--deepspeed", config_file(tmp_path))
+    assert done.returncode == 1
+    assert "does not train a DeepSpeed engine" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
+    """The script knows nothing of DeepSpeed: `accelerate launch` has the file."""
+    options = [*LAUNCHES["accelerate"].split(), port, "--deepspeed_config_file", config_file(tmp_path)]
+    done = start("accelerate", *options, SCRIPT, str(tmp_path))
+    found = result(done, tmp_path)
+    assert (found["ranks"], found["engine"]) == (2, "DeepSpeedEngine")
+    assert len([entry for entry in found["logs"] if entry.get("compression_ratio", 0) > 15]) == 2
+
+
+@pytest.mark.slow
+def test_the_example(port: str, tmp_path: Path) -> None:
+    """The command of the documentation, on a short text, saved in the middle and continued by the same command."""
+    (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)
+    sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    (tmp_path / "model.json").write_text(
+        json.dumps({"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0, **sizes})
+    )
+    output = tmp_path / "run"
+    common = [
+        f"--deepspeed={ROOT}/configs/huggingface/zero2_int4.json --model={tmp_path}/model.json --output_dir={output}",
+        f"--train_files={tmp_path}/text.txt --block_size=16 --learning_rate=1e-2 --lr_scheduler_type=constant",
+        "--logging_steps=10 --save_steps=10 --do_eval --use_cpu --disable_tqdm=true",
+    ]
+    for steps in ("10", "20"):
+        done = start(
+            "torchrun",
+            *LAUNCHES["torchrun"].split(),
+            port,
+            EXAMPLE,
+            *" ".join(common).split(),
+            f"--max_steps={steps}",
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    logs = [entry for entry in history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [10, 20]
+    assert min(entry["compression_ratio"] for entry in logs) > 15
+    assert logs[1]["loss"] < logs[0]["loss"]
+    assert json.loads((output / "eval_results.json").read_text())["perplexity"] < 300
+    assert (output / "model.safetensors").is_file()

@@ -1,0 +1,166 @@
+"""What ranks do in tests of Trainer: train a toy model on tokens made from a seed, with and without compression."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+
+WORDS = 64
+LENGTH = 16
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+}
+"""What the documentation of transformers recommends: everything that Trainer knows as well."""
+INT4 = {"gradients": {"bits": 4}, "monitor": {"every": 1}}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. `section` None is Trainer without us; `args` goes to TrainingArguments, `extra` to DeepSpeed."""
+
+    directory: str
+    stage: int = 2
+    section: Mapping[str, Any] | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "gpt2"
+    resume: bool = False
+
+    def ds_config(self) -> dict[str, Any]:
+        zero = {"stage": self.stage, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": 0}
+        config = {**AUTO, "zero_optimization": zero, **self.extra}
+        return config if self.section is None else {**config, SECTION: dict(self.section)}
+
+    def arguments(self) -> TrainingArguments:
+        settings = {
+            "output_dir": self.directory,
+            "deepspeed": self.ds_config(),
+            "use_cpu": True,
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "report_to": "none",
+            **self.args,
+        }
+        return TrainingArguments(**settings)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw: its parameters (of ZeRO 3: gathered) as lists, and the logs of Trainer."""
+
+    parameters: dict[str, list[float]]
+    logs: list[dict[str, Any]]
+
+    def of(self, key: str) -> list[float]:
+        """The values of `key`, of the logs that have it."""
+        return [entry[key] for entry in self.logs if key in entry]
+
+
+def network(kind: str) -> Any:
+    """A toy causal language model with dropout off, the same on every rank."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_hidden_layers=2, **sizes))
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **off))
+
+
+def sentences(count: int, varied: bool = False) -> list[dict[str, list[int]]]:
+    """Counting sequences, which a model learns fast. `varied`: of several lengths."""
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, WORDS, (count,), generator=generator).tolist()
+    lengths = [LENGTH - 4 * (index % 3) if varied else LENGTH for index in range(count)]
+    return [
+        {"input_ids": [(start + place) % WORDS for place in range(length)]}
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Right-padded; what is padding has no label."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    real = torch.tensor([[place < len(row["input_ids"]) for place in range(longest)] for row in rows])
+    return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
+
+
+def trainer_of(job: Job) -> Trainer:
+    """A Trainer, made as a user would make it."""
+    args = job.arguments()
+    varied = args.train_sampling_strategy == "group_by_length"
+    return Trainer(
+        network(job.model),
+        args,
+        data_collator=collate,
+        train_dataset=sentences(48, varied),
+        eval_dataset=sentences(8),
+    )
+
+
+def train(rank: int, *jobs: Job) -> list[Outcome]:
+    """Run the jobs one after the other in this rank, after `install()` where they have a section."""
+    return [train_one(job) for job in jobs]
+
+
+def train_one(job: Job) -> Outcome:
+    uninstall = deepspeed_compress.install() if job.section is not None else lambda: None
+    trainer = trainer_of(job)
+    trainer.train(resume_from_checkpoint=job.resume or None)
+    assert ("compression" in vars(trainer.model_wrapped)) == (job.section is not None)
+    outcome = Outcome(weights(trainer.model_wrapped), trainer.state.log_history)
+    uninstall()
+    trainer.model_wrapped.destroy()
+    forget_accelerate()
+    return outcome
+
+
+def forget_accelerate() -> None:
+    """The next run of this process is to begin as in a new one."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def weights(engine: Any) -> dict[str, list[float]]:
+    """All parameters of the rank, gathered where ZeRO 3 has them in pieces."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gathered = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(gathered):
+            found[name] = parameter.detach().float().flatten().tolist()
+    return found
+
+
+def lines(directory: str) -> list[str]:
+    """Lines of compression.jsonl."""
+    return (Path(directory) / "compression.jsonl").read_text(encoding="utf-8").splitlines()
