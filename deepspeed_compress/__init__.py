@@ -4,6 +4,7 @@ Importing the package is light: torch and deepspeed are loaded when an entry poi
 """
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import (
@@ -31,11 +32,12 @@ __all__ = [
     "install",
 ]
 
-_ENGINE_NAMES = ("attach", "initialize", "install")
+_LOADED_ON_USE = MappingProxyType({"attach": "engine", "initialize": "engine", "install": "integrations"})
+"""Entry points, and the parts that they are in."""
 
 
 def __getattr__(name: str) -> Any:
     """Entry points, imported on first use."""
-    if name in _ENGINE_NAMES:
-        return getattr(import_module("deepspeed_compress.engine"), name)
+    if name in _LOADED_ON_USE:
+        return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ Pure functions and frozen values: a partition is built once for a bucket layout 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ __all__ = [
     "Partition",
     "Segment",
     "cut",
+    "elements",
     "even_partition",
     "gather",
+    "partition_by_owners",
     "partition_by_sizes",
     "relabel",
     "scatter",
@@ -93,6 +95,18 @@ def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], w
     return Partition(tuple(segments), world_size)
 
 
+@lru_cache(maxsize=4096)
+def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> Partition:
+    """A buffer that has, for one owner after the other, its share of every parameter: (name, numel of a share)."""
+    segments: list[Segment] = []
+    offset = 0
+    for owner in range(world_size):
+        for name, numel in sizes:
+            segments.append(Segment(name, owner * numel, numel, offset, owner))
+            offset += numel
+    return Partition(tuple(segments), world_size)
+
+
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """(offset, numel) of the contiguous stretches that `segments` cover, in their order."""
     runs: list[tuple[int, int]] = []
@@ -108,6 +122,14 @@ def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """A new flat fp32 tensor of the elements of `segments`, in their order."""
     parts = [bucket.narrow(0, offset, numel) for offset, numel in _runs(segments)]
     return torch.cat(parts).to(torch.float32) if parts else bucket.new_zeros(0, dtype=torch.float32)
+
+
+def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """What `gather` returns, but a view of `bucket` where it is fp32 and they are one stretch of it."""
+    runs = _runs(segments)
+    if bucket.dtype == torch.float32 and len(runs) == 1:
+        return bucket.narrow(0, *runs[0])
+    return gather(bucket, segments)
 
 
 def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:

@@ -28,12 +28,23 @@ from deepspeed_compress.reducers import (
     StepClock,
     TwoLevelReducer,
 )
-from deepspeed_compress.reducers.gather import EXACT
+from deepspeed_compress.reducers.gather import CHUNK_NUMEL, EXACT
 from deepspeed_compress.reducers.low_rank import saves
 from deepspeed_compress.residuals import Residuals
 
-__all__ = ["RAW", "Groups", "Parameters", "Reduction", "Stores", "build_reduction", "build_weight_gather"]
+__all__ = [
+    "RAW",
+    "Groups",
+    "Parameters",
+    "Reduction",
+    "Stores",
+    "build_reduction",
+    "build_weight_gather",
+    "build_weight_reducer",
+]
 
+WEIGHTS_LEVEL = 3
+"""Of the reducer of gathered weights: its own messages and random numbers (see `PayloadReducer`)."""
 RAW = 0
 """Codec of what goes uncompressed: elements in their own dtype."""
 
@@ -135,6 +146,36 @@ def build_weight_gather(
     )
 
 
+def build_weight_reducer(
+    config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter
+) -> Callable[[ProcessGroup], PayloadReducer]:
+    """What makes the reducer that gathers rounded weights over a group, without memory.
+
+    Every parameter has a codec of its own, though they are all the same, so that its blocks, and with them its rounding,
+    do not depend on what is gathered along with it.
+    """
+    raw = parameters.exempt | _small(parameters, config.weights)
+    place = {name: index for index, name in enumerate(parameters.shapes, 1)}
+    codecs = (Codec(Cast(parameters.dtype)), *[Codec(compressor_from(config.weights))] * len(place))
+    memories = [WithoutFeedback()] * len(codecs)
+
+    def make(group: ProcessGroup) -> PayloadReducer:
+        return PayloadReducer(
+            group,
+            lambda step: codecs,
+            memories,
+            memories,
+            lambda name: RAW if name in raw else place[name],
+            clock,
+            meter,
+            config.seed,
+            level=WEIGHTS_LEVEL,
+            traffic="bytes_weights",
+        )
+
+    return make
+
+
 def _small(parameters: Parameters, settings: Any) -> frozenset[str]:
     return frozenset(name for name in parameters.shapes if parameters.numel(name) < settings.min_numel)
 
@@ -224,7 +265,7 @@ class _Builder:
         back: str = "means",
         level: int = 0,
     ) -> PayloadReducer:
-        chunk_bytes = self.settings.chunk_bytes
+        chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * self.parameters.dtype.itemsize
         return PayloadReducer(
             group,
             lru_cache(maxsize=4)(lambda step: tuple(treatment.codec_at(step) for treatment in treatments)),
@@ -234,7 +275,7 @@ class _Builder:
             self.clock,
             self.meter,
             self.seed,
-            chunk_bytes and chunk_bytes // self.parameters.dtype.itemsize,
+            chunk_bytes // self.parameters.dtype.itemsize,
             {index: one.delivery for index, one in enumerate(treatments) if one.delivery is not None},
             level,
             self.groups.whole.rank(),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_separated(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = options.run(options)
     except (CompressError, OSError) as error:
@@ -34,11 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _separated(arguments: Sequence[str]) -> list[str]:
+    """With "--" before what `run` passes on, so that argparse leaves these options alone."""
+    given = list(arguments)
+    own = 2 if given[1:2] == ["--launcher"] else 1 if given[1:2] and given[1].startswith("--launcher=") else 0
+    asks = bool({"-h", "--help"} & set(given[1 + own : 2 + own]))
+    return given if given[:1] != ["run"] or asks else [*given[: 1 + own], "--", *given[1 + own :]]
+
+
 def _parser() -> argparse.ArgumentParser:
     examples = [example for command in COMMANDS for example in command.examples]
     parser = argparse.ArgumentParser(
         prog="ds-compress",
-        description="Compressed gradients for DeepSpeed: lint and check configurations, report on a run.",
+        description="Compressed gradients for DeepSpeed: lint and check configurations, report on a run, start one.",
         **_epilog(examples),
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -165,7 +174,53 @@ def _rule(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--launcher",
+        choices=("deepspeed", "torchrun", "accelerate", "none"),
+        default="deepspeed",
+        help="what starts the processes (default: deepspeed); none runs the script in this one. Comes first",
+    )
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="options of the launcher, SCRIPT, arguments of SCRIPT",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from deepspeed_compress.integrations.launch import launch_command
+
+    command = launch_command(options.launcher, options.arguments[1:])
+    # The launcher takes the place of this process, so that signals and exit codes need no hands to go through.
+    os.execv(command[0], command)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_compress.bench.options import add_bench_arguments
+
+    add_bench_arguments(parser)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from deepspeed_compress.bench.command import run
+
+    return run(options)
+
+
 COMMANDS = (
+    Command(
+        "bench",
+        "Measure training steps, messages and kernels, here or on emulated slow networks.",
+        (
+            "bench step --config ds_config.json --emulate 2,1gbit,100mbit --output step.json",
+            "bench comm --emulate 2,1gbit",
+            "bench kernels --numel 10M",
+        ),
+        _bench_arguments,
+        _bench,
+    ),
     Command(
         "check",
         "List every error of the deepspeed_compress section, or show it with its defaults.",
@@ -193,6 +248,16 @@ COMMANDS = (
         ("rule DSC201", "rule --all"),
         _rule_arguments,
         _rule,
+    ),
+    Command(
+        "run",
+        "Start an unmodified training script with compression installed.",
+        (
+            "run --num_gpus 2 train.py --deepspeed ds_config.json",
+            "run --launcher torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        ),
+        _run_arguments,
+        _run,
     ),
     Command(
         "schema",

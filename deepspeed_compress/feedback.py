@@ -26,7 +26,7 @@ class WithoutFeedback:
         """Encode `x` (flat fp32, the elements of `segments`) into `out` (uint8)."""
         codec.encode(x, segments, out, key)
 
-    def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor:
+    def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """What this rank adds to its own elements `x`, which travel nowhere: `x`, exactly."""
         return x
 
@@ -45,7 +45,7 @@ class WithFeedback:
     own_exact: bool = True
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, the elements of `segments`, overwritten) plus their residual into `out` (uint8).
+        """Encode `x` (flat fp32, the elements of `segments`, not changed) plus their residual into `out` (uint8).
 
         decoded + new residual == x + decay * old residual to rounding, and exactly where the subtraction is exact.
         """
@@ -55,18 +55,19 @@ class WithFeedback:
             before, after = buffers
             remembering.compress_remembering(x, out, key, Memory(before, self.decay, after))
             return
-        self.residuals.add_to(x, segments, self.decay)
-        codec.encode(x, segments, out, key)
-        codec.decode_add([out], segments, x, -1.0)
-        self.residuals.write(segments, x)
+        total = x.clone()
+        self.residuals.add_to(total, segments, self.decay)
+        codec.encode(total, segments, out, key)
+        codec.decode_add([out], segments, total, -1.0)
+        self.residuals.write(segments, total)
 
-    def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor:
+    def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """What this rank adds to its own elements `x` (overwritten): exact, with any residual that they still have.
 
         They have one after a silent codec, and when another rank owned them before.
         """
         if codec.silent or not self.own_exact:
-            return _as_received(self, x, segments, key, codec)
+            return None
         if self.residuals.holds(segments):
             self.residuals.add_to(x, segments, self.decay)
             self.residuals.write(segments, torch.zeros_like(x))
@@ -88,24 +89,24 @@ class MomentumCorrection:
     nesterov: bool = False
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode the accumulated velocity after gradients `x` (flat fp32, overwritten) into `out` (uint8)."""
+        """Encode the accumulated velocity after gradients `x` (flat fp32, not changed) into `out` (uint8)."""
         velocity = self.velocity.read(segments, x.device)
         if self.nesterov:
             velocity.add_(x).mul_(self.momentum)
-            x.add_(velocity)
+            total = x + velocity
         else:
             velocity.mul_(self.momentum).add_(x)
-            x.copy_(velocity)
-        self.accumulated.add_to(x, segments, 1.0)
-        codec.encode(x, segments, out, key)
-        sent = torch.zeros_like(x)
+            total = velocity.clone()
+        self.accumulated.add_to(total, segments, 1.0)
+        codec.encode(total, segments, out, key)
+        sent = torch.zeros_like(total)
         codec.decode_add([out], segments, sent, 1.0)
-        self.accumulated.write(segments, x.sub_(sent))
+        self.accumulated.write(segments, total.sub_(sent))
         self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0))
 
-    def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor:
-        """What this rank adds to its own elements: coded as for the others, so that all carry the same momentum."""
-        return _as_received(self, x, segments, key, codec)
+    def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
+        """None: own elements are coded as for the others, so that all carry the same momentum."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,3 @@ class Spread:
         part = (total if self.left.written(segments) else total + left) / parts
         self.left.write(segments, left.add_(total).sub_(part))
         return part
-
-
-def _as_received(
-    memory: WithFeedback | MomentumCorrection, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec
-) -> Tensor:
-    """What a receiver would decode of `x` (overwritten)."""
-    payload = torch.empty(codec.compressor.payload_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-    memory.encode(x, segments, payload, key, codec)
-    decoded = torch.zeros_like(x)
-    codec.decode_add([payload], segments, decoded, 1.0)
-    return decoded

@@ -4,10 +4,9 @@ They are linear and keep the length, so sums over ranks are taken of coefficient
 transform here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T with orthonormal matrices A.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -122,6 +121,10 @@ class Tiles:
     def shape(self) -> tuple[int, int]:
         return self.height, self.width
 
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns * self.height * self.width
+
     def of(self, flat: Tensor) -> Tensor:
         """The view [rows, columns, height, width] of the contiguous `flat`."""
         sizes = (self.rows, self.columns, self.height, self.width)
@@ -130,32 +133,30 @@ class Tiles:
 
 
 Operation = Callable[[Tensor, Tensor, bool], None]
-"""(tiles [t, h, w], out of that shape, inverse): transforms every tile."""
+"""(tiles [rows, columns, h, w], out of that shape, inverse): transforms every tile."""
 
 
-def _forward(x: Tensor, tiles: Iterable[Tiles], operation: Operation) -> Tensor:
-    """The coefficients of all tiles, in their order; neighbours of equal shape go together."""
-    x, coefficients, position = x.contiguous(), torch.empty_like(x), 0
-    for (height, width), group in groupby(tiles, lambda one: one.shape):
-        batch = torch.cat([one.of(x).reshape(-1, height, width) for one in group])
-        operation(batch, coefficients[position : position + batch.numel()].view_as(batch), False)
-        position += batch.numel()
+def _forward(x: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
+    """The coefficients of all tiles, in their order."""
+    x, coefficients = x.contiguous(), torch.empty_like(x)
+    for one, place in _places(tiles, coefficients):
+        operation(one.of(x), place, False)
     return coefficients
 
 
-def _inverse(coefficients: Tensor, tiles: Iterable[Tiles], operation: Operation) -> Tensor:
+def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
     """The inverse of `_forward`."""
-    x, position = torch.empty_like(coefficients), 0
-    for (height, width), group in groupby(tiles, lambda one: one.shape):
-        places = [one.of(x) for one in group]
-        sizes = [place.numel() for place in places]
-        batch = coefficients[position : position + sum(sizes)].view(-1, height, width)
-        values = torch.empty_like(batch)
-        operation(batch, values, True)
-        for place, part in zip(places, torch.split(values.view(-1), sizes), strict=True):
-            place.copy_(part.view_as(place))
-        position += sum(sizes)
+    x = torch.empty_like(coefficients)
+    for one, place in _places(tiles, coefficients):
+        operation(place, one.of(x), True)
     return x
+
+
+def _places(tiles: Sequence[Tiles], coefficients: Tensor) -> Iterator[tuple[Tiles, Tensor]]:
+    """Where the coefficients of `tiles` are: views [rows, columns, h, w] of flat `coefficients`."""
+    parts = torch.split(coefficients, [one.numel for one in tiles])
+    for one, part in zip(tiles, parts, strict=True):
+        yield one, part.view(one.rows, one.columns, one.height, one.width)
 
 
 def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:

@@ -53,7 +53,7 @@ def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[s
     assert main(["check", path, "--world-size", "4"]) == 0
     out = capsys.readouterr().out
     assert "/gradients/bits" in out
-    assert 'DeepSpeed gets zero_optimization: {"stage": 2}' in out
+    assert 'DeepSpeed gets zero_optimization: {"stage": 2, "overlap_comm": true}' in out
     assert "data-parallel size: 4 of 4 ranks" in out
     assert f"warning: /{SECTION}/seed" in out
 

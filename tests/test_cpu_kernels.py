@@ -126,13 +126,26 @@ def test_decoding(form: Form, scale: float) -> None:
 
 
 def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:
-    """Another order of a sum in fp64 shows in fp32 about once in 2**29 / n blocks of n elements, and then by one unit."""
+    """Another order of a sum in fp64 shows in fp32 once in about 2**29 / n blocks of n elements, by one unit."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
     for form in (FORMS["qsgd"], FORMS["sign"]):
         scales = [encoded(ops, x, form, torch.float32, None, None)[0] for ops in (cpu, reference)]
         distance = (scales[0].view(torch.int32) - scales[1].view(torch.int32)).abs()
         assert int(distance.max()) <= 1
         assert int(distance.sum()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_casts(dtype: torch.dtype) -> None:
+    for x in (*inputs(1000, 5), torch.tensor([65504.0, 65519.9, 65520.0, -7e4, 3.4e38, -3.4e38])):
+        out, expected = torch.empty(x.numel(), dtype=dtype), torch.empty(x.numel(), dtype=dtype)
+        cpu.cast(x, out)
+        reference.cast(x, expected)
+        assert same(out.float(), expected.float())
+        sums = [torch.linspace(-1, 1, x.numel()) for _ in range(2)]
+        for ops, total in zip((cpu, reference), sums, strict=True):
+            ops.add_cast(expected, total, 1 / 3)
+        assert same(*sums)
 
 
 @properties
@@ -164,8 +177,8 @@ def test_bits(width: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("shape", [(3, 64, 64), (2, 32, 32), (5, 1, 64), (1, 16, 64), (2, 1, 1)])
-def test_transforms_to_rounding(shape: tuple[int, int, int], inverse: bool) -> None:
+@pytest.mark.parametrize("shape", [(3, 2, 64, 64), (2, 1, 32, 32), (5, 1, 1, 64), (1, 1, 16, 64), (2, 2, 1, 1)])
+def test_transforms_to_rounding(shape: tuple[int, ...], inverse: bool) -> None:
     tiles = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     for name in ("dct_tiles", "hadamard_tiles"):
         out, expected = torch.empty_like(tiles), torch.empty_like(tiles)
@@ -173,6 +186,19 @@ def test_transforms_to_rounding(shape: tuple[int, int, int], inverse: bool) -> N
         getattr(reference, name)(tiles, expected, inverse)
         # A few units of the last place of the largest coefficient, which 4096 products of 24 bits make.
         assert float((out - expected).abs().max()) <= 2e-6 * float(tiles.abs().max())
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (3, 64), (7, 5), (128, 64)])
+def test_tiles_of_a_matrix_are_transformed_in_place_of_it(height: int, width: int, inverse: bool) -> None:
+    matrix = torch.randn(2 * height, 3 * width + 1, generator=torch.Generator().manual_seed(4))
+    strides = (height * matrix.shape[1], width, matrix.shape[1], 1)
+    found, expected = torch.zeros_like(matrix), torch.zeros_like(matrix)
+    views = [whole.as_strided((2, 3, height, width), strides) for whole in (matrix, found, expected)]
+    cpu.dct_tiles(views[0], views[1], inverse)
+    reference.dct_tiles(views[0], views[2], inverse)
+    assert not found[:, -1].any()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_threads_do_not_change_a_bit() -> None:

@@ -269,16 +269,16 @@ def test_momentum_correction_follows_the_paper(nesterov: bool) -> None:
 
 def test_own_elements_are_exact_and_take_a_residual_left_from_another_owner() -> None:
     sender, x = with_feedback(Blockwise(4, BLOCK), transactional=True), integers(7, 0) / 3
-    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), x)
+    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), x)
     sender.residuals.add([(("w", 0, 2), torch.tensor([1.0, 2.0]))], CPU)
     expected = x.clone()
     expected[:2] += torch.tensor([1.0, 2.0])
     for _ in range(2):
-        assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), expected)
+        assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), expected)
         sender.residuals.rollback()
-    sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec)
+    sender.memory.keep(x.clone(), SEGMENTS, sender.codec)
     sender.residuals.commit()
-    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, 0, sender.codec), x)
+    assert torch.equal(sender.memory.keep(x.clone(), SEGMENTS, sender.codec), x)
 
 
 def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
@@ -287,9 +287,10 @@ def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
         assert sender.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
         assert torch.equal(residual(sender), step * x)
     own = Sender(Silence(), WithFeedback(Residuals("fp32", False)))
-    assert not own.memory.keep(x.clone(), SEGMENTS, 0, own.codec).any()
+    assert own.memory.keep(x.clone(), SEGMENTS, own.codec) is None
+    assert own.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
     exact = Codec(Cast(torch.float32))
-    assert torch.equal(own.memory.keep(x.clone(), SEGMENTS, 0, exact), 2 * x)
+    assert torch.equal(own.memory.keep(x.clone(), SEGMENTS, exact), 2 * x)
 
 
 NUMELS = {"a": 7, "b": 4, "c": 1}

@@ -94,7 +94,7 @@ def test_every_number_is_an_event_at_the_samples_seen() -> None:
     sink = Sink()
     StatisticsWriter(None, sink).write(STATISTICS)
     labels, unknown = ("step", "samples", "method", "rank"), ("bytes_tensor", "cosine")
-    names = {name: value for name, value in LINE.items() if name not in labels + unknown}
+    names = {name: value for name, value in LINE.items() if name not in labels + unknown} | {"time_ms": 22.0}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compressors.base import aligned
+from deepspeed_compress.kernels import for_device
 
 __all__ = ["Cast"]
 
@@ -23,18 +24,12 @@ class Cast:
         return aligned(numel * self.dtype.itemsize)
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-        self.elements(out, x.numel()).copy_(self._in_range(x))
+        for_device(x.device).cast(x, self.elements(out, x.numel()))
         out[x.numel() * self.dtype.itemsize :].zero_()
 
     def elements(self, payload: Tensor, numel: int) -> Tensor:
         """The `numel` elements of `payload`: a view of `dtype`."""
         return payload[: numel * self.dtype.itemsize].view(self.dtype)
 
-    def _in_range(self, x: Tensor) -> Tensor:
-        if self.dtype.itemsize >= x.element_size():
-            return x
-        largest = torch.finfo(self.dtype).max
-        return torch.where(x.isinf(), x, x.clamp(-largest, largest))
-
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        out.add_(self.elements(payload, out.numel()).to(torch.float32), alpha=scale)
+        for_device(out.device).add_cast(self.elements(payload, out.numel()), out, scale)

@@ -75,17 +75,21 @@ _RULES = (_collected_and_lost, _group_beyond_block)
 
 
 def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
-    """Differences are taken where ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights."""
-    parallelism = section.parallelism or Parallelism()
+    """ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights, of which differences are sent; ZeRO 3
+    gathers weights that no rank keeps, so that they are rounded themselves, which takes bits."""
+    parallelism, weights = section.parallelism or Parallelism(), section.weights
     stage = STAGE.effective(ds_config, parallelism)
-    reasons = {0: "every rank updates all weights by itself", 3: "no rank keeps the weights that it gathered"}
-    if section.weights.method == "none" or stage not in reasons or (stage == 0 and _bf16(ds_config)):
+    place, what = STAGE.place(parallelism), f'method "{weights.method}" cannot be combined with '
+    if weights.method == "none" or (stage == 0 and _bf16(ds_config)):
         return
-    what = (
-        f'method "{section.weights.method}" cannot be combined with {STAGE.place(parallelism)}: {stage}, because there '
-        f"{reasons[stage]} (allowed: stages 1 and 2)"
-    )
-    yield _problem(("weights",), what, f'"method": "none", or stage 1 or 2 as {STAGE.place(parallelism)}')
+    if stage == 0:
+        why = "because there every rank updates all weights by itself (allowed: stages 1, 2 and 3)"
+        yield _problem(("weights",), f"{what}{place}: 0, {why}", f'"method": "none", or another stage as {place}')
+    elif stage == 3 and (weights.method != "blockwise" or weights.bits < 4 or weights.rounding != "nearest"):
+        settings = show(weights.model_dump(include={"method", "bits", "rounding"}))
+        why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
+        write = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
+        yield _problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", write)
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:

@@ -27,7 +27,21 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
         value = native.given(parallelism)
         if value is not None and (native is not TENSOR or _splits_by_itself(parallelism)):
             expanded.setdefault(native.section, {})[native.key] = value
+    if _reduces_by_hooks(expanded, section):
+        expanded["zero_optimization"].setdefault("overlap_comm", True)
     return expanded
+
+
+def _reduces_by_hooks(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
+    """Whether DeepSpeed can reduce during backward, which it does under ZeRO 1 with `overlap_comm` alone."""
+    zero, pipeline = ds_config.get("zero_optimization"), (section.parallelism or Parallelism()).pipeline
+    return (
+        section.gradients.method != "none"
+        and isinstance(zero, dict)
+        and zero.get("stage") in (1, 2)
+        and pipeline == 1
+        and not zero.get("offload_optimizer")
+    )
 
 
 def _splits_by_itself(parallelism: Parallelism) -> bool:

@@ -64,7 +64,7 @@ class CompressConfig(Model):
     gradients: GradientsConfig = BlockwiseGradients()
     """How gradients are compressed, chosen by `method` (`blockwise` when left out)."""
     weights: WeightsConfig = NoCompression()
-    """How the differences of updated weights are compressed, where ZeRO 1 and 2 gather them."""
+    """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
     schedule: Schedule = Schedule()
     """How compression changes over the steps of training."""
     monitor: Monitor = Monitor()

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.build import Parameters, Reduction, build_reduction, build_weight_gather
+from deepspeed_compress.build import Parameters, Reduction, build_reduction, build_weight_gather, build_weight_reducer
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
 from deepspeed_compress.engine import parallel, seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
 from deepspeed_compress.engine.groups import make_groups
-from deepspeed_compress.engine.limits import engine_kind, refuse_unsupported, shared_parameters
+from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.step import follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
+from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.engine.zero_0 import attach_zero_0
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
@@ -37,6 +38,9 @@ WeightBytes = Callable[[], int]
 
 _ATTACH: Mapping[str, Callable[[Any, Session], WeightBytes]] = MappingProxyType(
     {"zero_0": attach_zero_0, "zero_12": attach_zero_12, "zero_3": attach_zero_3}
+)
+_WEIGHTS: Mapping[str, tuple[Callable[[Any], None], tuple[seams.Seam, ...]]] = MappingProxyType(
+    {"zero_3": (check_weights_3, seams.WEIGHTS_3)}
 )
 _SEAMS: Mapping[str, tuple[seams.Seam, ...]] = MappingProxyType(
     {"zero_0": seams.ZERO_0, "zero_12": seams.ZERO_12, "zero_3": seams.ZERO_3}
@@ -63,15 +67,18 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     refuse_unsupported(engine, config)
     seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS, deepspeed.__version__)
     if config.weights.method != "none":
-        check_weights(engine)
-        seams.check_seams(seams.WEIGHTS, deepspeed.__version__)
+        check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
+        check(engine)
+        seams.check_seams(needed, deepspeed.__version__)
     clock, meter = StepClock(), Meter()
     parameters = _parameters(engine, kind)
     reduction = _reduction(engine, config, parameters, clock, meter)
     writer = StatisticsWriter(config.monitor.path, engine.monitor)
     session = Session(config, reduction, clock, meter, writer, parallel.make_survey(engine))
     weight_bytes, synchronise = _ATTACH[kind](engine, session), _nothing
-    if config.weights.method != "none":
+    if config.weights.method != "none" and kind == "zero_3":
+        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
+    elif config.weights.method != "none":
         weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
     follow_steps(engine, session, weight_bytes, parallel.count_parallel(engine, meter))
@@ -151,8 +158,13 @@ def _configuration(call: Mapping[str, Any]) -> Any:
     return next((given for given in places if given is not None), None)
 
 
-def _initialize(original: Callable[..., Any], call: dict[str, Any], ds_config: dict[str, Any]) -> Any:
-    """Make the engine with the expanded configuration, and attach to it."""
+def _initialize(
+    original: Callable[..., Any],
+    call: dict[str, Any],
+    ds_config: dict[str, Any],
+    wanted: Callable[[Any], bool] = lambda engine: True,
+) -> Any:
+    """Make the engine with the expanded configuration, and attach to it if it is `wanted`."""
     config = parse_section(ds_config)
     call = {**call, "config": expand(ds_config, config)}
     call.pop("config_params", None)
@@ -160,15 +172,17 @@ def _initialize(original: Callable[..., Any], call: dict[str, Any], ds_config: d
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
     result = original(**call)
-    _attach(result[0], config)
+    if wanted(result[0]):
+        _attach(result[0], config)
     return result
 
 
 def install() -> Callable[[], None]:
     """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
 
-    For code that calls DeepSpeed by itself: HF Trainer, Accelerate, scripts that cannot be edited. Configurations
-    without the section go to DeepSpeed untouched. Returns a function that undoes it; a second call changes nothing.
+    For code that calls DeepSpeed by itself (`integrations.install` is for users). Configurations without the section
+    go to DeepSpeed untouched, and engines without an optimizer (evaluation, reference models) are left alone: they have
+    no gradients. Returns a function that undoes it; a second call changes nothing.
     """
     original = deepspeed.initialize
     if hasattr(original, "_compress_original"):
@@ -179,7 +193,9 @@ def install() -> Callable[[], None]:
         call = _bind(original, args, options)
         source = _configuration(call)
         ds_config = {} if source is None else read_ds_config(source)
-        return _initialize(original, call, ds_config) if SECTION in ds_config else original(*args, **options)
+        if SECTION not in ds_config:
+            return original(*args, **options)
+        return _initialize(original, call, ds_config, wanted=has_optimizer)
 
     wrapper._compress_original = original  # type: ignore[attr-defined]
     deepspeed.initialize = wrapper

@@ -13,9 +13,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.kernels import IMPLEMENTATIONS
+from deepspeed_compress.kernels import FASTEST
 
-__all__ = ["engine_kind", "refuse_unsupported", "shared_parameters", "tensor_size"]
+__all__ = ["engine_kind", "has_optimizer", "refuse_unsupported", "shared_parameters", "tensor_size"]
 
 
 def engine_kind(engine: Any) -> str:
@@ -68,8 +68,9 @@ def _subclassed(engine: Any) -> bool:
     return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
 
 
-def _no_optimizer(engine: Any) -> bool:
-    return engine.optimizer is None or not engine.optimizer.param_groups
+def has_optimizer(engine: Any) -> bool:
+    """Whether there is anything that gradients are reduced for."""
+    return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
 
 
 def _uses_muon(engine: Any) -> bool:
@@ -86,7 +87,10 @@ def _device_type(engine: Any) -> str:
 
 
 _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (_no_optimizer, 'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one'),
+    (
+        lambda engine: not has_optimizer(engine),
+        'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
+    ),
     (
         lambda engine: engine.has_moe_layers,
         "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
@@ -98,8 +102,8 @@ _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "offload_optimizer.super_offload",
     ),
     (
-        lambda engine: _device_type(engine) not in IMPLEMENTATIONS,
-        f"it is on a device without kernels; available: {', '.join(IMPLEMENTATIONS)}",
+        lambda engine: _device_type(engine) not in FASTEST,
+        f"it is on a device without kernels; available: {', '.join(FASTEST)}",
     ),
     (
         lambda engine: engine.torch_autocast_z0_gradscaler is not None,
@@ -145,7 +149,7 @@ _OWN_MOMENTUM = frozenset({"dgc", "demo"})
 
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
     """Momentum that would be applied twice."""
-    if config.gradients.method not in _OWN_MOMENTUM or _no_optimizer(engine):
+    if config.gradients.method not in _OWN_MOMENTUM or not has_optimizer(engine):
         return
     found = {_first_momentum(group) for group in engine.optimizer.param_groups} - {0.0}
     if found:

@@ -55,6 +55,9 @@ ZERO_12 = (
     ),
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
+    Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype")),
+    Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
+    Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx")),
     Seam(
         _Z12 + "buffered_reduce_fallback",
         ("self", "rank", "grads", "communication_data_type", "elements_per_buffer", "log"),
@@ -82,6 +85,12 @@ WEIGHTS = (
     Seam("deepspeed.runtime.bf16_optimizer:all_gather_dp_groups", _GATHER),
     Seam(_Z12 + "step", ("self", "closure")),
     Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.step", ("self", "closure")),
+)
+
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
+WEIGHTS_3 = (
+    Seam("deepspeed.runtime.zero.partition_parameters:_dist_allgather_fn", ("input_tensor", "output_tensor", "group")),
+    Seam(_COORDINATOR + "fetch_sub_module", ("args", "kwargs")),
 )
 
 

@@ -1,20 +1,20 @@
 """Compression of one engine: which reducer is in force, what a finished step does to the state, what is reported."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition
+from deepspeed_compress.buckets import Partition, gather
 from deepspeed_compress.build import Reduction
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.parallel import Sizes, Survey
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
 from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
 from deepspeed_compress.policy import DenseWarmUp
-from deepspeed_compress.reducers import Reducer, StepClock, cosine_with_truth, true_sum
+from deepspeed_compress.reducers import Done, Pending, Reducer, StepClock, cosine_with_truth, true_sum
 from deepspeed_compress.residuals import Residuals
 from deepspeed_compress.state import OWNED
 
@@ -62,7 +62,9 @@ class Session:
         """Set after loading the state of another number of ranks: memories of all owners are here."""
         self._reduction = reduction
         self._warmup = DenseWarmUp(config.schedule.warmup_steps)
-        self._writer = writer if writer is not None and writer.active else None
+        self._sinks: list[Callable[[StepStatistics], None]] = (
+            [writer.write] if writer is not None and writer.active else []
+        )
         self._survey = survey
 
     @property
@@ -81,17 +83,33 @@ class Session:
         """The method in force."""
         return "none" if self.dense else self.config.gradients.method
 
+    def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
+        """From now on `sink` gets the statistics of measured steps, on the ranks that report. Call it on all ranks."""
+        self._sinks.append(sink)
+
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
         reducer = self.reducer
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
-        if self.meter.timed:
-            self.meter.bytes_raw += uncompressed_bytes(reducer, partition, everywhere)
+        self._count_uncompressed(partition, everywhere)
         truth = true_sum(reducer.group, bucket) if self._sampled() else None
         operation(bucket, partition, scale)
         if truth is not None:
             own = partition.owned_by(reducer.group.rank())
             self.meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
+
+    def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """Begin to reduce `bucket` to its owners; it may be overwritten."""
+        if self._sampled():
+            self.reduce(bucket, partition, scale, everywhere=False)
+            own = partition.owned_by(self.reducer.group.rank())
+            return Done(own, gather(bucket, own))
+        self._count_uncompressed(partition, everywhere=False)
+        return self.reducer.start_reduce_scatter(bucket, partition, scale)
+
+    def _count_uncompressed(self, partition: Partition, everywhere: bool) -> None:
+        if self.meter.timed:
+            self.meter.bytes_raw += uncompressed_bytes(self.reducer, partition, everywhere)
 
     def _sampled(self) -> bool:
         """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
@@ -112,8 +130,8 @@ class Session:
         if finished.applied and self._forgets(finished.step):
             for name in _RESIDUALS & self.stores.keys():
                 self.stores[name].clear()
-        if self._due(finished.step) and self._writer is not None:
-            self._report(finished, self._writer)
+        if self._due(finished.step) and self._sinks:
+            self._report(finished)
         self.begin(finished.step, finished.scale_after)
 
     def _prune(self) -> None:
@@ -139,12 +157,14 @@ class Session:
     def _due(self, step: int) -> bool:
         return step % self.config.monitor.every == 0
 
-    def _report(self, finished: FinishedStep, writer: StatisticsWriter) -> None:
+    def _report(self, finished: FinishedStep) -> None:
         if self._reduction is None:
             self.meter.bytes_raw = self.meter.bytes_sent
         found = self._survey(self.meter.sizes())
         if found is not None:
-            writer.write(self._statistics(finished, *found))
+            statistics = self._statistics(finished, *found)
+            for sink in self._sinks:
+                sink(statistics)
 
     def _statistics(self, finished: FinishedStep, rank: int, sizes: Sizes) -> StepStatistics:
         """The figures of the step, before `finish` has begun the next one. `sizes`: of `rank`."""

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,16 +55,11 @@ _KINDS: Mapping[type, _Kind] = MappingProxyType(
 
 
 def check_weights(engine: Any) -> None:
-    """UnsupportedError if no weights are sent after a step of `engine`, or none that a difference can be taken to."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        raise UnsupportedError(
-            "/deepspeed_compress/weights: under ZeRO 3 no rank keeps the weights that it gathered, so there is nothing "
-            "that a difference could be taken to; remove the key, or use zero_optimization.stage 1 or 2"
-        )
+    """UnsupportedError if no weights are sent after a step of `engine`."""
     if type(engine.optimizer) not in _KINDS:
         raise UnsupportedError(
             f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
-            "weights by itself, and none are sent; remove the key, or use zero_optimization.stage 1 or 2"
+            "weights by itself, and none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3"
         )
 
 

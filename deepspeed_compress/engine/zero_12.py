@@ -3,6 +3,10 @@
 DeepSpeed all-reduces a whole bucket although every rank keeps only its own slices. With `reduce_scatter` off its
 `average_tensor` hands the whole bucket to one method, streams and offload already taken care of: there we send each
 slice to its owner once. Slices that a rank does not own keep its local gradient, which DeepSpeed never reads.
+
+On GPU DeepSpeed's streams let this overlap with backward. On CPU, where the backend sends by threads of its own,
+buckets are only sent off there, and what arrives is waited for and put into the gradients when the last bucket is
+closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed reads the gradients.
 """
 
 from collections.abc import Callable
@@ -12,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition, partition_by_sizes
+from deepspeed_compress.buckets import Partition, Segment, partition_by_sizes
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
+from deepspeed_compress.reducers import Pending
 
 __all__ = ["attach_zero_12"]
+
+BUCKETS = 8
+"""That a model is sent in, if the size of a bucket stays within bounds."""
+SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
 
 Key = tuple[int, int, int]
 """A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
@@ -31,16 +40,23 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     if session.config.gradients.method == "none":
         _count_only(optimizer, session)
         return lambda: _weight_bytes(optimizer)
+    if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
+        optimizer.reduce_bucket_size = _bucket_size(optimizer)
     ranks = optimizer.dp_process_group.size()
     scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
     partition_of = lru_cache(maxsize=4096)(lambda keys: _partition(optimizer, keys, ranks))
+
+    later = _Later(optimizer) if _may_wait(optimizer) else None
 
     def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         if tensor.numel():
             size = tensor.numel() * communication_data_type.itemsize
             session.meter.bytes_uncompressed += ring_all_reduce(size, ranks)
-            keys = tuple(optimizer.ipg_buckets[communication_data_type].params)
-            session.reduce(tensor, partition_of(keys), scale, everywhere=False)
+            partition = partition_of(tuple(optimizer.ipg_buckets[communication_data_type].params))
+            if later is None:
+                session.reduce(tensor, partition, scale, everywhere=False)
+            else:
+                later.pending.append(session.start(tensor, partition, scale))
         return tensor
 
     def buffered_reduce_fallback(
@@ -53,11 +69,58 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     ) -> None:
         _reduce_separate(optimizer, grads, communication_data_type)
 
+    if later is not None:
+        optimizer.reduce_ipg_grads = later.reduce_ipg_grads
     optimizer.reduce_scatter = False
     optimizer.gradient_reduction_w_predivide = gradient_reduction_w_predivide
     optimizer.buffered_reduce_fallback = buffered_reduce_fallback
     optimizer._buffered_reduce_fallback_preserving_fp32 = preserving_fp32
     return lambda: _weight_bytes(optimizer)
+
+
+def _bucket_size(optimizer: Any) -> int:
+    """Elements of a bucket where the user gives none: DeepSpeed's half a billion would send most models at once, when
+    backward is over; a bucket must be large enough, too, that latency does not matter."""
+    numel: int = sum(flat.numel() for flat in optimizer.bit16_groups_flat)
+    return min(max(numel // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
+
+
+def _may_wait(optimizer: Any) -> bool:
+    """Whether nobody reads a reduced bucket before the last one is closed, and the device has no streams for that."""
+    compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
+    on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
+    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
+
+
+class _Later:
+    """Reductions under way, and DeepSpeed's `reduce_ipg_grads` that ends with them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.pending: list[Pending] = []
+        self._optimizer = optimizer
+        self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
+        self._original = optimizer.reduce_ipg_grads
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        self._original(comm_dtype=comm_dtype)
+        if comm_dtype is None:
+            for pending in self.pending:
+                self._land(pending)
+            self.pending.clear()
+
+    def _land(self, pending: Pending) -> None:
+        """DeepSpeed has moved the gradients of parameters of this rank out of the bucket, unreduced."""
+        if not pending.own:
+            pending.finish(torch.zeros(0))
+            return
+        places = [self._gradient(segment) for segment in pending.own]
+        sums = pending.finish(torch.cat(places).to(torch.float32))
+        for place, part in zip(places, torch.split(sums, [place.numel() for place in places]), strict=True):
+            place.copy_(part)
+
+    def _gradient(self, segment: Segment) -> Tensor:
+        gradient: Tensor = self._optimizer.get_gradient_for_reduction(self._parameters[segment.parameter])
+        return gradient.view(-1)[segment.begin : segment.begin + segment.numel]
 
 
 def _count_only(optimizer: Any, session: Session) -> None:

@@ -51,6 +51,21 @@ inline uint16_t to_bf16_saturating(float x) {
 
 inline float from_bf16(uint16_t x) { return float_of(uint32_t(x) << 16); }
 
+inline uint16_t to_fp16_saturating(float x) {
+    const float largest = 65504.0f;
+    const float value = std::fabs(x) > largest && magnitude(x) < 0x7F800000u ? std::copysign(largest, x) : x;
+    const _Float16 half = _Float16(value);
+    uint16_t raw;
+    std::memcpy(&raw, &half, 2);
+    return raw;
+}
+
+inline float from_fp16(uint16_t raw) {
+    _Float16 half;
+    std::memcpy(&half, &raw, 2);
+    return float(half);
+}
+
 struct Fp32 {
     using Stored = float;
     static float load(float x) { return x; }
@@ -63,13 +78,31 @@ struct Bf16 {
     static uint16_t store(float x) { return to_bf16_saturating(x); }
 };
 
+struct Fp16 {
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return from_fp16(x); }
+    static uint16_t store(float x) { return to_fp16_saturating(x); }
+};
+
+template <typename M>
+void cast_all(const float* x, int64_t n, typename M::Stored* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < n; i++) out[i] = M::store(x[i]);
+}
+
+template <typename M>
+void add_all(const typename M::Stored* values, int64_t n, float* out, float scale, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        const float product = M::load(values[i]) * scale;
+        out[i] += product;
+    }
+}
+
 float load_number(const void* numbers, int type, int64_t i) {
     if (type == FP32) return static_cast<const float*>(numbers)[i];
     const uint16_t raw = static_cast<const uint16_t*>(numbers)[i];
-    if (type == BF16) return from_bf16(raw);
-    _Float16 half;
-    std::memcpy(&half, &raw, 2);
-    return float(half);
+    return type == BF16 ? from_bf16(raw) : from_fp16(raw);
 }
 
 // Stores a scale rounded to `type`, a finite one at most `limit` (forms.fitted), and returns it as the receiver sees it.
@@ -494,6 +527,19 @@ void compress_dequantize_add(const void* numbers, int number_type, const uint8_t
             }
         }
     }
+}
+
+// Finite numbers stay finite.
+void compress_cast(const float* x, int64_t n, void* out, int type, int threads) {
+    if (type == FP32) std::memcpy(out, x, n * sizeof(float));
+    if (type == BF16) cast_all<Bf16>(x, n, static_cast<uint16_t*>(out), threads);
+    if (type == FP16) cast_all<Fp16>(x, n, static_cast<uint16_t*>(out), threads);
+}
+
+void compress_add_cast(const void* values, int type, int64_t n, float* out, float scale, int threads) {
+    if (type == FP32) add_all<Fp32>(static_cast<const float*>(values), n, out, scale, threads);
+    if (type == BF16) add_all<Bf16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
+    if (type == FP16) add_all<Fp16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
 }
 
 void compress_top_k(const float* rows, int64_t count, int64_t n, int64_t k, int64_t* columns, int threads) {

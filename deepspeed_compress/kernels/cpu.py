@@ -23,6 +23,8 @@ from deepspeed_compress.kernels.reference import (
 )
 
 __all__ = [
+    "add_cast",
+    "cast",
     "dct_tiles",
     "dequantize_blocks_add",
     "dequantize_rows_add",
@@ -44,7 +46,9 @@ _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3})
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
 _NO_MEMORY = (0, None, 0.0, None)
+_STRIDES = ctypes.c_int64 * 3
 _DCT_TILE = 64
+"""The largest one."""
 
 
 def _declared(*parameters: tuple[str, list[type]]) -> ctypes.CDLL:
@@ -68,10 +72,12 @@ _LIBRARY = _declared(
         "compress_dequantize_add",
         [_POINTER, _INT, _POINTER, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT],
     ),
+    ("compress_cast", [_POINTER, _LONG, _POINTER, _INT, _INT]),
+    ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
     ("compress_top_k", [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT]),
     ("compress_pack_bits", [_POINTER, _LONG, _INT, _POINTER, _LONG]),
     ("compress_unpack_bits", [_POINTER, _INT, _LONG, _POINTER]),
-    ("compress_dct_64", [_POINTER, _LONG, _INT, _POINTER, _INT]),
+    ("compress_dct", [_POINTER, _STRIDES, _POINTER, _STRIDES, _LONG, _LONG, _INT, _INT, _INT, _INT]),
     ("compress_hadamard", [_POINTER, _LONG, _LONG, _POINTER, _INT]),
 )
 
@@ -87,6 +93,16 @@ def uniform(count: int, key: int, device: torch.device) -> Tensor:
     out = torch.empty(count)
     _LIBRARY.compress_uniform(count, key, _at(out), torch.get_num_threads())
     return out
+
+
+def cast(x: Tensor, out: Tensor) -> None:
+    """See `reference.cast`."""
+    _LIBRARY.compress_cast(_at(x), x.numel(), _at(out), _TYPES[out.dtype], torch.get_num_threads())
+
+
+def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
+    """See `reference.add_cast`."""
+    _LIBRARY.compress_add_cast(_at(values), _TYPES[values.dtype], out.numel(), _at(out), scale, torch.get_num_threads())
 
 
 def quantize_blocks(
@@ -140,14 +156,19 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.dct_tiles`; tiles of 64 x 64 by a fast algorithm, others by matrix products."""
-    if tiles.shape[1:] != (_DCT_TILE, _DCT_TILE):
+    """See `reference.dct_tiles`; tiles of 64 x 64 by a fast algorithm, larger ones by the reference."""
+    rows, columns, height, width = tiles.shape
+    if max(height, width) > _DCT_TILE:
         reference.dct_tiles(tiles, out, inverse)
         return
-    _LIBRARY.compress_dct_64(_at(tiles), len(tiles), inverse, _at(out), torch.get_num_threads())
+    assert tiles.stride(3) == out.stride(3) == 1, "elements of a row that do not lie side by side"
+    _LIBRARY.compress_dct(
+        *(tiles.data_ptr(), _STRIDES(*tiles.stride()[:3]), out.data_ptr(), _STRIDES(*out.stride()[:3])),
+        *(rows, columns, height, width, inverse, torch.get_num_threads()),
+    )
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.hadamard_tiles`."""
-    size = tiles.shape[1] * tiles.shape[2]
-    _LIBRARY.compress_hadamard(_at(tiles), len(tiles), size, _at(out), torch.get_num_threads())
+    """See `reference.hadamard_tiles`; tiles are contiguous."""
+    rows, columns, height, width = tiles.shape
+    _LIBRARY.compress_hadamard(_at(tiles), rows * columns, height * width, _at(out), torch.get_num_threads())

@@ -17,6 +17,8 @@ from torch import Tensor
 from deepspeed_compress.kernels.forms import OUTER, Form, Memory, fitted
 
 __all__ = [
+    "add_cast",
+    "cast",
     "dct_tiles",
     "dequantize_blocks_add",
     "dequantize_rows_add",
@@ -50,6 +52,22 @@ def uniform(count: int, key: int, device: torch.device) -> Tensor:
         bits.mul_(factor).bitwise_and_(_MASK32)
     bits ^= bits >> 16
     return (bits >> 8).to(torch.float32).mul_(2.0**-24)
+
+
+def cast(x: Tensor, out: Tensor) -> None:
+    """`x` (flat fp32) to `out` (fp32, bf16 or fp16), rounded to nearest even.
+
+    Finite values beyond the range of `out` become its largest one, so that only infinite ones become infinite.
+    """
+    if out.dtype != x.dtype:
+        largest = torch.finfo(out.dtype).max
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    out.copy_(x)
+
+
+def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
+    """`out` (flat fp32) += `scale` * `values` (fp32, bf16 or fp16), product and sum rounded each by itself."""
+    out.add_(values.to(torch.float32) * scale)
 
 
 def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
@@ -226,10 +244,8 @@ def quantize_blocks(
         values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
     pack_codes(values, form.bits, codes)
     if memory is not None:
-        left = x if x.data_ptr() != memory.after.data_ptr() else x.clone()
-        dequantize_blocks_add(numbers, codes, form, left, -1.0)
-        limit = torch.finfo(memory.after.dtype).max
-        memory.after.copy_(torch.where(left.isinf(), left, left.clamp(-limit, limit)))
+        dequantize_blocks_add(numbers, codes, form, x, -1.0)
+        cast(x, memory.after)
 
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
@@ -321,24 +337,28 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """The orthonormal DCT-II of each of `tiles` (fp32 [t, h, w]) in both directions to `out` of that shape."""
+    """The orthonormal DCT-II of each of `tiles` in both directions, to `out`, elsewhere in memory.
+
+    Both are fp32 [rows, columns, h, w], views of any strides in which the elements of a row lie side by side.
+    """
     _change_basis(tiles, out, inverse, _dct_matrix)
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """Sylvester's matrix of h * w rows, times (h * w)**-0.5, times each of `tiles` (fp32 [t, h, w]); to `out`.
+    """Sylvester's matrix of h * w rows, times (h * w)**-0.5, times each of `tiles`, to `out`.
 
-    A tile counts as a vector of h * w elements, powers of two: H_n = H_h (x) H_w (Kronecker product).
+    Both are fp32 [rows, columns, h, w]. A tile counts as a vector of h * w elements, powers of two: H_n = H_h (x) H_w
+    (Kronecker product).
     """
     _change_basis(tiles, out, inverse, _hadamard_matrix)
 
 
 def _change_basis(tiles: Tensor, out: Tensor, inverse: bool, basis: Callable[[int, torch.device], Tensor]) -> None:
     """A_h X A_w^T of all tiles X, or of all Y the inverse A_h^T Y A_w; A_n orthonormal."""
-    left, right = (basis(size, tiles.device) for size in tiles.shape[1:])
+    left, right = (basis(size, tiles.device) for size in tiles.shape[2:])
     if inverse:
         left, right = left.T, right.T
-    torch.matmul(left, tiles @ right.T, out=out)
+    out.copy_(left @ (tiles @ right.T))
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
@@ -143,19 +144,74 @@ void columns(const float* tile, float* transposed) {
     }
 }
 
+// Through a copy: rows that are a power of two apart would fight for the same places of the cache.
+template <bool INVERSE>
+void full_tile(const float* tile, int64_t stride, float* out, int64_t out_stride) {
+    alignas(64) float whole[SIZE * SIZE], half[SIZE * SIZE];
+    for (int row = 0; row < SIZE; row++) std::memcpy(whole + row * SIZE, tile + row * stride, SIZE * sizeof(float));
+    columns<INVERSE>(whole, half);
+    columns<INVERSE>(half, whole);
+    for (int row = 0; row < SIZE; row++) std::memcpy(out + row * out_stride, whole + row * SIZE, SIZE * sizeof(float));
+}
+
+// The orthonormal DCT-II matrices of all sizes up to that of a tile, row after row.
+struct Matrices {
+    std::vector<float> of_size[SIZE + 1];
+
+    Matrices() {
+        for (int size = 1; size <= SIZE; size++) {
+            of_size[size].resize(size * size);
+            for (int k = 0; k < size; k++)
+                for (int n = 0; n < size; n++)
+                    of_size[size][k * size + n] =
+                        float(std::sqrt((k ? 2.0 : 1.0) / size) * std::cos(M_PI / (2 * size) * (2 * n + 1) * k));
+        }
+    }
+};
+
+// A tile of any size up to 64 x 64, by two products with matrices.
+void small_tile(const Matrices& matrices, const float* tile, int64_t stride, float* out, int64_t out_stride, int height,
+                int width, bool is_inverse) {
+    const float *left = matrices.of_size[height].data(), *right = matrices.of_size[width].data();
+    float half[SIZE * SIZE];
+    for (int row = 0; row < height; row++)
+        for (int k = 0; k < width; k++) {
+            float sum = 0;
+            for (int n = 0; n < width; n++)
+                sum += tile[row * stride + n] * (is_inverse ? right[n * width + k] : right[k * width + n]);
+            half[row * width + k] = sum;
+        }
+    for (int k = 0; k < height; k++) {
+        float* result = out + k * out_stride;
+        std::memset(result, 0, width * sizeof(float));
+        for (int row = 0; row < height; row++) {
+            const float entry = is_inverse ? left[row * height + k] : left[k * height + row];
+            for (int column = 0; column < width; column++) result[column] += entry * half[row * width + column];
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// `count` tiles of 64 x 64, row by row; `out` may be `tiles`.
-void compress_dct_64(const float* tiles, int64_t count, int is_inverse, float* out, int threads) {
-    const auto pass = is_inverse ? columns<true> : columns<false>;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t tile = 0; tile < count; tile++) {
-        alignas(64) float half[SIZE * SIZE];
-        pass(tiles + tile * SIZE * SIZE, half);
-        pass(half, out + tile * SIZE * SIZE);
-    }
+// `rows` x `columns_` tiles of height x width, up to 64 each. Strides: elements from a row of tiles to the next, from a
+// tile to the next beside it, from a row of elements to the next. `out` does not overlap `tiles`.
+void compress_dct(const float* tiles, const int64_t* strides, float* out, const int64_t* out_strides, int64_t rows,
+                  int64_t columns_, int height, int width, int is_inverse, int threads) {
+    static const Matrices matrices;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) collapse(2)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t column = 0; column < columns_; column++) {
+            const float* from = tiles + row * strides[0] + column * strides[1];
+            float* to = out + row * out_strides[0] + column * out_strides[1];
+            if (height != SIZE || width != SIZE)
+                small_tile(matrices, from, strides[2], to, out_strides[2], height, width, is_inverse);
+            else if (is_inverse)
+                full_tile<true>(from, strides[2], to, out_strides[2]);
+            else
+                full_tile<false>(from, strides[2], to, out_strides[2]);
+        }
 }
 
 // Sylvester's matrix times size**-0.5, on `count` blocks of `size` elements, a power of two; `out` may be `blocks`.

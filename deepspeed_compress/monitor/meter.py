@@ -37,9 +37,18 @@ class Meter:
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
+    def count(self, kind: str, size: int) -> None:
+        """Add `size` to the bytes of `kind`, one of `KINDS`."""
+        setattr(self, kind, getattr(self, kind) + size)
+
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Time a block as `name`, one of `PHASES`."""
+        """Time a block as `name`, one of `PHASES`, and show it to torch's profiler."""
+        with torch.profiler.record_function(f"deepspeed_compress.{name}"), self._timed(name, device):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str, device: torch.device) -> Iterator[None]:
         if device.type != "cuda":
             begin = time.perf_counter()
             yield

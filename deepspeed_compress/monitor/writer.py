@@ -45,6 +45,11 @@ class StepStatistics:
     residual_norm: float | None
     cosine: float | None
 
+    @property
+    def time_ms(self) -> float:
+        """What compression costs: encoding, communication, decoding."""
+        return self.compress_ms + self.communicate_ms + self.decompress_ms
+
 
 class EventSink(Protocol):
     """DeepSpeed's `MonitorMaster` (deepspeed/monitor/monitor.py)."""
@@ -73,7 +78,7 @@ class StatisticsWriter:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fields) + "\n")
         if self._sink is not None and self._sink.enabled:
-            self._sink.write_events(_events(fields))
+            self._sink.write_events(_events({**fields, "time_ms": statistics.time_ms}))
 
 
 def _finite(value: Any) -> Any:

@@ -3,7 +3,17 @@
 from deepspeed_compress.reducers.clipping import ClippingReducer
 from deepspeed_compress.reducers.exchange import exchange, start_exchange
 from deepspeed_compress.reducers.gather import DifferenceGather
-from deepspeed_compress.reducers.payload import Delivery, Memory, Messages, PayloadReducer, Reducer, StepClock
+from deepspeed_compress.reducers.payload import (
+    Delivery,
+    Done,
+    Landing,
+    Memory,
+    Messages,
+    PayloadReducer,
+    Pending,
+    Reducer,
+    StepClock,
+)
 from deepspeed_compress.reducers.plan import Piece, Plan, make_plans
 from deepspeed_compress.reducers.powersgd import PowerSGDReducer
 from deepspeed_compress.reducers.probe import cosine_with_truth, true_sum
@@ -13,9 +23,12 @@ __all__ = [
     "ClippingReducer",
     "Delivery",
     "DifferenceGather",
+    "Done",
+    "Landing",
     "Memory",
     "Messages",
     "PayloadReducer",
+    "Pending",
     "Piece",
     "Plan",
     "PowerSGDReducer",

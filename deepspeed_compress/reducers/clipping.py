@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition
-from deepspeed_compress.reducers.payload import Reducer, StepClock
+from deepspeed_compress.reducers.payload import Pending, Reducer, StepClock
 
 __all__ = ["ClippingReducer"]
 
@@ -28,6 +28,10 @@ class ClippingReducer:
     @property
     def group(self) -> ProcessGroup:
         return self.reducer.group
+
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        self._clip(bucket, partition)
+        return self.reducer.start_reduce_scatter(bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         self._clip(bucket, partition)

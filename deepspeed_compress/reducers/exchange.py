@@ -1,30 +1,50 @@
 """One message from every rank to every other one, each of a size that both ends know."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 __all__ = ["Flight", "exchange", "start_exchange"]
 
-Flight = Callable[[], None]
-"""Waits until messages under way have arrived (on GPU: makes the current stream wait)."""
+
+@dataclass(frozen=True)
+class Flight:
+    """Messages under way. To wait means on GPU that the current stream waits."""
+
+    receives: dict[int, Work] = field(default_factory=dict)
+    """By the rank that sends."""
+    sends: Sequence[Work] = ()
+
+    def wait_for(self, source: int) -> None:
+        """Until the message of rank `source` is here; at once where nothing travels, or was waited for before."""
+        work = self.receives.pop(source, None)
+        if work is not None:
+            work.wait()
+
+    def finish(self) -> None:
+        """Until all have arrived, and what was sent may be changed."""
+        for source in list(self.receives):
+            self.wait_for(source)
+        for work in self.sends:
+            work.wait()
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     """`start_exchange`, and wait for it."""
-    start_exchange(group, outgoing, incoming, 0)()
+    start_exchange(group, outgoing, incoming, 0).finish()
 
 
 def start_exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Flight:
     """Begin to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r; its own entries are left alone.
 
     Both are lists of contiguous uint8 tensors, one a rank of `group`, empty where nothing travels. They must stay as
-    they are until the returned function has been called. Several exchanges may be under way, of different `tag`s.
+    they are until the flight is finished. Several exchanges may be under way, of different `tag`s.
     """
     if group.size() == 1:
-        return lambda: None
+        return Flight()
     return _BY_DEVICE[incoming[0].device.type](group, outgoing, incoming, tag)
 
 
@@ -34,15 +54,10 @@ def _point_to_point(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: S
     gloo answers sends that come first with half-duplex traffic; this order keeps the link full both ways.
     """
     rank, size = group.rank(), group.size()
-    partners = [((rank - step) % size, (rank + step) % size) for step in range(1, size)]
-    receives = [group.recv([incoming[source]], source, tag) for source, _ in partners if incoming[source].numel()]
-    sends = [group.send([outgoing[target]], target, tag) for _, target in partners if outgoing[target].numel()]
-
-    def wait() -> None:
-        for work in [*receives, *sends]:
-            work.wait()
-
-    return wait
+    sources = [(rank - step) % size for step in range(1, size)]
+    receives = {one: group.recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
+    sends = [group.send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
+    return Flight(receives, sends)
 
 
 def _all_to_all(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Flight:
@@ -51,12 +66,7 @@ def _all_to_all(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Seque
     nothing = incoming[rank].new_empty(0)
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
     outputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(incoming)]
-    work = group.alltoall(outputs, inputs)
-
-    def wait() -> None:
-        work.wait()
-
-    return wait
+    return Flight(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
 
 
 _BY_DEVICE: Mapping[str, Callable[[ProcessGroup, Sequence[Tensor], Sequence[Tensor], int], Flight]] = MappingProxyType(

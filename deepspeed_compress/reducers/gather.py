@@ -20,7 +20,7 @@ from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.compressors.cast import Cast
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
-from deepspeed_compress.reducers.payload import Messages, StepClock
+from deepspeed_compress.reducers.payload import LEVELS, Messages, StepClock
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather"]
@@ -31,8 +31,8 @@ EXACT = 0
 _LEVEL = -1
 """Tells its random numbers from those of gradients (see `PayloadReducer`)."""
 
-CHUNK_NUMEL = 1 << 24
-"""Elements that a rank sends in one message."""
+CHUNK_NUMEL = 1 << 20
+"""Elements that a rank sends in one message: few enough to stay in a cache from one pass to the next."""
 
 
 class Meter(Protocol):
@@ -135,11 +135,11 @@ class DifferenceGather:
         mine = messages[self._rank]
         self.meter.bytes_weights += mine.numel() * (len(messages) - 1)
         with self.meter.phase("communicate", mine.device):
-            return start_exchange(self.group, [mine] * len(messages), messages, tag)
+            return start_exchange(self.group, [mine] * len(messages), messages, tag * LEVELS + LEVELS - 1)
 
     def _wait(self, flight: Flight, device: torch.device) -> None:
         with self.meter.phase("communicate", device):
-            flight()
+            flight.finish()
 
     def _land(self, held: Tensor, plan: Plan, payloads: Sequence[Tensor], flight: Flight) -> None:
         """Wait for the messages of a round, and add them to the weights."""

@@ -1,6 +1,6 @@
 """Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message an owner, fp32 sums."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,13 +11,40 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition, Segment, gather, scatter
+from deepspeed_compress.buckets import Partition, Segment, elements, gather, scatter
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
-__all__ = ["Delivery", "Memory", "Messages", "Meter", "PayloadReducer", "Reducer", "StepClock"]
+__all__ = [
+    "Delivery",
+    "Done",
+    "Landing",
+    "Memory",
+    "Messages",
+    "Meter",
+    "PayloadReducer",
+    "Pending",
+    "Reducer",
+    "StepClock",
+    "reduce_at_once",
+]
+
+
+Landing = Callable[[], None]
+"""Waits for what is under way, and puts it into its place."""
+
+
+class Pending(Protocol):
+    """A reduce-scatter under way."""
+
+    @property
+    def own(self) -> Sequence[Segment]:
+        """This rank's segments, in the order in which `finish` takes and gives their elements."""
+
+    def finish(self, local: Tensor) -> Tensor:
+        """`scale` times the sums of the own elements, flat fp32. `local`: what this rank has there (overwritten)."""
 
 
 class Reducer(Protocol):
@@ -26,17 +53,40 @@ class Reducer(Protocol):
     @property
     def group(self) -> ProcessGroup: ...
 
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """Begin a `reduce_scatter`; `bucket` may change afterwards. All ranks finish what they begin in one order."""
+
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None: ...
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None: ...
 
 
+@dataclass(frozen=True)
+class Done:
+    """A reduce-scatter that was over when it was begun: the `sums` of the `own` segments."""
+
+    own: Sequence[Segment]
+    sums: Tensor
+
+    def finish(self, local: Tensor) -> Tensor:
+        return self.sums
+
+
+def reduce_at_once(reducer: Reducer, bucket: Tensor, partition: Partition, scale: float) -> Done:
+    """What `start_reduce_scatter` does where the reduction goes in several phases; `bucket` is overwritten."""
+    reducer.reduce_scatter(bucket, partition, scale)
+    own = partition.owned_by(reducer.group.rank())
+    return Done(own, gather(bucket, own))
+
+
 class Memory(Protocol):
     """What a sender keeps between messages (`feedback` has the kinds)."""
 
-    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None: ...
+    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
+        """Encode `x` (flat fp32, the elements of `segments`, not changed) and what is remembered of them."""
 
-    def keep(self, x: Tensor, segments: Sequence[Segment], key: int, codec: Codec) -> Tensor: ...
+    def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
+        """What this rank adds to its own elements `x` (may be overwritten); None: what the others would decode."""
 
 
 class Delivery(Protocol):
@@ -48,7 +98,7 @@ class Delivery(Protocol):
 class Meter(Protocol):
     """Where bytes and times are counted (`monitor.Meter`)."""
 
-    bytes_sent: int
+    def count(self, kind: str, size: int) -> None: ...
 
     def phase(self, name: str, device: torch.device) -> AbstractContextManager[None]: ...
 
@@ -87,13 +137,37 @@ class Messages:
 
 @dataclass(frozen=True)
 class _Round:
-    """Messages under way, held until `flight` has waited for them."""
+    """Messages under way, held until they have arrived."""
 
     number: int
     outgoing: Sequence[Tensor]
     incoming: Sequence[Tensor]
     flight: Flight
 
+
+@dataclass(frozen=True)
+class _Started:
+    """See `Pending`. `scale` of `reducer`'s `rounds`, whose layouts are `plans`."""
+
+    reducer: "PayloadReducer"
+    plans: Sequence[Plan]
+    rounds: Sequence[_Round]
+    scale: float
+
+    @property
+    def own(self) -> list[Segment]:
+        rank = self.reducer.group.rank()
+        return [segment for plan in self.plans for piece in plan.pieces[rank] for segment in piece.segments]
+
+    def finish(self, local: Tensor) -> Tensor:
+        sizes = [plan.numels[self.reducer.group.rank()] for plan in self.plans]
+        parts = zip(torch.split(local, sizes), self.rounds, self.plans, strict=True)
+        sums = [self.reducer.sum(part, sent, plan, self.scale, deliver=True) for part, sent, plan in parts]
+        return torch.cat(sums)
+
+
+LEVELS = 8
+"""Reducers of one run that number their messages independently of each other."""
 
 CodecsAt = Callable[[int], tuple[Codec, ...]]
 """Optimizer step to the codecs in force, by their indices."""
@@ -106,8 +180,8 @@ class PayloadReducer:
     codec for the gradients that this rank sends, `mean_memories` for the means that it owns and sends back in
     `all_reduce`. A rank's own elements never travel. A bucket goes in rounds of at most `chunk_numel` elements of it:
     while one travels the next is compressed. `deliveries` has, by codec, what takes sums that are not handed on as they
-    arrive. `level` tells the random numbers of several reducers of one run apart; `sender` those of the ranks, when the
-    rank in `group` does not.
+    arrive. `level` tells the messages and random numbers of several reducers of one run apart, `sender` those of the
+    ranks, when the rank in `group` does not. `traffic`: the kind of bytes in the meter.
     """
 
     def __init__(
@@ -124,7 +198,9 @@ class PayloadReducer:
         deliveries: Mapping[int, Delivery] = MappingProxyType({}),
         level: int = 0,
         sender: int | None = None,
+        traffic: str = "bytes_sent",
     ) -> None:
+        assert 0 <= level < LEVELS, f"level {level}"
         self.group = group
         self.codecs_at = codecs_at
         self.memories = tuple(memories)
@@ -136,6 +212,7 @@ class PayloadReducer:
         self.chunk_numel = chunk_numel
         self.deliveries = deliveries
         self.level = level
+        self.traffic = traffic
         self._messages = Messages(clock)
         self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
@@ -146,6 +223,14 @@ class PayloadReducer:
         """The message layouts of this step for `partition`, one a round."""
         return self._planned(partition, self.codecs_at(self.clock.step))
 
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """See `Reducer`. `bucket`: flat fp32, bf16 or fp16 [partition.numel]."""
+        assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
+        if self.group.size() == 1:
+            return reduce_at_once(self, bucket, partition, scale)
+        plans = self.plans(partition)
+        return _Started(self, plans, [self._send_parts(bucket, plan) for plan in plans], scale)
+
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.
 
@@ -154,14 +239,17 @@ class PayloadReducer:
         if self.group.size() == 1:
             _scale_alone(bucket, scale)
             return
-        plans = self.plans(partition)
-        for plan, total in zip(plans, self._reduce(bucket, partition, plans, scale), strict=True):
-            self._put_own(total, plan, bucket)
+        pending = self.start_reduce_scatter(bucket, partition, scale)
+        scatter(pending.finish(gather(bucket, pending.own)), pending.own, bucket)
 
     def all_gather(self, bucket: Tensor, partition: Partition) -> None:
         """Every segment of `bucket` becomes what its owner has there, as its message says: the same bits everywhere."""
+        self.start_all_gather(bucket, partition)()
+
+    def start_all_gather(self, bucket: Tensor, partition: Partition) -> Landing:
+        """Begin an `all_gather`; `bucket` is written when it lands."""
         plans = self.plans(partition)
-        self._gather(bucket, plans, [_gather_pieces(bucket, plan.pieces[self._rank]) for plan in plans])
+        return self._gather(bucket, plans, (_gather_pieces(bucket, plan.pieces[self._rank]) for plan in plans))
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank.
@@ -172,99 +260,118 @@ class PayloadReducer:
         if self.group.size() == 1:
             _scale_alone(bucket, scale)
             return
+        assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
         plans = self.plans(partition)
-        self._gather(bucket, plans, self._reduce(bucket, partition, plans, scale))
-
-    def _put_own(self, total: Tensor, plan: Plan, bucket: Tensor) -> None:
-        for piece in plan.pieces[self._rank]:
-            scatter(self._delivered(_part(total, piece), piece), piece.segments, bucket)
+        rounds = [self._send_parts(bucket, plan) for plan in plans]
+        # One by one: the mean of a round is on its way before the parts of the next are waited for.
+        sums = (
+            self.sum(_gather_pieces(bucket, plan.pieces[self._rank]), sent, plan, scale, deliver=False)
+            for sent, plan in zip(rounds, plans, strict=True)
+        )
+        self._gather(bucket, plans, sums)()
 
     def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
         delivery = self.deliveries.get(piece.codec)
         return total if delivery is None else delivery.deliver(total, piece.segments, self.clock.step)
-
-    def _reduce(self, bucket: Tensor, partition: Partition, plans: Sequence[Plan], scale: float) -> list[Tensor]:
-        """`scale` times the sum of this rank's elements, fp32, piece after piece of each plan."""
-        assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
-        rounds = [self._send_parts(bucket, plan) for plan in plans]
-        return [self._sum(bucket, sent, plan, scale) for sent, plan in zip(rounds, plans, strict=True)]
 
     def _send_parts(self, bucket: Tensor, plan: Plan) -> _Round:
         """Encode this rank's part of every other owner's elements, and begin to exchange."""
         message, ranks = self._messages.next(), range(len(plan.sizes))
         with self.meter.phase("compress", bucket.device):
             outgoing = [
-                self._encode(
-                    _gather_pieces(bucket, plan.pieces[owner]), plan, owner, self.memories, message, self._sender
-                )
-                if owner != self._rank
-                else bucket.new_empty(0, dtype=torch.uint8)
+                self._encode(bucket, plan, owner, message) if owner != self._rank else _room(bucket.device)
                 for owner in ranks
             ]
-        incoming = [bucket.new_empty(plan.sizes[self._rank], dtype=torch.uint8) for _ in ranks]
+        incoming = [_room(bucket.device, plan.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
         return self._start(message, outgoing, incoming)
 
-    def _gather(self, bucket: Tensor, plans: Sequence[Plan], totals: Sequence[Tensor]) -> None:
-        """Send `totals`, this rank's elements by plan, to all, and write what every owner sends into `bucket`."""
+    def _gather(self, bucket: Tensor, plans: Sequence[Plan], totals: Iterable[Tensor]) -> Landing:
+        """Send `totals`, this rank's elements by plan, to all; it lands by writing all owners' into `bucket`."""
         rounds = [self._send_totals(total, plan) for plan, total in zip(plans, totals, strict=True)]
+        return partial(self._land, bucket, plans, rounds)
+
+    def _land(self, bucket: Tensor, plans: Sequence[Plan], rounds: Sequence[_Round]) -> None:
         for plan, sent in zip(plans, rounds, strict=True):
-            payloads = self._arrived(sent)
-            with self.meter.phase("decompress", bucket.device):
-                for payload, pieces in zip(payloads, plan.pieces, strict=True):
+            for owner, pieces in enumerate(plan.pieces):
+                payload = self._arrived(sent, owner)
+                with self.meter.phase("decompress", bucket.device):
                     for piece in pieces:
-                        total = self._decoded([payload], piece, 1.0, bucket.device)
+                        total = torch.zeros(piece.numel, dtype=torch.float32, device=bucket.device)
+                        self._decode([payload], piece, total, 1.0)
                         scatter(self._delivered(total, piece), piece.segments, bucket)
+            sent.flight.finish()
 
     def _send_totals(self, total: Tensor, plan: Plan) -> _Round:
         message = self._messages.next()
         with self.meter.phase("compress", total.device):
-            # Not the sender's number: what an owner sends back is the same on every node.
-            mine = self._encode(total, plan, self._rank, self.mean_memories, message, self._rank)
-        incoming = [total.new_empty(size, dtype=torch.uint8) for size in plan.sizes]
+            mine = _room(total.device, plan.sizes[self._rank])
+            for piece in plan.pieces[self._rank]:
+                # Not the sender's number: what an owner sends back is the same on every node.
+                key = self._key(message, self._rank, piece, self._rank)
+                self._encode_piece(_part(total, piece), piece, mine, self.mean_memories, key)
+        incoming = [_room(total.device, size) for size in plan.sizes]
         incoming[self._rank] = mine
         return self._start(message, [mine] * len(incoming), incoming)
 
-    def _encode(
-        self, flat: Tensor, plan: Plan, owner: int, memories: Sequence[Memory], message: int, sender: int
-    ) -> Tensor:
-        """The packed message of the elements of `owner`, `flat` (fp32; used as work space)."""
-        payload = torch.empty(plan.sizes[owner], dtype=torch.uint8, device=flat.device)
-        codecs = self.codecs_at(self.clock.step)
+    def _encode(self, bucket: Tensor, plan: Plan, owner: int, message: int) -> Tensor:
+        """The packed message of the elements of `owner`."""
+        payload = _room(bucket.device, plan.sizes[owner])
         for piece in plan.pieces[owner]:
-            out, key = payload[piece.begin : piece.end], self._key(message, owner, piece, sender)
-            memories[piece.codec].encode(_part(flat, piece), piece.segments, out, key, codecs[piece.codec])
+            key = self._key(message, owner, piece, self._sender)
+            self._encode_piece(elements(bucket, piece.segments), piece, payload, self.memories, key)
         return payload
+
+    def _encode_piece(self, x: Tensor, piece: Piece, payload: Tensor, memories: Sequence[Memory], key: int) -> None:
+        out, codec = payload[piece.begin : piece.end], self.codecs_at(self.clock.step)[piece.codec]
+        memories[piece.codec].encode(x, piece.segments, out, key, codec)
 
     def _key(self, message: int, owner: int, piece: Piece, sender: int) -> int:
         return message_key((self.seed, self.clock.step, self.level, message, owner, piece.codec), sender)
 
     def _start(self, message: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> _Round:
-        self.meter.bytes_sent += sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+        size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+        self.meter.count(self.traffic, size)
         with self.meter.phase("communicate", incoming[0].device):
-            return _Round(message, outgoing, incoming, start_exchange(self.group, outgoing, incoming, message))
+            # Messages of several reducers may be under way in one group.
+            tag = message * LEVELS + self.level
+            return _Round(message, outgoing, incoming, start_exchange(self.group, outgoing, incoming, tag))
 
-    def _arrived(self, sent: _Round) -> Sequence[Tensor]:
-        with self.meter.phase("communicate", sent.incoming[0].device):
-            sent.flight()
-        return sent.incoming
+    def _arrived(self, sent: _Round, source: int) -> Tensor:
+        """The message of rank `source`, when it is here."""
+        with self.meter.phase("communicate", sent.incoming[source].device):
+            sent.flight.wait_for(source)
+        return sent.incoming[source]
 
-    def _sum(self, bucket: Tensor, sent: _Round, plan: Plan, scale: float) -> Tensor:
-        incoming, pieces, codecs = self._arrived(sent), plan.pieces[self._rank], self.codecs_at(self.clock.step)
-        with self.meter.phase("decompress", bucket.device):
-            total = _gather_pieces(bucket, pieces)
-            others = [payload for source, payload in enumerate(incoming) if source != self._rank]
-            for piece in pieces:
-                part, key = _part(total, piece), self._key(sent.number, self._rank, piece, self._sender)
-                own = self.memories[piece.codec].keep(part, piece.segments, key, codecs[piece.codec])
-                part.copy_(self._decoded(others, piece, scale, bucket.device).add_(own, alpha=scale))
+    def sum(self, local: Tensor, sent: _Round, plan: Plan, scale: float, deliver: bool) -> Tensor:
+        """`scale` times the sum of this rank's elements of a round, fp32: `local`, piece after piece, overwritten.
+
+        Messages are added in the order of ranks, each when it is needed. `deliver`: the sums are for the optimizer.
+        """
+        others = [source for source in range(len(plan.sizes)) if source != self._rank]
+        payloads = [self._arrived(sent, source) for source in others]
+        with self.meter.phase("decompress", local.device):
+            for piece in plan.pieces[self._rank]:
+                total = self._sum_piece(_part(local, piece), payloads, piece, sent.number, scale)
+                _part(local, piece).copy_(self._delivered(total, piece) if deliver else total)
+        sent.flight.finish()
+        return local
+
+    def _sum_piece(self, own: Tensor, payloads: Sequence[Tensor], piece: Piece, message: int, scale: float) -> Tensor:
+        memory, codec = self.memories[piece.codec], self.codecs_at(self.clock.step)[piece.codec]
+        exact = memory.keep(own, piece.segments, codec)
+        if exact is not None:
+            self._decode(payloads, piece, exact.mul_(scale), scale)
+            return exact
+        mine = _room(own.device, piece.end)
+        self._encode_piece(own, piece, mine, self.memories, self._key(message, self._rank, piece, self._sender))
+        total = torch.zeros_like(own)
+        self._decode([mine, *payloads], piece, total, scale)
         return total
 
-    def _decoded(self, payloads: Sequence[Tensor], piece: Piece, scale: float, device: torch.device) -> Tensor:
-        """`scale` times the sum of one piece over messages: flat fp32 [piece.numel]."""
+    def _decode(self, payloads: Iterable[Tensor], piece: Piece, total: Tensor, scale: float) -> None:
+        """`total` (fp32 [piece.numel]) += `scale` times the sum of one piece over messages."""
         codec = self.codecs_at(self.clock.step)[piece.codec]
-        out = torch.zeros(piece.numel, dtype=torch.float32, device=device)
-        codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, out, scale)
-        return out
+        codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, total, scale)
 
 
 def _make_plans(
@@ -286,3 +393,8 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
 def _gather_pieces(bucket: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """The elements of one owner in the order of its pieces: a new flat fp32 tensor."""
     return gather(bucket, [segment for piece in pieces for segment in piece.segments])
+
+
+def _room(device: torch.device, size: int = 0) -> Tensor:
+    """Room for a message of `size` bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)

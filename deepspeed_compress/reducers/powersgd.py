@@ -26,7 +26,7 @@ from deepspeed_compress.reducers.low_rank import (
     revived,
     stacks,
 )
-from deepspeed_compress.reducers.payload import PayloadReducer, Reducer
+from deepspeed_compress.reducers.payload import PayloadReducer, Pending, Reducer, reduce_at_once
 
 __all__ = ["PowerSGDReducer"]
 
@@ -83,6 +83,10 @@ class PowerSGDReducer:
     @property
     def group(self) -> ProcessGroup:
         return self.others.group
+
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        return reduce_at_once(self, bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition, Segment, gather, relabel, scatter, select
-from deepspeed_compress.reducers.payload import PayloadReducer, Reducer
+from deepspeed_compress.reducers.payload import PayloadReducer, Pending, Reducer, reduce_at_once
 
 __all__ = ["TwoLevelReducer"]
 
@@ -49,6 +49,10 @@ class TwoLevelReducer:
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         shape = (node.group.size(), across.group.size(), node.group.rank())
         self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(partial(_make_levels, *shape))
+
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        return reduce_at_once(self, bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""

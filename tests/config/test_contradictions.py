@@ -83,19 +83,24 @@ def test_contradictions_come_with_each_other() -> None:
 @pytest.mark.parametrize(
     ("section", "native", "pointer", "words"),
     [
-        ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1 and 2"]),
-        ({"weights": {}}, {"zero_optimization": {"stage": 3}}, f"/{SECTION}/weights", ["stage: 3", '"method": "none"']),
+        ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1, 2 and 3"]),
+        (
+            {"weights": {"bits": 2}},
+            {"zero_optimization": {"stage": 3}},
+            f"/{SECTION}/weights",
+            ['"bits": 2', "stage: 3", '"bits": 8'],
+        ),
         (
             {"weights": {"method": "sign"}, "parallelism": {"zero_stage": 3}},
             {},
             f"/{SECTION}/weights",
-            ['method "sign"', f"/{SECTION}/parallelism/zero_stage: 3"],
+            ['"method": "sign"', f"/{SECTION}/parallelism/zero_stage: 3"],
         ),
         (
-            {"weights": {}, "parallelism": {"zero_stage": 3}},
+            {"weights": {"rounding": "stochastic"}, "parallelism": {"zero_stage": 3}},
             {"bf16": {"enabled": True}},
             f"/{SECTION}/weights",
-            ["stage: 3"],
+            ['"stochastic"', "stage: 3"],
         ),
         ({"gradients": {"method": "dgc"}}, ADAM, "/optimizer/params/betas", ["[0.9, 0.999] of AdamW", '"dgc"']),
         (
@@ -158,7 +163,7 @@ def test_mismatches_join_the_other_problems_of_the_file() -> None:
     ds_config = {
         "zero_optimization": {"stage": 0},
         **ADAM,
-        SECTION: {"weights": {}, "gradients": {"method": "dgc"}, "parallelism": {"zero_stage": 3}},
+        SECTION: {"weights": {"bits": 2}, "gradients": {"method": "dgc"}, "parallelism": {"zero_stage": 3}},
     }
     found = [problem.pointer for problem in find_problems(ds_config)]
     assert found == [f"/{SECTION}/parallelism/zero_stage", f"/{SECTION}/weights", "/optimizer/params/betas"]

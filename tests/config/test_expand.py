@@ -16,20 +16,29 @@ def expanded(native: dict, parallelism: dict | None) -> dict:
     return result
 
 
+OVERLAP = {"overlap_comm": True}
+"""DeepSpeed then reduces during backward under ZeRO 1, too."""
+
+
 @pytest.mark.parametrize(
     ("native", "parallelism", "result"),
     [
         ({}, None, {}),
         ({}, {}, {}),
         ({"zero_optimization": {"stage": 3}}, {}, {"zero_optimization": {"stage": 3}}),
-        ({}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2}}),
+        ({}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
+        (
+            {"zero_optimization": {"overlap_comm": False}},
+            {"zero_stage": 2},
+            {"zero_optimization": {"overlap_comm": False, "stage": 2}},
+        ),
         (
             {"zero_optimization": {"overlap_comm": True}},
             {"zero_stage": 2},
             {"zero_optimization": {"overlap_comm": True, "stage": 2}},
         ),
-        ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2}}),
-        ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
+        ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1, **OVERLAP}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 0}}, {"tensor": 1}, {"tensor_parallel": {"autotp_size": 0}}),

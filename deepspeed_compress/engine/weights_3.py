@@ -1,0 +1,110 @@
+"""Weights that ZeRO 3 gathers for forward and backward: `partition_parameters._dist_allgather_fn`.
+
+No rank keeps what it gathered, so there is nothing that a difference could be taken to: the weights themselves are
+rounded, the masters stay exact, and every gather of a step rounds them alike (ZeRO++, arXiv:2306.10209, section 3.1,
+with 8 bits). The function is exchanged while the coordinator of parameters begins the gathers of a submodule in
+training. What others gather (`GatheredParameters`, saving, evaluation) is exact.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.buckets import partition_by_owners
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.reducers import Landing, PayloadReducer
+
+__all__ = ["attach_weights_3", "check_weights_3"]
+
+MakeReducer = Callable[[ProcessGroup], PayloadReducer]
+
+
+def check_weights_3(engine: Any) -> None:
+    """UnsupportedError where `engine` gathers weights in a way that is not known here."""
+    config = engine._config.zero_config
+    for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
+        if getattr(config, key) != off:
+            raise UnsupportedError(
+                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {getattr(config, key)} "
+                f"(allowed: {off}); remove one of the two"
+            )
+
+
+def attach_weights_3(engine: Any, make_reducer: MakeReducer, dense: Callable[[], bool]) -> None:
+    """Compress the weights that forward and backward gather, except in steps in which `dense` says not to.
+
+    `make_reducer` gives what sends weights over a group. `dense` must answer alike on all ranks.
+    """
+    check_weights_3(engine)
+    gathers = _Gathers(engine, make_reducer)
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    @functools.wraps(fetch)
+    def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
+        gathers.compressing = engine.module.training and not dense()
+        try:
+            fetch(current_submodule, forward=forward)
+        finally:
+            gathers.compressing = False
+
+    coordinator.fetch_sub_module = fetch_sub_module
+    for parameter in engine.module.parameters():
+        parameter.all_gather_coalesced = gathers.wrap(parameter.all_gather_coalesced)
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """What DeepSpeed waits for in place of a handle of torch.distributed."""
+
+    land: Landing
+
+    def wait(self) -> None:
+        self.land()
+
+
+class _Gathers:
+    """`compressing`: whether gathers that begin now are ours."""
+
+    def __init__(self, engine: Any, make_reducer: MakeReducer) -> None:
+        self.compressing = False
+        self._names = engine.param_names
+        self._reducer = functools.cache(make_reducer)
+
+    def wrap(self, counted: Callable[..., Any]) -> Callable[..., Any]:
+        """`counted` counts what DeepSpeed itself sends, and has the function of DeepSpeed inside."""
+        original: Callable[..., Any] = counted.__wrapped__  # type: ignore[attr-defined]
+
+        @functools.wraps(original)
+        def all_gather_coalesced(params: Any, *args: Any, **options: Any) -> Any:
+            if not self.compressing:
+                return counted(params, *args, **options)
+            parameters = sorted(params, key=lambda parameter: parameter.ds_id)
+            theirs = partition_parameters._dist_allgather_fn
+            partition_parameters._dist_allgather_fn = functools.partial(self._start, parameters)
+            try:
+                return original(parameters, *args, **options)
+            finally:
+                partition_parameters._dist_allgather_fn = theirs
+
+        return all_gather_coalesced
+
+    @torch.no_grad()
+    def _start(
+        self, parameters: Sequence[Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
+    ) -> _Arriving:
+        """Send this rank's shares of `parameters`, side by side in `input_tensor`, and begin to receive the others'."""
+        rank, share = group.rank(), input_tensor.numel()
+        sizes = [(self._names[one], one.ds_tensor.ds_numel) for one in parameters]
+        assert share == sum(numel for _, numel in sizes), "a gather of other parameters than it was called with"
+        mine = output_tensor[rank * share : (rank + 1) * share]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        partition = partition_by_owners(tuple(sizes), group.size())
+        return _Arriving(self._reducer(group).start_all_gather(output_tensor, partition))

@@ -1,0 +1,111 @@
+"""Weights that ZeRO 3 gathers: rounded alike on every rank and in every gather of training, exact everywhere else."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, train, weights
+
+INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
+ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
+RAW = Job(3, {"gradients": {"method": "none"}, "weights": {**INT8, "min_numel": 10**6}})
+AGAIN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+"""Nothing stays from forward to backward."""
+
+
+@pytest.mark.parametrize("zero", [{}, AGAIN], ids=["kept", "gathered again"])
+@pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dtype: dict[str, Any]) -> None:
+    alone, ours = (replace(job, zero=zero, extra=dtype) for job in (Job(3), RAW))
+    for deepspeed_alone, with_us in run_forks(2, train, alone, ours):
+        assert with_us == deepspeed_alone
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw: a layer's weights in the forward of each step, in evaluation, and as they are; bytes sent."""
+
+    forward: list[list[float]]
+    evaluation: list[float]
+    exact: list[float]
+    losses: list[float]
+    bytes_weights: list[int]
+
+
+def watch(rank: int, *jobs: Job) -> list[Seen]:
+    return [watch_one(rank, job) for job in jobs]
+
+
+def watch_one(rank: int, job: Job) -> Seen:
+    engine, forward, sent = start(job), [], []
+    layer = engine.module[0]
+    layer.register_forward_pre_hook(lambda module, inputs: forward.append(module.weight.detach().flatten().tolist()))
+    losses, finish = [], engine.compression.finish
+    engine.compression.finish = lambda done: (sent.append(engine.compression.meter.bytes_weights), finish(done))
+    for batch in data(rank, job):
+        losses += run(engine, [batch])
+    engine.eval()
+    engine(data(rank, job)[0][0].to(layer.weight.dtype))
+    with deepspeed.zero.GatheredParameters([layer.weight]):
+        exact = layer.weight.detach().flatten().tolist()
+    engine.destroy()
+    return Seen(forward[:-1], forward[-1], exact, losses, sent)
+
+
+def test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_does() -> None:
+    for kept in ({}, AGAIN):
+        ranks = run_forks(2, watch, replace(ROUNDED, zero=kept), replace(RAW, zero=kept))
+        rounded, raw = zip(*ranks, strict=True)
+        assert rounded[0].forward == rounded[1].forward
+        assert rounded[0].evaluation == rounded[0].exact
+        assert rounded[0].exact != rounded[0].forward[-1]
+        first, true = (torch.tensor(seen[0].forward[0]) for seen in (rounded, raw))
+        assert not torch.equal(first, true)
+        # Half a unit of 8 bits of the largest weight of a block.
+        assert float((first - true).abs().max()) <= float(true.abs().max()) / 127 / 2 * 1.001
+        torch.testing.assert_close(torch.tensor(rounded[0].losses), torch.tensor(raw[0].losses), rtol=0.1, atol=0)
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    """For each share a code of one byte an element, padded to 4 bytes, and 4 bytes for a block of 32."""
+    once = Job(3, ROUNDED.section, steps=3)
+    for first, again in run_forks(2, watch, once, replace(once, zero=AGAIN)):
+        shares = [-(-numel // 2) for numel in (12 * 31, 31, 31 * 17, 17, 17 * 3, 3, 3)]
+        messages = sum(-(-share // 4) * 4 + 4 * -(-share // 32) for share in shares)
+        for seen, times in ((first, 1), (again, 2)):
+            assert seen.bytes_weights[-1] == messages * times
+
+
+def test_dense_steps_are_exact() -> None:
+    section = {**ROUNDED.section, "gradients": {"bits": 8}, "schedule": {"warmup_steps": 2}}
+    warm, raw = replace(ROUNDED, section=section), replace(RAW, section={**section, "weights": RAW.section["weights"]})
+    for rounded, exact in run_forks(2, watch, warm, raw):
+        assert rounded.losses[:2] == exact.losses[:2]
+        assert rounded.losses[2] != exact.losses[2]
+
+
+def save_and_go_on(rank: int, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Weights after four steps, and after two that were saved, loaded and followed by the other two."""
+    job, half = ROUNDED, 2
+    engine = start(job)
+    run(engine, data(rank, job)[:half])
+    engine.save_checkpoint(directory)
+    run(engine, data(rank, job)[half:])
+    straight = weights(engine)
+    engine.destroy()
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, data(rank, job)[half:])
+    resumed = weights(engine)
+    engine.destroy()
+    return straight, resumed
+
+
+def test_resuming_is_exact(tmp_path: Path) -> None:
+    for straight, resumed in run_forks(2, save_and_go_on, str(tmp_path)):
+        assert straight == resumed
