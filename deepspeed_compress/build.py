@@ -151,8 +151,8 @@ def build_weight_reducer(
 ) -> Callable[[ProcessGroup], PayloadReducer]:
     """What makes the reducer that gathers rounded weights over a group, without memory.
 
-    Every parameter has a codec of its own, though they are all the same, so that its blocks, and with them its rounding,
-    do not depend on what is gathered along with it.
+    Every parameter has a codec of its own, though they are all the same, so that its blocks, and with them its
+    rounding, do not depend on what is gathered along with it.
     """
     raw = parameters.exempt | _small(parameters, config.weights)
     place = {name: index for index, name in enumerate(parameters.shapes, 1)}

@@ -174,8 +174,8 @@ RULES = (
         "error",
         _FAMILY,
         "A method cannot be right with the rest of the file.",
-        "Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and DeMo "
-        "bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks.",
+        "Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and "
+        "DeMo bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks.",
         zero(3, also=with_section(weights={"method": "sign"})),
         zero(1, also=with_section(weights={"method": "sign"})),
         _against_file,
