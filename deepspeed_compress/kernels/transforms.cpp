@@ -154,40 +154,38 @@ void full_tile(const float* tile, int64_t stride, float* out, int64_t out_stride
     for (int row = 0; row < SIZE; row++) std::memcpy(out + row * out_stride, whole + row * SIZE, SIZE * sizeof(float));
 }
 
-// The orthonormal DCT-II matrices of all sizes up to that of a tile, row after row.
+// The orthonormal DCT-II matrices of all sizes up to that of a tile, row after row, and their transposes.
 struct Matrices {
-    std::vector<float> of_size[SIZE + 1];
+    std::vector<float> of_size[SIZE + 1], transposed[SIZE + 1];
 
     Matrices() {
         for (int size = 1; size <= SIZE; size++) {
-            of_size[size].resize(size * size);
+            of_size[size].resize(size * size), transposed[size].resize(size * size);
             for (int k = 0; k < size; k++)
                 for (int n = 0; n < size; n++)
-                    of_size[size][k * size + n] =
+                    of_size[size][k * size + n] = transposed[size][n * size + k] =
                         float(std::sqrt((k ? 2.0 : 1.0) / size) * std::cos(M_PI / (2 * size) * (2 * n + 1) * k));
         }
     }
 };
 
-// A tile of any size up to 64 x 64, by two products with matrices.
+// sum += factor * row, all of `count` elements.
+inline void add_row(float* sum, float factor, const float* row, int count) {
+    for (int i = 0; i < count; i++) sum[i] += factor * row[i];
+}
+
+// A tile of any size up to 64 x 64, by two products with matrices, rows of which lie side by side.
 void small_tile(const Matrices& matrices, const float* tile, int64_t stride, float* out, int64_t out_stride, int height,
                 int width, bool is_inverse) {
-    const float *left = matrices.of_size[height].data(), *right = matrices.of_size[width].data();
-    float half[SIZE * SIZE];
+    const float* left = (is_inverse ? matrices.transposed : matrices.of_size)[height].data();
+    const float* right = (is_inverse ? matrices.of_size : matrices.transposed)[width].data();
+    float half[SIZE * SIZE] = {};
     for (int row = 0; row < height; row++)
-        for (int k = 0; k < width; k++) {
-            float sum = 0;
-            for (int n = 0; n < width; n++)
-                sum += tile[row * stride + n] * (is_inverse ? right[n * width + k] : right[k * width + n]);
-            half[row * width + k] = sum;
-        }
+        for (int n = 0; n < width; n++) add_row(half + row * width, tile[row * stride + n], right + n * width, width);
     for (int k = 0; k < height; k++) {
         float* result = out + k * out_stride;
         std::memset(result, 0, width * sizeof(float));
-        for (int row = 0; row < height; row++) {
-            const float entry = is_inverse ? left[row * height + k] : left[k * height + row];
-            for (int column = 0; column < width; column++) result[column] += entry * half[row * width + column];
-        }
+        for (int row = 0; row < height; row++) add_row(result, left[k * height + row], half + row * width, width);
     }
 }
 
