@@ -39,6 +39,7 @@ def _reduces_by_hooks(ds_config: Mapping[str, Any], section: CompressConfig) -> 
         section.gradients.method != "none"
         and isinstance(zero, dict)
         and zero.get("stage") in (1, 2)
+        and zero.get("contiguous_gradients", True) is True
         and pipeline == 1
         and not zero.get("offload_optimizer")
     )

@@ -37,6 +37,11 @@ OVERLAP = {"overlap_comm": True}
             {"zero_stage": 2},
             {"zero_optimization": {"overlap_comm": True, "stage": 2}},
         ),
+        (
+            {"zero_optimization": {"contiguous_gradients": False}},
+            {"zero_stage": 2},
+            {"zero_optimization": {"contiguous_gradients": False, "stage": 2}},
+        ),
         ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
         ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1, **OVERLAP}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),
