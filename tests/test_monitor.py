@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_compress.monitor import KINDS, Meter, StatisticsWriter, StepStatistics
+from deepspeed_compress.monitor import KINDS, PHASES, Meter, StatisticsWriter, StepStatistics
 
 CPU = torch.device("cpu")
 STATISTICS = StepStatistics(
@@ -134,3 +134,12 @@ def test_a_step_begins_with_an_empty_meter() -> None:
     assert meter == Meter(timed=False)
     assert (meter.bytes_sent, meter.bytes_tied, meter.cosine) == (0, 0, None)
     assert set(meter.milliseconds().values()) == {0.0}
+
+
+def test_phases_are_ranges_of_the_profiler() -> None:
+    with torch.profiler.profile() as trace:
+        for name in PHASES:
+            with Meter().phase(name, torch.device("cpu")):
+                torch.zeros(1)
+    found = {event.key for event in trace.key_averages()}
+    assert {f"deepspeed_compress.{name}" for name in PHASES} <= found

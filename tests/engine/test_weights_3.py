@@ -68,7 +68,9 @@ def test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_do
         assert not torch.equal(first, true)
         # Half a unit of 8 bits of the largest weight of a block.
         assert float((first - true).abs().max()) <= float(true.abs().max()) / 127 / 2 * 1.001
-        torch.testing.assert_close(torch.tensor(rounded[0].losses), torch.tensor(raw[0].losses), rtol=0.1, atol=0)
+        # Outputs of about 1 move by some units of 8 bits, and with them the roots of squared errors, however small.
+        errors = [torch.tensor(seen[0].losses).sqrt() for seen in (rounded, raw)]
+        torch.testing.assert_close(*errors, rtol=0, atol=4 / 127)
 
 
 def test_bytes_are_those_of_the_messages() -> None:
