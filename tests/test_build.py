@@ -22,7 +22,7 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.reducers import ClippingReducer, PayloadReducer, PowerSGDReducer, StepClock, TwoLevelReducer
-from deepspeed_compress.reducers.gather import EXACT
+from deepspeed_compress.reducers.gather import CHUNK_NUMEL, EXACT
 from deepspeed_compress.transforms import DCT
 from tests.support.threads import TIMEOUT
 
@@ -295,8 +295,11 @@ def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtyp
             assert reducer.codecs_at(0)[RAW] == Codec(Cast(dtype))
 
 
-def test_messages_are_whole_by_default(group: ProcessGroup) -> None:
-    assert payload(build(group, section({})).compressed).chunk_numel is None
+def test_a_round_has_about_a_million_elements_for_each_rank_by_default(groups: Groups) -> None:
+    compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}})).compressed
+    assert isinstance(compressed, TwoLevelReducer)
+    for reducer in payload_reducers(compressed):
+        assert reducer.chunk_numel == CHUNK_NUMEL * reducer.group.size()
 
 
 @pytest.mark.parametrize("gradients", KINDS, ids=repr)
