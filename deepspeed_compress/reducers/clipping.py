@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition
-from deepspeed_compress.reducers.payload import Pending, Reducer, StepClock
+from deepspeed_compress.reducers.contracts import Pending, Reducer, StepClock
 
 __all__ = ["ClippingReducer"]
 

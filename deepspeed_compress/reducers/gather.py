@@ -19,8 +19,8 @@ from deepspeed_compress.buckets import even_partition, gather, scatter
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.compressors.cast import Cast
+from deepspeed_compress.reducers.contracts import LEVELS, Messages, StepClock
 from deepspeed_compress.reducers.exchange import Flight, start_exchange
-from deepspeed_compress.reducers.payload import LEVELS, Messages, StepClock
 from deepspeed_compress.reducers.plan import CodecOf, Piece, Plan, make_plans
 
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather"]

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.buckets import Partition, Segment, gather, scatter
 from deepspeed_compress.compressors.base import random_key
 from deepspeed_compress.kernels import for_device
+from deepspeed_compress.reducers.contracts import Pending, Reducer, reduce_at_once
 from deepspeed_compress.reducers.low_rank import (
     LowRankPlan,
     clean,
@@ -26,7 +27,7 @@ from deepspeed_compress.reducers.low_rank import (
     revived,
     stacks,
 )
-from deepspeed_compress.reducers.payload import PayloadReducer, Pending, Reducer, reduce_at_once
+from deepspeed_compress.reducers.payload import PayloadReducer
 
 __all__ = ["PowerSGDReducer"]
 

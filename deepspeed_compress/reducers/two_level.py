@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition, Segment, gather, relabel, scatter, select
-from deepspeed_compress.reducers.payload import PayloadReducer, Pending, Reducer, reduce_at_once
+from deepspeed_compress.reducers.contracts import Pending, Reducer, reduce_at_once
+from deepspeed_compress.reducers.payload import PayloadReducer
 
 __all__ = ["TwoLevelReducer"]
 
