@@ -16,8 +16,8 @@ from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.feedback import WithFeedback, WithoutFeedback
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.reducers.low_rank import clean, find_matrices, make_low_rank_plan, orthonormal, revived, stacks
 from deepspeed_compress.reducers.contracts import StepClock
+from deepspeed_compress.reducers.low_rank import clean, find_matrices, make_low_rank_plan, orthonormal, revived, stacks
 from deepspeed_compress.reducers.payload import PayloadReducer
 from deepspeed_compress.reducers.powersgd import PowerSGDReducer
 from deepspeed_compress.residuals import Residuals

@@ -7,7 +7,6 @@ give the same bits on every device.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -15,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_compress.kernels.forms import OUTER, Form, Memory, fitted
+from deepspeed_compress.kernels.reference_bases import dct_tiles, hadamard_tiles
+from deepspeed_compress.kernels.reference_bits import pack_bits, pack_codes, unpack_bits, unpack_codes
 
 __all__ = [
     "add_cast",
@@ -140,47 +141,6 @@ def top_k_sampled(row: Tensor, k: int) -> Tensor:
     return _largest(magnitudes.gather(1, survivors), survivors, k).sort(dim=1).values
 
 
-def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
-    """Non-negative integers below 2**`width` to a dense little-endian bit string in `out` (uint8)."""
-    groups = -(-values.numel() // 8)
-    columns = torch.zeros(groups * 8, dtype=torch.int64, device=values.device)
-    columns[: values.numel()] = values
-    packed = columns.new_zeros(groups, width)
-    for value, byte, shift in _overlaps(width):
-        packed[:, byte] |= _shifted_left(columns[value::8], shift)
-    used = min(packed.numel(), out.numel())
-    out[:used] = (packed & 0xFF).view(-1)[:used]
-    out[used:].zero_()
-
-
-def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of `pack_bits`: int64 [count]."""
-    groups = -(-count // 8)
-    raw = torch.zeros(groups * width, dtype=torch.int64, device=packed.device)
-    used = min(raw.numel(), packed.numel())
-    raw[:used] = packed[:used]
-    columns = raw.new_zeros(groups, 8)
-    for value, byte, shift in _overlaps(width):
-        columns[:, value] |= _shifted_left(raw.view(groups, width)[:, byte], -shift)
-    return (columns & ((1 << width) - 1)).view(-1)[:count]
-
-
-def _overlaps(width: int) -> list[tuple[int, int, int]]:
-    """(value, byte, shift) for every pair that shares bits when 8 values of `width` bits fill `width` bytes.
-
-    The value shifted left by `shift` has its bits where the byte has them.
-    """
-    return [
-        (value, byte, value * width - byte * 8)
-        for value in range(8 if width else 0)
-        for byte in range(value * width // 8, ((value + 1) * width - 1) // 8 + 1)
-    ]
-
-
-def _shifted_left(x: Tensor, bits: int) -> Tensor:
-    return x << bits if bits >= 0 else x >> -bits
-
-
 def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
     """(`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 where high = low.
 
@@ -193,33 +153,6 @@ def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, 
     quotient = (rows * factor - start) / torch.where(span > 0, span, torch.ones_like(span)) * levels
     quotient = quotient.round_() if noise is None else quotient.add_(noise).floor_()
     return quotient.clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
-
-
-def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
-    """The low `width` bits (1 to 8) of each byte of `codes` (uint8), as `pack_bits` does; the rest of `out` is 0."""
-    used = -(-codes.numel() * width // 8)
-    out[used:].zero_()
-    low = codes & ((1 << width) - 1)
-    if 8 % width:
-        pack_bits(low, width, out[:used])
-        return
-    out[:used] = low[:: 8 // width]
-    for place in range(1, 8 // width):
-        part = low[place :: 8 // width]
-        out[: part.numel()] |= part << width * place
-
-
-def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of `pack_codes`: uint8 [count] below 2**`width`; may be a view of `packed`."""
-    packed = packed[: -(-count * width // 8)]
-    if 8 % width:
-        return unpack_bits(packed, width, count).to(torch.uint8)
-    if width == 8:
-        return packed
-    codes = packed.new_empty(packed.numel(), 8 // width)
-    for place in range(8 // width):
-        torch.bitwise_and(packed >> width * place, (1 << width) - 1, out=codes[:, place])
-    return codes.view(-1)[:count]
 
 
 def quantize_blocks(
@@ -334,46 +267,3 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         ),
     }
 )
-
-
-def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """The orthonormal DCT-II of each of `tiles` in both directions, to `out`, elsewhere in memory.
-
-    Both are fp32 [rows, columns, h, w], views of any strides in which the elements of a row lie side by side.
-    """
-    _change_basis(tiles, out, inverse, _dct_matrix)
-
-
-def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """Sylvester's matrix of h * w rows, times (h * w)**-0.5, times each of `tiles`, to `out`.
-
-    Both are fp32 [rows, columns, h, w]. A tile counts as a vector of h * w elements, powers of two: H_n = H_h (x) H_w
-    (Kronecker product).
-    """
-    _change_basis(tiles, out, inverse, _hadamard_matrix)
-
-
-def _change_basis(tiles: Tensor, out: Tensor, inverse: bool, basis: Callable[[int, torch.device], Tensor]) -> None:
-    """A_h X A_w^T of all tiles X, or of all Y the inverse A_h^T Y A_w; A_n orthonormal."""
-    left, right = (basis(size, tiles.device) for size in tiles.shape[2:])
-    if inverse:
-        left, right = left.T, right.T
-    out.copy_(left @ (tiles @ right.T))
-
-
-@lru_cache(maxsize=1024)
-def _dct_matrix(size: int, device: torch.device) -> Tensor:
-    """fp32 [size, size]: entry (k, n) is sqrt((1 or 2) / size) cos(pi (2 n + 1) k / (2 size)), 1 for k = 0."""
-    numbers = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / (2 * size) * torch.outer(numbers, 2 * numbers + 1)) * math.sqrt(2 / size)
-    matrix[0] = math.sqrt(1 / size)
-    return matrix.to(device, torch.float32)
-
-
-@lru_cache(maxsize=1024)
-def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
-    """fp32 [size, size]: entry (i, j) is (-1)**popcount(i & j) / sqrt(size), `size` a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix.mul_(size**-0.5).to(device, torch.float32)
