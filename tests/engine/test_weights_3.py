@@ -1,5 +1,6 @@
 """Weights that ZeRO 3 gathers: rounded alike on every rank and in every gather of training, exact everywhere else."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, run, start, train, weights
+from tests.support.jobs import Job, data, network, run, start, train, weights
 
 INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
@@ -28,12 +31,16 @@ def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dty
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw: a layer's weights in the forward of each step, in evaluation, and as they are; bytes sent."""
+    """What a rank saw: a layer's weights in the forward of each step, in evaluation, and as they are; bytes sent.
+
+    `expected`: the loss of each step by the same network in plain PyTorch, with all the weights that the forward saw.
+    """
 
     forward: list[list[float]]
     evaluation: list[float]
     exact: list[float]
     losses: list[float]
+    expected: list[float]
     bytes_weights: list[int]
 
 
@@ -45,16 +52,32 @@ def watch_one(rank: int, job: Job) -> Seen:
     engine, forward, sent = start(job), [], []
     layer = engine.module[0]
     layer.register_forward_pre_hook(lambda module, inputs: forward.append(module.weight.detach().flatten().tolist()))
-    losses, finish = [], engine.compression.finish
+    seen = copies_of_weights(engine.module)
+    losses, expected, finish = [], [], engine.compression.finish
     engine.compression.finish = lambda done: (sent.append(engine.compression.meter.bytes_weights), finish(done))
-    for batch in data(rank, job):
-        losses += run(engine, [batch])
+    for x, y in data(rank, job):
+        losses += run(engine, [(x, y)])
+        expected.append(float((functional_call(network(), seen, x) - y).square().mean()))
     engine.eval()
     engine(data(rank, job)[0][0].to(layer.weight.dtype))
     with deepspeed.zero.GatheredParameters([layer.weight]):
         exact = layer.weight.detach().flatten().tolist()
     engine.destroy()
-    return Seen(forward[:-1], forward[-1], exact, losses, sent)
+    return Seen(forward[:-1], forward[-1], exact, losses, expected, sent)
+
+
+def copies_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters as the newest forward saw them."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda layer, inputs: seen.update(
+            {f"{name}.{key}": value.detach().clone() for key, value in layer.named_parameters(recurse=False)}
+        )
+
+    for name, layer in module.named_children():
+        layer.register_forward_pre_hook(hook(name))
+    return seen
 
 
 def test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_does() -> None:
@@ -68,9 +91,9 @@ def test_training_sees_the_same_rounded_weights_on_every_rank_and_nobody_else_do
         assert not torch.equal(first, true)
         # Half a unit of 8 bits of the largest weight of a block.
         assert float((first - true).abs().max()) <= float(true.abs().max()) / 127 / 2 * 1.001
-        # Outputs of about 1 move by some units of 8 bits, and with them the roots of squared errors, however small.
-        errors = [torch.tensor(seen[0].losses).sqrt() for seen in (rounded, raw)]
-        torch.testing.assert_close(*errors, rtol=0, atol=4 / 127)
+        assert rounded[0].losses != raw[0].losses
+        for seen in (*rounded, *raw):
+            torch.testing.assert_close(seen.losses, seen.expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bytes_are_those_of_the_messages() -> None:
