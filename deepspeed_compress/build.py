@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -89,7 +89,10 @@ class Parameters:
 
 @dataclass
 class Stores:
-    """The memories of a run, by what they hold; made when first asked for."""
+    """The memories of a run, by what they hold; made when first asked for.
+
+    `transactional`: the optimizer may skip a step.
+    """
 
     transactional: bool
     by_name: dict[str, Residuals] = field(default_factory=dict)
@@ -102,24 +105,26 @@ class Stores:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reducer of the chosen method, the one that compresses nothing, and all that is remembered between steps."""
+    """The reducer of a method; one that compresses nothing; one that besides sends what memories hold; the memories."""
 
     compressed: Reducer
     plain: Reducer
+    draining: Reducer
     stores: Mapping[str, Residuals]
 
 
 def build_reduction(
-    config: CompressConfig, groups: Groups, parameters: Parameters, transactional: bool, clock: StepClock, meter: Meter
+    config: CompressConfig, groups: Groups, parameters: Parameters, stores: Stores, clock: StepClock, meter: Meter
 ) -> Reduction:
     """Reducers for a method other than "none".
 
-    `transactional`: the optimizer may skip a step. Warns of an override that matches no parameter, and when nothing is
-    left to compress.
+    `stores`: what is remembered between steps, which settings that take turns share. Warns of an override that matches
+    no parameter, and when nothing is left to compress.
     """
-    builder = _Builder(config, groups, parameters, Stores(transactional), clock, meter)
+    builder = _Builder(config, groups, parameters, stores, clock, meter)
     warn_of_nothing(config.gradients, _left(parameters, builder.codec_of, config.gradients), len(parameters.shapes))
-    return Reduction(builder.compressed(), builder.plain(), MappingProxyType(builder.stores.by_name))
+    reducers = builder.compressed(), builder.plain(), builder.draining()
+    return Reduction(*reducers, MappingProxyType(stores.by_name))
 
 
 def _left(parameters: Parameters, codec_of: Callable[[str], int], settings: Any) -> list[str]:
@@ -216,8 +221,14 @@ class _Builder:
         """Nothing is compressed; in two levels too, so that less crosses the slow link."""
         return self._levels(lambda group, inside: self._payload(group, [self.raw], lambda name: RAW, level=int(inside)))
 
+    def draining(self) -> Reducer:
+        """Nothing is compressed; memories of what was left out are sent along, and are empty afterwards."""
+        return self._levels(self._level(lambda treatment: replace(treatment, codec_at=self.raw.codec_at)))
+
     def compressed(self) -> Reducer:
-        reducer = self._powersgd() if self.settings.method == "powersgd" else self._levels(self._level)
+        reducer = (
+            self._powersgd() if self.settings.method == "powersgd" else self._levels(self._level(lambda same: same))
+        )
         clip_norm = getattr(self.settings, "clip_norm", None)
         return ClippingReducer(reducer, clip_norm, self.clock) if clip_norm else reducer
 
@@ -228,14 +239,23 @@ class _Builder:
             return level(groups.whole, False)
         return TwoLevelReducer(groups.whole, level(groups.node, True), level(groups.across, False))
 
-    def _level(self, group: ProcessGroup, inside: bool) -> PayloadReducer:
-        if not inside:
-            return self._payload(group, [self.raw, self._treatment(self.settings), *self._overrides()], self.codec_of)
+    def _level(self, change: Callable[[_Treatment], _Treatment]) -> Callable[[ProcessGroup, bool], PayloadReducer]:
+        """What makes the reducer of a group, inside a node or not; `change`: what becomes of each treatment."""
+
+        def level(group: ProcessGroup, inside: bool) -> PayloadReducer:
+            if inside:
+                return self._inside(group, change)
+            treatments = map(change, (self._treatment(self.settings), *self._overrides()))
+            return self._payload(group, [self.raw, *treatments], self.codec_of)
+
+        return level
+
+    def _inside(self, group: ProcessGroup, change: Callable[[_Treatment], _Treatment]) -> PayloadReducer:
         settings = self.settings.hierarchy.inside
         if settings.method == "none":
             return self._payload(group, [self.raw], lambda name: RAW, level=1)
         between = ["none", self.settings.method, *(one.method for one in self.settings.overrides if not _is_raw(one))]
-        treatments = [self.raw, self._treatment(settings)]
+        treatments = [self.raw, change(self._treatment(settings))]
         return self._payload(
             group, treatments, lambda name: int(between[self.codec_of(name)] != "none"), "node", "node_means", 1
         )

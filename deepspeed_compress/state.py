@@ -22,7 +22,7 @@ from deepspeed_compress.residuals import Layout, Residuals
 
 __all__ = ["OWNED", "SHARED", "Description", "Position", "read_description", "restore", "save", "sources", "state_file"]
 
-VERSION = 1
+VERSION = 2
 SHARED = frozenset({"factors"})
 """Memories that are equal on all ranks of a data-parallel group."""
 OWNED = frozenset({"means", "node_means", "spread"})
@@ -49,7 +49,7 @@ class Description:
 
     `sha256`: of the tensors' file and of all other fields. `layouts`: by memory, the parameter ranges of each of its
     messages, in the order of the tensors "NAME/0", "NAME/1" ... `storage`: how the memory is encoded. `loss_scale`: the
-    factor that the values carry.
+    factor that the values carry. `decisions`: what the policy remembers, equal on all ranks.
     """
 
     version: int
@@ -59,6 +59,7 @@ class Description:
     step: int
     loss_scale: float
     section: Mapping[str, Any]
+    decisions: Mapping[str, Any]
     storage: Mapping[str, str]
     layouts: Mapping[str, Sequence[Layout]]
 
@@ -76,6 +77,7 @@ def save(
     step: int,
     loss_scale: float,
     section: Mapping[str, Any],
+    decisions: Mapping[str, Any],
 ) -> None:
     """Write `stores` to `file` and its JSON, each under a temporary name that is changed at the end."""
     held = {name: list(store.payloads()) for name, store in stores.items()}
@@ -91,6 +93,7 @@ def save(
         step=step,
         loss_scale=loss_scale,
         section=section,
+        decisions=decisions,
         storage={name: store.dtype for name, store in stores.items()},
         layouts={name: [layout for layout, _ in slots] for name, slots in held.items()},
     )

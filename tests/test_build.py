@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.build import RAW, Groups, Parameters, Reduction, build_reduction, build_weight_gather
+from deepspeed_compress.build import RAW, Groups, Parameters, Reduction, Stores, build_reduction, build_weight_gather
 from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import (
     Blockwise,
@@ -45,7 +45,7 @@ def build(
 ) -> Reduction:
     known = Parameters(**{"shapes": SHAPES, "everywhere": sorted(SHAPES), **parameters})
     groups = groups if isinstance(groups, Groups) else Groups(groups)
-    return build_reduction(config, groups, known, transactional, StepClock(), Meter())
+    return build_reduction(config, groups, known, Stores(transactional), StepClock(), Meter())
 
 
 def payload(reducer: object) -> PayloadReducer:
@@ -285,7 +285,9 @@ def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtyp
     config = section({**gradients, "chunk_bytes": 65536}, seed=7)
     clock, meter = StepClock(), Meter()
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
-    reduction = build_reduction(config, levels, Parameters(SHAPES, sorted(SHAPES), dtype=dtype), False, clock, meter)
+    reduction = build_reduction(
+        config, levels, Parameters(SHAPES, sorted(SHAPES), dtype=dtype), Stores(False), clock, meter
+    )
     found = [*payload_reducers(reduction.compressed), *payload_reducers(reduction.plain)]
     for reducer in found:
         assert (reducer.seed, reducer.chunk_numel) == (7, numel)

@@ -49,7 +49,8 @@ TABLE = {
     "reducers": allow("compressors.base compressors.cast buckets codec kernels", "torch"),
     "state": allow("errors residuals", "torch safetensors"),
     "monitor": allow("", "torch"),
-    "policy": allow(),
+    "policy": allow("config monitor"),
+    "plan": allow("config errors methods policy", lazily="matplotlib rich"),
     "idle": allow("errors"),
     "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),
     "engine": allow(
@@ -70,8 +71,12 @@ TABLE = {
     "bench.alpha_beta": allow("", "numpy"),
     "bench.options": allow("bench.links"),
     "integrations": allow("config engine errors monitor", "accelerate deepspeed transformers", lazily="torch"),
-    "report": allow("errors train.records", "matplotlib plotly rich"),
-    "cli": allow("errors", lazily="config integrations report lint rich bench"),
+    "doctor": allow("config errors train.records", "pydantic rich"),
+    "report": allow("errors train.records", lazily="matplotlib rich"),
+    "tune": allow("config errors train.records", "rich", lazily="integrations matplotlib"),
+    "tune.options": allow(),
+    "tune.rank": allow("config errors integrations monitor tune.files", "torch deepspeed"),
+    "cli": allow("errors", lazily="config integrations report lint rich bench tune doctor"),
 }
 """Parts that a later version adds have their row already."""
 

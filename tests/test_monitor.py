@@ -27,6 +27,15 @@ STATISTICS = StepStatistics(
     decompress_ms=0.5,
     residual_norm=0.25,
     cosine=None,
+    settings="blockwise bits=4",
+    step_ms=300.0,
+    busy_ms=280.0,
+    busy_ms_median=281.0,
+    busy_ms_max=290.0,
+    slowest_rank=3,
+    memory_bytes=10**9,
+    grad_norm=1.5,
+    loss=5.25,
 )
 LINE = {
     "step": 3,
@@ -46,6 +55,15 @@ LINE = {
     "decompress_ms": 0.5,
     "residual_norm": 0.25,
     "cosine": None,
+    "settings": "blockwise bits=4",
+    "step_ms": 300.0,
+    "busy_ms": 280.0,
+    "busy_ms_median": 281.0,
+    "busy_ms_max": 290.0,
+    "slowest_rank": 3,
+    "memory_bytes": 10**9,
+    "grad_norm": 1.5,
+    "loss": 5.25,
 }
 """What the documentation promises to readers of compression.jsonl."""
 
@@ -93,7 +111,7 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
 def test_every_number_is_an_event_at_the_samples_seen() -> None:
     sink = Sink()
     StatisticsWriter(None, sink).write(STATISTICS)
-    labels, unknown = ("step", "samples", "method", "rank"), ("bytes_tensor", "cosine")
+    labels, unknown = ("step", "samples", "method", "rank", "settings", "slowest_rank"), ("bytes_tensor", "cosine")
     names = {name: value for name, value in LINE.items() if name not in labels + unknown} | {"time_ms": 22.0}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
 

@@ -1,13 +1,295 @@
+"""Schedules, the ladder and the guard as what they are: functions of the step and of what was observed."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-from deepspeed_compress.policy import DenseWarmUp
+from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.policy import Observation, Plan, Policy, Scheduled, ladder, timeline
+
+TOPK = {"method": "topk", "density": 0.01}
+
+
+def config(**section: Any) -> Any:
+    return parse_section({SECTION: section})
+
+
+def stages(total: int | None = None, **section: Any) -> list[tuple[int, str]]:
+    return [(step, brief(settings)) for step, settings in timeline(Scheduled(config(**section), total))]
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    assert stages(gradients=TOPK) == [(0, "topk density=0.01")]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_the_first_steps_are_dense_and_no_later_one(steps: int) -> None:
-    warmup = DenseWarmUp(steps)
-    assert [warmup.dense(step) for step in range(8)] == [True] * steps + [False] * (8 - steps)
+    scheduled = Scheduled(config(schedule={"warmup_steps": steps}))
+    assert [scheduled.at(step).method == "none" for step in range(8)] == [True] * steps + [False] * (8 - steps)
 
 
-def test_without_a_number_nothing_is_dense() -> None:
-    assert not DenseWarmUp().dense(0)
+@pytest.mark.parametrize(
+    ("shape", "half"), [("linear", (0.25 + 0.01) / 2), ("exponential", 0.05), ("cosine", (0.25 + 0.01) / 2)]
+)
+def test_a_ramp_falls_from_its_start_to_the_chosen_density(shape: str, half: float) -> None:
+    scheduled = Scheduled(config(gradients=TOPK, schedule={"warmup_steps": 10, "ramp": {"steps": 160, "shape": shape}}))
+    densities = [scheduled.at(step).density for step in range(10, 180)]
+    assert densities[0] == 0.25
+    assert densities[80] == pytest.approx(half)
+    assert densities[159] > 0.01
+    assert set(densities[160:]) == {0.01}
+    assert densities == sorted(densities, reverse=True)
+    assert len(set(densities)) == 17
+
+
+def test_stages_of_a_ramp_take_equal_parts() -> None:
+    found = stages(gradients={"bits": 2}, schedule={"ramp": {"steps": 10, "stages": [{"bits": 8}, {"bits": 4}]}})
+    assert found == [(0, "blockwise bits=8"), (5, "blockwise bits=4"), (10, "blockwise bits=2")]
+
+
+def test_three_phases_have_usual_ends() -> None:
+    phases = [{"gradients": {"density": 0.1}}, {}, {"gradients": {"method": "blockwise", "bits": 4}}]
+    found = stages(100, gradients=TOPK, schedule={"phases": phases, "total_steps": 100})
+    assert found == [(0, "topk density=0.1"), (20, "topk density=0.01"), (80, "blockwise bits=4")]
+
+
+def test_settings_beside_the_method_stay_when_it_changes() -> None:
+    chosen = {**TOPK, "min_numel": 7, "error_feedback": {"dtype": "fp32"}, "values": {"method": "bf16"}}
+    phases = [{"until": 0.5}, {"gradients": {"method": "blockwise", "bits": 4}}]
+    last = Scheduled(config(gradients=chosen, schedule={"phases": phases, "total_steps": 10}), 10).at(9)
+    assert (last.method, last.bits, last.min_numel, last.error_feedback.dtype) == ("blockwise", 4, 7, "fp32")
+
+
+def test_the_length_of_training_may_be_that_of_the_learning_rate() -> None:
+    ds_config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 300}}}
+    assert total_steps(ds_config, config().schedule) == 300
+    assert total_steps(ds_config, config(schedule={"total_steps": 5, "phases": [{}]}).schedule) == 5
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"schedule": {"phases": [{}]}}, "/schedule/total_steps", "no one knows"),
+    ({"schedule": {"ramp": {"steps": 5}}}, "/schedule/ramp", "no density"),
+    ({"gradients": {**TOPK, "density": 0.3}, "schedule": {"ramp": {"steps": 5}}}, "/schedule/ramp/start", "not above"),
+    ({"schedule": {"phases": [{}, {}], "total_steps": 9}}, "/schedule/phases/0/until", "missing"),
+    ({"schedule": {"phases": [{"until": 0.5}, {"until": 0.4}, {}], "total_steps": 9}}, "/phases/1/until", "not after"),
+    ({"schedule": {"phases": [{"until": 0.5}], "total_steps": 9}}, "/phases/0/until", "leaves the rest"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"bits": 3}]}}}, "/ramp/stages/0/bits", "3 is not accepted"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"bitz": 8}]}}}, "/ramp/stages/0/bitz", "unknown key"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"method": "demo"}]}}}, "/stages/0/method", "momentum"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"error_feedback": None}]}}}, "/error_feedback", "made once"),
+    (
+        {"gradients": {"method": "none"}, "schedule": {"ramp": {"steps": 5, "stages": [{"method": "blockwise"}]}}},
+        "/schedule/ramp/stages/0",
+        "leaves reduction to DeepSpeed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "place", "words"), WRONG)
+def test_schedules_that_cannot_be_followed(section: dict[str, Any], place: str, words: str) -> None:
+    [problem] = find_problems({SECTION: section})
+    assert problem.pointer.endswith(place)
+    assert words in problem.what
+
+
+LADDERS = [
+    ({"bits": 2}, ["blockwise bits=2", "blockwise bits=4", "blockwise bits=8", "none"]),
+    (TOPK, ["topk density=0.01", "topk density=0.04", "topk density=0.16", "topk density=0.25", "none"]),
+    ({"method": "sign"}, ["sign", "blockwise bits=4", "blockwise bits=8", "none"]),
+    ({"method": "powersgd", "rank": 2}, ["powersgd rank=2", "powersgd rank=8", "powersgd rank=16", "none"]),
+    ({"method": "qsgd"}, ["qsgd levels=7", "qsgd levels=127", "none"]),
+    ({"method": "bf16"}, ["bf16", "none"]),
+]
+
+
+@pytest.mark.parametrize(("gradients", "rungs"), LADDERS)
+def test_every_rung_of_the_ladder_loses_less(gradients: dict[str, Any], rungs: list[str]) -> None:
+    assert [brief(settings) for settings in ladder(config(gradients=gradients).gradients)] == rungs
+
+
+class Run:
+    """A policy that is told steps one after the other."""
+
+    def __init__(self, gradients: dict[str, Any] | None = None, **guard: Any) -> None:
+        self.events: list[Event] = []
+        self.config = config(gradients=gradients or {"bits": 4}, guard=guard)
+        self.policy = Policy(self.config, None, self.events.append)
+        self.step = 0
+        self.plan = self.policy.begin(0)
+
+    def go(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> Plan:
+        for _ in range(steps):
+            self.step += 1
+            self.duties = self.policy.observe(Observation(self.step, grad_norm=norm, loss=loss, **seen))
+            self.plan = self.policy.begin(self.step)
+        return self.plan
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+ANOMALIES: list[tuple[dict[str, Any], str]] = [
+    ({"norm": 21.0}, "gradient norm 21 is 21 times"),
+    ({"norm": math.inf, "applied": False}, "grad_norm not finite"),
+    ({"norm": 1e-5}, "vanished"),
+    ({"loss": 6.6}, "loss 6.6 is far above"),
+    ({"loss": math.nan}, "loss not finite"),
+    ({"residual_norm": 31.0}, "residual norm 31 is 10.3 times"),
+]
+
+
+@pytest.mark.parametrize(("seen", "words"), ANOMALIES)
+def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str, Any], words: str) -> None:
+    run = Run(cooldown_steps=3)
+    assert brief(run.go(10, residual_norm=3.0).settings) == "blockwise bits=4"
+    plan = run.go(**seen)
+    assert (plan.settings.method, plan.drain) == ("none", True)
+    assert run.duties.check_residuals
+    [event] = run.events
+    assert event.kind == "anomaly"
+    assert words in event.reason
+    assert (event.before, event.after) == ("blockwise bits=4", "none")
+    assert brief(run.go(2).settings) == "none"
+    assert not run.plan.drain
+    assert brief(run.go(1).settings) == "blockwise bits=8"
+    assert brief(run.go(3).settings) == "blockwise bits=4"
+    assert run.kinds == ["anomaly", "return", "return"]
+    run.go(20)
+    assert len(run.events) == 3
+
+
+@pytest.mark.parametrize(
+    "seen", [{"norm": 19.0}, {"norm": 2e-4}, {"loss": 6.4}, {"residual_norm": 29.0}, {"loss": None}]
+)
+def test_what_is_usual_is_no_anomaly(seen: dict[str, Any]) -> None:
+    run = Run()
+    run.go(10, residual_norm=3.0)
+    run.go(**seen)
+    assert not run.events
+
+
+def test_softening_takes_one_step_each_time() -> None:
+    run = Run(on_anomaly="soften", cooldown_steps=9)
+    run.go(10)
+    assert brief(run.go(norm=100.0).settings) == "blockwise bits=8"
+    assert brief(run.go(norm=100.0).settings) == "none"
+    assert brief(run.go(norm=100.0).settings) == "none"
+
+
+@pytest.mark.parametrize("guard", [{"on_anomaly": "report"}, {"dry_run": True}])
+def test_reports_change_nothing(guard: dict[str, Any]) -> None:
+    run = Run(**guard)
+    run.go(10)
+    assert brief(run.go(norm=100.0).settings) == "blockwise bits=4"
+    [event] = run.events
+    assert event.dry_run == guard.get("dry_run", False)
+    assert not guard.get("dry_run") or not run.policy.skips(100.0)
+
+
+def test_exploding_steps_are_skipped_but_not_for_ever() -> None:
+    run = Run()
+    assert not run.policy.skips(1e9)
+    run.go(10)
+    assert not run.policy.skips(19.0)
+    for _ in range(5):
+        assert run.policy.skips(21.0)
+        run.go(norm=21.0, applied=False)
+    assert not run.policy.skips(21.0)
+    assert run.policy.skips(math.inf)
+    run.go()
+    assert run.policy.skips(21.0)
+
+
+@pytest.mark.parametrize(("norm", "damaged"), [(math.inf, True), (31.0, True), (29.0, False)])
+def test_damaged_residuals_are_cleared(norm: float, damaged: bool) -> None:
+    run = Run()
+    run.go(3, residual_norm=3.0)
+    assert run.policy.damaged(4, norm) == damaged
+    assert run.kinds == ["residuals_cleared"] * damaged
+
+
+def test_full_synchronisation_comes_every_n_steps() -> None:
+    run = Run(full_sync_every=4)
+    plans = [run.plan, *(run.go() for _ in range(11))]
+    assert [step for step, plan in enumerate(plans) if plan.sync] == [3, 7, 11]
+    assert all(plan.drain == plan.sync for plan in plans)
+    assert [(event.kind, event.step) for event in run.events] == [("full_sync", 4), ("full_sync", 8)]
+
+
+def falling(steps: int) -> Iterator[float]:
+    return (5.0 - 0.02 * step for step in range(steps))
+
+
+def test_training_that_falls_behind_goes_back_to_softer_settings_for_good() -> None:
+    run = Run(rollback={"behind": 0.1, "patience": 5}, loss_spike=9.0, cooldown_steps=2, window=8)
+    for loss in falling(20):
+        run.go(loss=loss)
+    run.go(30, loss=5.5)
+    [event] = run.events
+    assert (event.kind, event.before, event.after) == ("rollback", "blockwise bits=4", "blockwise bits=8")
+    assert "above its best" in event.reason
+    assert brief(run.go(20, loss=5.5).settings) == "blockwise bits=8"
+
+
+def test_settings_of_the_best_loss_come_back_when_a_schedule_led_away_from_them() -> None:
+    phases = [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}]
+    events: list[Event] = []
+    section = config(
+        schedule={"phases": phases, "total_steps": 40},
+        guard={"rollback": {"behind": 0.1, "patience": 5}, "window": 8, "loss_spike": 9.0},
+    )
+    policy = Policy(section, 40, events.append)
+    for step, loss in enumerate([*falling(20), *[5.5] * 20], start=1):
+        policy.observe(Observation(step, grad_norm=1.0, loss=loss))
+        plan = policy.begin(step)
+    assert [event.kind for event in events] == ["schedule", "rollback"]
+    assert (events[1].before, events[1].after) == ("blockwise bits=2", "blockwise bits=8")
+    assert brief(plan.settings) == "blockwise bits=8"
+
+
+def test_a_checkpoint_is_the_last_resort() -> None:
+    run = Run(
+        {"method": "bf16"},
+        rollback={"behind": 0.1, "patience": 5, "checkpoint": True},
+        window=8,
+        loss_spike=9.0,
+    )
+    for loss in falling(20):
+        run.go(loss=loss)
+    loads = []
+    for _ in range(20):
+        run.go(loss=5.5)
+        loads.append(run.duties.load_checkpoint)
+        assert not loads[-1] or run.plan.settings.method == "none"
+    assert run.kinds[:1] == ["rollback"]
+    for _ in range(20):
+        run.go(loss=6.5)
+        loads.append(run.duties.load_checkpoint)
+    assert any(loads)
+    assert "checkpoint_rollback" in run.kinds
+
+
+def test_a_saved_policy_goes_on_as_if_nothing_had_been() -> None:
+    guard = {"cooldown_steps": 7, "rollback": {"patience": 5}, "residual_every": 2}
+    straight = Run(**guard)
+    straight.go(12, residual_norm=2.0)
+    straight.go(norm=100.0)
+    straight.go(4)
+    resumed = Run(**guard)
+    resumed.policy.load(json.loads(json.dumps(straight.policy.saved())))
+    resumed.step = straight.step
+    assert resumed.policy.saved() == straight.policy.saved()
+    for _ in range(20):
+        assert resumed.go() == straight.go()
+    assert resumed.events == straight.events[1:]
+
+
+def test_observations_without_figures_decide_nothing() -> None:
+    run = Run()
+    run.go(50, loss=None, norm=None)
+    assert not run.events

@@ -5,11 +5,24 @@ Nothing here imports torch, deepspeed or transformers.
 
 from deepspeed_compress.config.expand import check_world, expand, tensor_size
 from deepspeed_compress.config.loading import read_ds_config
-from deepspeed_compress.config.models import SECTION, CompressConfig, Lint, Monitor, Parallelism, Schedule
+from deepspeed_compress.config.models import (
+    SECTION,
+    CompressConfig,
+    Guard,
+    Lint,
+    Monitor,
+    Parallelism,
+    Phase,
+    Ramp,
+    RollBack,
+    Schedule,
+)
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.patches import brief, patched
 from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
 from deepspeed_compress.config.problems import Problem
+from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.section import find_problems, parse_section
 
@@ -18,21 +31,29 @@ __all__ = [
     "CompressConfig",
     "ErrorFeedback",
     "GradientsConfig",
+    "Guard",
     "Hierarchy",
     "Lint",
     "Memory",
     "Monitor",
     "Override",
     "Parallelism",
+    "Phase",
     "Problem",
+    "Ramp",
+    "RollBack",
     "Schedule",
     "WeightsConfig",
+    "brief",
     "check_world",
     "expand",
     "find_notices",
     "find_problems",
     "json_schema",
     "parse_section",
+    "patched",
+    "phase_ends",
     "read_ds_config",
     "tensor_size",
+    "total_steps",
 ]

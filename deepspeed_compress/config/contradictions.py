@@ -7,6 +7,7 @@ from deepspeed_compress.config.methods import Model
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
 from deepspeed_compress.config.problems import Path, Problem, pointer, show
+from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_unscheduled, find_without_length
 
 
 def find_contradictions(section: CompressConfig) -> list[Problem]:
@@ -18,7 +19,11 @@ def find_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
 ) -> list[Problem]:
     """Methods of `section` that cannot be right with the rest of the file, or with `world_size` ranks in all."""
-    problems = [*_weights_that_no_one_gathers(ds_config, section), *_second_momentum(ds_config, section)]
+    problems = [
+        *_weights_that_no_one_gathers(ds_config, section),
+        *_second_momentum(ds_config, section),
+        *find_without_length(ds_config, section),
+    ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
 
@@ -71,7 +76,7 @@ def _group_beyond_block(section: CompressConfig) -> Iterator[Problem]:
             yield _problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
 
-_RULES = (_collected_and_lost, _group_beyond_block)
+_RULES = (_collected_and_lost, _group_beyond_block, find_unscheduled)
 
 
 def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
@@ -98,7 +103,6 @@ def _bf16(ds_config: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and bool(found.get("enabled", False))
 
 
-_OWN_MOMENTUM = frozenset({"dgc", "demo"})
 _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adamax", "nadam", "radam", "sparseadam"})
 """Optimizers that have a first moment, of factor 0.9, unless `params.betas` says otherwise."""
 
@@ -106,7 +110,7 @@ _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adama
 def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
     """DGC and DeMo give gradients a momentum, so the optimizer must not add another."""
     optimizer = ds_config.get("optimizer")
-    if section.gradients.method not in _OWN_MOMENTUM or not isinstance(optimizer, dict):
+    if section.gradients.method not in OWN_MOMENTUM or not isinstance(optimizer, dict):
         return
     name, params = str(optimizer.get("type", "")), optimizer.get("params")
     params = params if isinstance(params, dict) else {}

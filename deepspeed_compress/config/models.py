@@ -1,10 +1,10 @@
 """The section as a whole. The text under each field is its description in the JSON Schema."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed_compress.config.methods import Model, NoCompression
+from deepspeed_compress.config.methods import Density, Model, NoCompression
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
 
 SECTION = "deepspeed_compress"
@@ -29,11 +29,86 @@ class Parallelism(Model):
     """Whether activations inside decoder layers are computed again in the backward pass instead of kept."""
 
 
+Patch = Annotated[dict[str, Any], Field(examples=[{"bits": 8}])]
+"""Keys of `gradients` that stand in for those written there; with another `method` its own keys start at their
+defaults."""
+
+
+class Ramp(Model):
+    """The way from uncompressed to the chosen settings, after the warm-up."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps that the ramp takes."""
+    shape: Literal["linear", "exponential", "cosine"] = "exponential"
+    """How `density` falls from `start` to the chosen one, in 16 steps."""
+    start: Density = 0.25
+    """Density at the beginning of the ramp."""
+    stages: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
+    """Instead of a density that falls: keys of `gradients` that differ, one object after the other, each for an equal
+    part of the steps."""
+
+
+class Phase(Model):
+    """A part of training with settings of its own."""
+
+    until: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Fraction of `total_steps` at which the phase ends. Three phases may leave it out: 0.2, 0.8 and 1.0."""
+    gradients: Patch = Field(default_factory=dict)
+    """Keys of `gradients` that differ in this phase; `{}` for none, `{"method": "none"}` for no compression."""
+
+
 class Schedule(Model):
     """What changes over the steps of training."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start that are sent uncompressed."""
+    ramp: Ramp | None = None
+    """Compression that begins softly; null goes from the warm-up to the chosen settings at once."""
+    phases: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
+    """Settings by fraction of training; the last phase ends with training."""
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the whole training, for `phases`; null takes `scheduler.params.total_num_steps`."""
+
+
+class RollBack(Model):
+    """Back to the last settings with which training went well."""
+
+    behind: float = Field(default=0.05, gt=0)
+    """How far the smoothed loss may be above its best, as a fraction of it."""
+    patience: int = Field(default=100, ge=1)
+    """Optimizer steps for which it must have been so."""
+    checkpoint: bool = False
+    """Whether to load the checkpoint that this run has saved last, when nothing is compressed any more."""
+
+
+class Guard(Model):
+    """Watches gradients, loss and residuals, and softens compression when something is wrong."""
+
+    on_anomaly: Literal["disable", "soften", "report"] = "disable"
+    """`disable`: send uncompressed; `soften`: one step softer each time; `report`: only write it down."""
+    cooldown_steps: int = Field(default=50, ge=1)
+    """Optimizer steps without anomaly after which compression returns by one step."""
+    window: int = Field(default=64, ge=8)
+    """Optimizer steps whose median says what is normal."""
+    exploding: float = Field(default=20.0, gt=1)
+    """A gradient norm of so many times the median is an anomaly."""
+    vanishing: float = Field(default=1e-4, ge=0, lt=1)
+    """So is one below this fraction of the median; 0 never."""
+    loss_spike: float = Field(default=0.3, gt=0)
+    """So is a loss that is above its median by more than this fraction of it, and by six times its usual deviation."""
+    residual_growth: float = Field(default=10.0, gt=1)
+    """So is a residual norm of so many times the median."""
+    residual_every: int = Field(default=50, ge=1)
+    """Optimizer steps between looks at the residuals."""
+    skip_steps: bool = True
+    """Whether a step with an exploding gradient is skipped, as DeepSpeed skips one that is not finite; at most five
+    in a row."""
+    full_sync_every: int = Field(default=0, ge=0)
+    """Optimizer steps between uncompressed steps that also send all residuals, and exact weights; 0 for none."""
+    rollback: RollBack | None = None
+    """What to do when training falls behind; null does nothing."""
+    dry_run: bool = False
+    """Decisions are written down as events, and not carried out."""
 
 
 class Monitor(Model):
@@ -67,6 +142,8 @@ class CompressConfig(Model):
     """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
     schedule: Schedule = Schedule()
     """How compression changes over the steps of training."""
+    guard: Guard | None = None
+    """What is done when something goes wrong; null watches nothing."""
     monitor: Monitor = Monitor()
     """Statistics of what was sent."""
     on_missing_state: Literal["error", "reset"] = "error"

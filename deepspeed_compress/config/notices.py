@@ -32,6 +32,19 @@ def _nothing_compressed(section: CompressConfig) -> Iterator[Problem]:
         yield _notice(("monitor", "cosine_every"), what, "0, or choose a method")
 
 
+def _idle_policy(section: CompressConfig) -> Iterator[Problem]:
+    schedule, guard = section.schedule, section.guard
+    if schedule.total_steps is not None and not schedule.phases:
+        what = f"{schedule.total_steps} has no effect without phases (allowed: null)"
+        yield _notice(("schedule", "total_steps"), what, "null, or phases")
+    if schedule.ramp is not None and schedule.ramp.stages is not None:
+        for key in sorted({"shape", "start"} & schedule.ramp.model_fields_set):
+            what = f"{show(getattr(schedule.ramp, key))} has no effect beside stages"
+            yield _notice(("schedule", "ramp", key), what, 'nothing: remove it, or "stages"')
+    if guard is not None and section.gradients.method == section.weights.method == "none":
+        yield _notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
+
+
 _RANDOM_METHODS = frozenset({"qsgd", "stochastic_linear", "randomk", "powersgd"})
 
 
@@ -147,6 +160,7 @@ def _overrides(section: CompressConfig) -> Iterator[Problem]:
 
 _RULES = (
     _nothing_compressed,
+    _idle_policy,
     _seed_unused,
     _density,
     _density_warmup,

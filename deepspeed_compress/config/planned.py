@@ -13,8 +13,7 @@ from deepspeed_compress.config.schema import SchemaView
 # Keys by the place where they may stand.
 PLANNED_KEYS: Mapping[Path, frozenset[str]] = MappingProxyType(
     {
-        (): frozenset({"guard", "adaptive", "activations", "tensor_collectives"}),
-        ("schedule",): frozenset({"ramp", "phases"}),
+        (): frozenset({"adaptive", "activations", "tensor_collectives"}),
     }
 )
 _AUTO = (

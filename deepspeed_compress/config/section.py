@@ -3,6 +3,7 @@
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from deepspeed_compress.config.contradictions import find_contradictions, find_m
 from deepspeed_compress.config.expand import find_conflicts
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
+from deepspeed_compress.config.patches import merged, patch_places
 from deepspeed_compress.config.planned import find_planned
 from deepspeed_compress.config.problems import Path, Problem, listed, pointer, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe
@@ -59,10 +61,25 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
     raw = ds_config[SECTION]
     problems = list(find_planned(raw))
     try:
-        problems += find_contradictions(CompressConfig.model_validate(raw))
+        section = CompressConfig.model_validate(raw)
+        problems += _patch_problems(section) or find_contradictions(section)
     except ValidationError as error:
         problems += _without_those_inside(problems, _translate(error, raw))
     return sorted(problems, key=lambda problem: problem.pointer)
+
+
+def _patch_problems(section: CompressConfig) -> list[Problem]:
+    """What is wrong in settings that stand in for those of `gradients` for a while, told at their own place."""
+    problems, gradients = [], pointer((SECTION, "gradients"))
+    for path, patch in patch_places(section):
+        raw = {"gradients": merged(section.gradients, patch)}
+        try:
+            CompressConfig.model_validate(raw)
+        except ValidationError as error:
+            for problem in _translate(error, raw):
+                place = pointer((SECTION, *path)) + problem.pointer.removeprefix(gradients)
+                problems.append(replace(problem, pointer=place))
+    return problems
 
 
 def _missing_section(ds_config: Mapping[str, Any]) -> Problem:

@@ -13,13 +13,31 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.build import Parameters, Reduction, build_reduction, build_weight_gather, build_weight_reducer
-from deepspeed_compress.config import SECTION, CompressConfig, check_world, expand, parse_section, read_ds_config
-from deepspeed_compress.engine import parallel, seams
+from deepspeed_compress.build import (
+    Parameters,
+    Reduction,
+    Stores,
+    build_reduction,
+    build_weight_gather,
+    build_weight_reducer,
+)
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    check_world,
+    expand,
+    parse_section,
+    read_ds_config,
+    total_steps,
+)
+from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
-from deepspeed_compress.engine.session import Session
+from deepspeed_compress.engine.norms import Norms
+from deepspeed_compress.engine.observer import Losses, largest_of_all
+from deepspeed_compress.engine.reporting import Reporter
+from deepspeed_compress.engine.session import Session, Watch
 from deepspeed_compress.engine.step import follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
@@ -27,8 +45,9 @@ from deepspeed_compress.engine.zero_0 import attach_zero_0
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import Meter, StatisticsWriter
+from deepspeed_compress.monitor import Event, EventLog, Meter, StatisticsWriter, write_configuration
 from deepspeed_compress.naming import called
+from deepspeed_compress.policy import Policy
 from deepspeed_compress.reducers import StepClock
 
 __all__ = ["attach", "initialize", "install"]
@@ -65,26 +84,28 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
-    seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS, deepspeed.__version__)
+    watched = norms.SEAMS + observer.SEAMS if config.guard is not None else ()
+    seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__)
     if config.weights.method != "none":
         check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
         check(engine)
         seams.check_seams(needed, deepspeed.__version__)
     clock, meter = StepClock(), Meter()
     parameters = _parameters(engine, kind)
-    reduction = _reduction(engine, config, parameters, clock, meter)
-    writer = StatisticsWriter(config.monitor.path, engine.monitor)
-    session = Session(config, reduction, clock, meter, writer, parallel.make_survey(engine))
+    session = _session(engine, config, parameters, clock, meter)
     weight_bytes, synchronise = _ATTACH[kind](engine, session), _nothing
     if config.weights.method != "none" and kind == "zero_3":
         attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
     elif config.weights.method != "none":
         weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
-    follow_steps(engine, session, weight_bytes, parallel.count_parallel(engine, meter))
+    hears = Norms(engine, session.policy.skips) if session.policy.guards else None
+    follow_steps(engine, session, hears, weight_bytes, synchronise, parallel.count_parallel(engine, meter))
     attach_checkpoint(engine, session, synchronise)
     session.begin(engine.global_steps, loss_scale(engine))
     engine.compression = session
+    if engine.global_rank == 0:
+        write_configuration(config.monitor.path, engine.config)
     return engine
 
 
@@ -112,14 +133,45 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _reduction(
-    engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter
-) -> Reduction | None:
+def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter) -> Session:
+    reporter = Reporter(config.monitor, meter, parallel.make_survey(engine), engine.device)
+    writer = StatisticsWriter(config.monitor.path, engine.monitor)
+    if writer.active:
+        reporter.sinks.append(writer.write)
+    events: list[Event] = []
+    log = EventLog(config.monitor.path, writes=engine.global_rank == 0)
+
+    def tell(event: Event) -> None:
+        events.append(event)
+        log.tell(event)
+
+    policy = Policy(config, total_steps(engine.config, config.schedule), tell)
+    # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
+    stores = Stores(transactional=hasattr(engine.optimizer, "overflow") or policy.guards)
+    reduction_of = _reductions(engine, config, parameters, stores, clock, meter)
+    watch = Watch(Losses(engine), functools.partial(largest_of_all, device=engine.device)) if policy.guards else None
+    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch)
+
+
+def _reductions(
+    engine: Any, config: CompressConfig, parameters: Parameters, stores: Stores, clock: StepClock, meter: Meter
+) -> Callable[[Any], Reduction]:
+    """Reducers of settings of `gradients`, made once each; those of `config` now, so that warnings come at once."""
     if config.gradients.method == "none":
-        return None
+        return _no_reduction
     groups = make_groups(engine, config)
-    transactional = hasattr(engine.optimizer, "overflow")
-    return build_reduction(config, groups, parameters, transactional, clock, meter)
+
+    @functools.cache
+    def reduction_of(gradients: Any) -> Reduction:
+        chosen = config.model_copy(update={"gradients": gradients})
+        return build_reduction(chosen, groups, parameters, stores, clock, meter)
+
+    reduction_of(config.gradients)
+    return reduction_of
+
+
+def _no_reduction(gradients: Any) -> Reduction:
+    raise AssertionError('method "none" leaves reduction to DeepSpeed')
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

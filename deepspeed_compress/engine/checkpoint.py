@@ -17,7 +17,7 @@ from deepspeed_compress.engine.groups import find_position
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["attach_checkpoint", "load_state", "loss_scale"]
+__all__ = ["attach_checkpoint", "load_last", "load_state", "loss_scale"]
 
 
 def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], None]) -> None:
@@ -39,7 +39,9 @@ def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], N
         problems = _on_all_ranks(lambda: _save_state(engine, directory, position))
         if problems:
             raise StateError(f"compression state is not saved: {problems}")
-        return save(*args, **options)
+        saved = save(*args, **options)
+        session.last_saved = directory
+        return saved
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **options: Any) -> Any:
@@ -65,7 +67,7 @@ def load_state(engine: Any, directory: Path) -> None:
     CompressWarning, and every memory starts empty.
     """
     session: Session = engine.compression
-    if not session.stores:
+    if not _remembers(session):
         return
     position = find_position(engine, session.config)
 
@@ -73,6 +75,7 @@ def load_state(engine: Any, directory: Path) -> None:
         found = state.sources(directory, engine.global_rank, position)
         same = state.restore(session.stores, found, position, loss_scale(engine), engine.device)
         session.prune_owned = not same
+        session.load_decisions(found[0][1].decisions)
 
     text = _on_all_ranks(restore)
     if not text:
@@ -86,9 +89,26 @@ def load_state(engine: Any, directory: Path) -> None:
     warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=3)
 
 
+def load_last(engine: Any) -> None:
+    """Go back to the checkpoint that this run has saved last, but keep what the policy has decided since: it would
+    lead to where the run comes from. Without a checkpoint a warning says so."""
+    session: Session = engine.compression
+    directory, decided = session.last_saved, session.policy.saved()
+    if directory is None:
+        warnings.warn("nothing to go back to: this run has saved no checkpoint yet", CompressWarning, stacklevel=2)
+        return
+    engine.load_checkpoint(str(directory.parent), tag=directory.name)
+    session.policy.load(decided)
+
+
+def _remembers(session: Session) -> bool:
+    """Whether there is anything to save."""
+    return bool(session.stores) or session.policy.guards
+
+
 def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
     session: Session = engine.compression
-    if session.stores:
+    if _remembers(session):
         state.save(
             session.stores,
             state.state_file(directory, engine.global_rank),
@@ -97,6 +117,7 @@ def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
             engine.global_steps,
             loss_scale(engine),
             session.config.model_dump(mode="json"),
+            session.decisions(),
         )
 
 

@@ -1,24 +1,26 @@
-"""Compression of one engine: which reducer is in force, what a finished step does to the state, what is reported."""
+"""Compression of one engine: which reducer is in force, and what a finished step does to what is remembered."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from deepspeed_compress.buckets import Partition, gather
-from deepspeed_compress.build import Reduction
+from deepspeed_compress.build import Reduction, Stores
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.engine.parallel import Sizes, Survey
+from deepspeed_compress.engine.observer import Losses
+from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
-from deepspeed_compress.monitor import Meter, StatisticsWriter, StepStatistics
-from deepspeed_compress.policy import DenseWarmUp
+from deepspeed_compress.monitor import Event, Meter, StepStatistics
+from deepspeed_compress.policy import Observation, Plan, Policy
 from deepspeed_compress.reducers import Done, Pending, Reducer, StepClock, cosine_with_truth, true_sum
 from deepspeed_compress.residuals import Residuals
 from deepspeed_compress.state import OWNED
 
-__all__ = ["FinishedStep", "Session"]
+__all__ = ["FinishedStep", "Session", "Watch"]
 
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
 """Memories of what was left out; the others are momenta, factors, and parts still to be handed on."""
@@ -28,7 +30,8 @@ _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
 class FinishedStep:
     """What DeepSpeed did with an optimizer step: `applied` is False when it was skipped for an overflow.
 
-    `step` and `samples` count the finished one. The loss scales are 1.0 where there is none.
+    `step` and `samples` count the finished one. The loss scales are 1.0 where there is none. `grad_norm`: of the mean
+    gradient, without loss scale, inf where it is not finite; None where it is not known.
     """
 
     step: int
@@ -36,56 +39,85 @@ class FinishedStep:
     applied: bool
     scale_before: float
     scale_after: float
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a guard needs of all ranks: their losses, and from a figure of this one the largest of all."""
+
+    losses: Losses
+    largest: Callable[[float], float]
 
 
 class Session:
     """Lives as long as the engine, as `engine.compression`.
 
-    `reduction` is None for method "none". `survey` gives the rank whose bytes are reported and those bytes, from the
-    bytes of this one; None on ranks that do not report.
+    `reduction_of` gives the reducers of settings of `gradients`, all of which share the memories of `stores`. `watch`:
+    None without a guard.
     """
 
     def __init__(
         self,
         config: CompressConfig,
-        reduction: Reduction | None,
+        policy: Policy,
+        reduction_of: Callable[[Any], Reduction],
+        stores: Stores,
         clock: StepClock,
         meter: Meter,
-        writer: StatisticsWriter | None,
-        survey: Survey = lambda sizes: (0, sizes),
+        reporter: Reporter,
+        events: Sequence[Event] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.config = config
+        self.policy = policy
         self.meter = meter
         self.clock = clock
-        self.stores: Mapping[str, Residuals] = reduction.stores if reduction else MappingProxyType({})
+        self.stores: Mapping[str, Residuals] = stores.by_name
         self.prune_owned = False
         """Set after loading the state of another number of ranks: memories of all owners are here."""
-        self._reduction = reduction
-        self._warmup = DenseWarmUp(config.schedule.warmup_steps)
-        self._sinks: list[Callable[[StepStatistics], None]] = (
-            [writer.write] if writer is not None and writer.active else []
-        )
-        self._survey = survey
+        self.last_saved: Path | None = None
+        """Directory of the checkpoint that this run has saved last."""
+        self.events = events
+        """Decisions in this process so far."""
+        self._plan = Plan(config.gradients)
+        self._reduction_of = reduction_of
+        self._reporter = reporter
+        self._watch = watch
 
     @property
     def reducer(self) -> Reducer:
         """The reducer of the running step."""
-        assert self._reduction is not None, 'method "none" leaves reduction to DeepSpeed'
-        return self._reduction.plain if self.dense else self._reduction.compressed
+        assert self.config.gradients.method != "none", 'method "none" leaves reduction to DeepSpeed'
+        chosen = self._reduction_of(self.config.gradients if self._plan.dense else self._plan.settings)
+        if self._plan.drain:
+            return chosen.draining
+        return chosen.plain if self._plan.dense else chosen.compressed
+
+    @property
+    def settings(self) -> str:
+        """What is in force in the running step, in short form: "blockwise bits=4"."""
+        return self._plan.text
 
     @property
     def dense(self) -> bool:
         """Whether the running step sends everything uncompressed."""
-        return self._warmup.dense(self.clock.step)
+        return self._plan.dense
 
     @property
-    def method(self) -> str:
-        """The method in force."""
-        return "none" if self.dense else self.config.gradients.method
+    def synchronises(self) -> bool:
+        """Whether the running step ends with exact weights everywhere."""
+        return self._plan.sync
 
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
         """From now on `sink` gets the statistics of measured steps, on the ranks that report. Call it on all ranks."""
-        self._sinks.append(sink)
+        self._reporter.sinks.append(sink)
+
+    def report_metric(self, value: float) -> None:
+        """Judge this step by `value` (less is better) in place of the loss, for `guard.rollback`. Call it on all ranks
+        or on one; the mean counts."""
+        if self._watch is not None:
+            self._watch.losses.report(value)
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
@@ -116,8 +148,25 @@ class Session:
         every = self.config.monitor.cosine_every
         return every > 0 and (self.clock.step + 1) % every == 0 and self.meter.cosine is None and not self.dense
 
-    def finish(self, finished: FinishedStep) -> None:
-        """Settle the memories, report, and begin the next step."""
+    def finish(self, finished: FinishedStep) -> bool:
+        """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
+        self._settle(finished)
+        step, applied, norm = finished.step, finished.applied, finished.grad_norm
+        loss = self._watch.losses.next() if self._watch is not None else None
+        residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
+        seen = Observation(step, applied, norm, loss, residuals)
+        step_ms = self._reporter.step_ended()
+        if self._reporter.due(step):
+            if self.config.gradients.method == "none":
+                self.meter.bytes_raw = self.meter.bytes_sent
+            self._reporter.report(seen, finished.samples, self._plan, step_ms, self._residual_norm(finished))
+        duties = self.policy.observe(seen)
+        if duties.check_residuals:
+            self._check_residuals(finished)
+        self.begin(step, finished.scale_after)
+        return duties.load_checkpoint
+
+    def _settle(self, finished: FinishedStep) -> None:
         if self.prune_owned and finished.applied and not self.dense:
             self._prune()
         for store in self.stores.values():
@@ -128,11 +177,22 @@ class Session:
             if finished.scale_after != finished.scale_before:
                 store.scale(finished.scale_after / finished.scale_before)
         if finished.applied and self._forgets(finished.step):
-            for name in _RESIDUALS & self.stores.keys():
-                self.stores[name].clear()
-        if self._due(finished.step) and self._sinks:
-            self._report(finished)
-        self.begin(finished.step, finished.scale_after)
+            self._clear_residuals()
+
+    def _check_residuals(self, finished: FinishedStep) -> None:
+        """Clear the residuals on all ranks if those of one are damaged: what is wrong would come back with them."""
+        largest = self._largest_residual(finished)
+        if largest is not None and self.policy.damaged(finished.step, largest):
+            self._clear_residuals()
+
+    def _clear_residuals(self) -> None:
+        for name in _RESIDUALS & self.stores.keys():
+            self.stores[name].clear()
+
+    def _largest_residual(self, finished: FinishedStep) -> float | None:
+        """The largest residual norm of all ranks; inf where one is not finite. Collective."""
+        norm = self._residual_norm(finished)
+        return None if self._watch is None or norm is None else self._watch.largest(norm)
 
     def _prune(self) -> None:
         """Drop what other ranks own: the first step has shown it."""
@@ -144,6 +204,19 @@ class Session:
         interval = getattr(getattr(self.config.gradients, "error_feedback", None), "reset_interval", None)
         return interval is not None and step % interval == 0
 
+    def decisions(self) -> dict[str, Any]:
+        """What the next decisions depend on, as JSON has it; equal on all ranks."""
+        return {
+            "policy": self.policy.saved(),
+            "losses": self._watch.losses.saved() if self._watch is not None else None,
+        }
+
+    def load_decisions(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `decisions` gave; call `begin` afterwards."""
+        self.policy.load(saved["policy"])
+        if self._watch is not None:
+            self._watch.losses.load(saved["losses"])
+
     def reset(self) -> None:
         """Forget everything that is kept between steps."""
         for store in self.stores.values():
@@ -152,38 +225,10 @@ class Session:
     def begin(self, step: int, loss_scale: float) -> None:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
-        self.meter.reset(timed=self._due(step + 1))
+        self._plan = self.policy.begin(step)
+        self.meter.reset(timed=self._reporter.due(step + 1))
 
-    def _due(self, step: int) -> bool:
-        return step % self.config.monitor.every == 0
-
-    def _report(self, finished: FinishedStep) -> None:
-        if self._reduction is None:
-            self.meter.bytes_raw = self.meter.bytes_sent
-        found = self._survey(self.meter.sizes())
-        if found is not None:
-            statistics = self._statistics(finished, *found)
-            for sink in self._sinks:
-                sink(statistics)
-
-    def _statistics(self, finished: FinishedStep, rank: int, sizes: Sizes) -> StepStatistics:
-        """The figures of the step, before `finish` has begun the next one. `sizes`: of `rank`."""
-        times, sent = self.meter.milliseconds(), sizes["bytes_sent"]
-        return StepStatistics(
-            step=finished.step,
-            samples=finished.samples,
-            method=self.method,
-            rank=rank,
-            **sizes,
-            ratio=sizes["bytes_uncompressed"] / sent if sent else None,
-            compress_ms=times["compress"],
-            communicate_ms=times["communicate"],
-            decompress_ms=times["decompress"],
-            residual_norm=self._residual_norm(finished.scale_after),
-            cosine=self.meter.cosine,
-        )
-
-    def _residual_norm(self, loss_scale: float) -> float | None:
-        """Of what was left out; a momentum is none of it."""
+    def _residual_norm(self, finished: FinishedStep) -> float | None:
+        """L2 norm of what this rank left out; a momentum is none of it."""
         left = [store for name, store in self.stores.items() if name in _RESIDUALS]
-        return math.sqrt(sum(store.square_norm() for store in left)) / loss_scale if left else None
+        return math.sqrt(sum(store.square_norm() for store in left)) / finished.scale_after if left else None

@@ -1,6 +1,21 @@
 """What a step cost and how good its compression was: measured, named and written here."""
 
+from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
+from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.monitor.meter import KINDS, PHASES, Meter
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
 
-__all__ = ["KINDS", "PHASES", "EventSink", "Meter", "StatisticsWriter", "StepStatistics"]
+__all__ = [
+    "CONFIGURATION",
+    "EVENTS",
+    "KINDS",
+    "PHASES",
+    "Event",
+    "EventLog",
+    "EventSink",
+    "Meter",
+    "StatisticsWriter",
+    "StepStatistics",
+    "peak_memory",
+    "write_configuration",
+]

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
+__all__ = ["EventSink", "StatisticsWriter", "StepStatistics", "finite"]
 
 FILE_NAME = "compression.jsonl"
 EVENT_PREFIX = "Train/Samples/compression_"
-LABELS = frozenset({"step", "samples", "method", "rank"})
+LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_rank"})
 """Fields that measure nothing."""
 
 
@@ -25,6 +25,12 @@ class StepStatistics:
     are in a compiled graph. What DeepSpeed sends is counted as by ring algorithms. `residual_norm`: L2 norm of rank 0's
     residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
     not finite is written as null, which JSON can express.
+
+    `settings`: what was in force, in short form. `step_ms`: since the end of the step before, None for the first of
+    a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks, the latter that
+    of `slowest_rank`. `memory_bytes`: the peak of the process so far, resident on CPU, allocated on GPU. With a
+    guard alone, `grad_norm`: L2 norm of the mean gradient before clipping, and `loss`: mean over ranks of the step
+    before.
     """
 
     step: int
@@ -44,6 +50,15 @@ class StepStatistics:
     decompress_ms: float
     residual_norm: float | None
     cosine: float | None
+    settings: str = ""
+    step_ms: float | None = None
+    busy_ms: float | None = None
+    busy_ms_median: float | None = None
+    busy_ms_max: float | None = None
+    slowest_rank: int | None = None
+    memory_bytes: int | None = None
+    grad_norm: float | None = None
+    loss: float | None = None
 
     @property
     def time_ms(self) -> float:
@@ -72,7 +87,7 @@ class StatisticsWriter:
         return self._path is not None or (self._sink is not None and self._sink.enabled)
 
     def write(self, statistics: StepStatistics) -> None:
-        fields = {name: _finite(value) for name, value in asdict(statistics).items()}
+        fields = {name: finite(value) for name, value in asdict(statistics).items()}
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
@@ -81,7 +96,7 @@ class StatisticsWriter:
             self._sink.write_events(_events({**fields, "time_ms": statistics.time_ms}))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,5 +1,20 @@
-"""Decisions between steps: what is in force now. The same on every rank, because it depends on the step alone."""
+"""Decisions between steps: what is in force now. The same on every rank, because all decide from the same figures."""
 
-from deepspeed_compress.policy.warmup import DenseWarmUp
+from deepspeed_compress.policy.guard import Guard, GuardState, Orders
+from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.observation import Observation
+from deepspeed_compress.policy.policy import Duties, Plan, Policy
+from deepspeed_compress.policy.schedule import Scheduled, timeline
 
-__all__ = ["DenseWarmUp"]
+__all__ = [
+    "Duties",
+    "Guard",
+    "GuardState",
+    "Observation",
+    "Orders",
+    "Plan",
+    "Policy",
+    "Scheduled",
+    "ladder",
+    "timeline",
+]

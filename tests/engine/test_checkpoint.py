@@ -134,7 +134,7 @@ def of_another_version(directory: Path) -> None:
 
 
 def foreign(directory: Path) -> None:
-    json_of(directory, 1).write_text('{"version": 1, "made_by": "another program"}')
+    json_of(directory, 1).write_text('{"version": 2, "made_by": "another program"}')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Settings of gradients that stand in for the chosen ones for a while: keys that differ, merged into the others."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, get_args
+
+from pydantic import TypeAdapter
+
+from deepspeed_compress.config.places import GradientsConfig
+
+__all__ = ["brief", "merged", "patch_places", "patched"]
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(GradientsConfig)
+_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        method: frozenset(model.model_fields)
+        for model in get_args(get_args(GradientsConfig)[0])
+        for method in get_args(model.model_fields["method"].annotation)
+    }
+)
+"""Keys of every method."""
+_SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
+"""Keys that stay when the method changes, where the new one has them."""
+_SHOWN = ("bits", "levels", "density", "rank")
+
+
+def patched(gradients: Any, patch: Mapping[str, Any]) -> Any:
+    """`gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
+    return _ADAPTER.validate_python(merged(gradients, patch)) if patch else gradients
+
+
+def merged(gradients: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, as it would be written, and not validated."""
+    written = {"method": gradients.method, **gradients.model_dump(mode="json", exclude_unset=True)}
+    method = patch.get("method", gradients.method)
+    if method != gradients.method:
+        known = _FIELDS.get(method, _SHARED) if isinstance(method, str) else _SHARED
+        written = {key: value for key, value in written.items() if key in _SHARED & known}
+    return {**written, **patch}
+
+
+def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """Every patch in `section`, with its place."""
+    schedule = section.schedule
+    for index, stage in enumerate((schedule.ramp.stages or ()) if schedule.ramp else ()):
+        yield ("schedule", "ramp", "stages", index), stage
+    for index, phase in enumerate(schedule.phases):
+        yield ("schedule", "phases", index, "gradients"), phase.gradients
+
+
+def brief(gradients: Any) -> str:
+    """A method and what it depends on most: "topk density=0.01 values=blockwise bits=4"."""
+    parts = [f"{key}={getattr(gradients, key):.3g}" for key in _SHOWN if hasattr(gradients, key)]
+    values = getattr(gradients, "values", None)
+    return " ".join([gradients.method, *parts, *([f"values={brief(values)}"] if values is not None else [])])

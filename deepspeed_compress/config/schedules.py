@@ -1,0 +1,103 @@
+"""Whether a schedule can be followed: its patches, its ramp, and where its phases end."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, CompressConfig, Schedule
+from deepspeed_compress.config.patches import patch_places, patched
+from deepspeed_compress.config.problems import Path, Problem, listed, pointer, show
+
+__all__ = ["OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_length", "phase_ends", "total_steps"]
+
+OWN_MOMENTUM = frozenset({"dgc", "demo"})
+"""Methods that give gradients a momentum before they are sent."""
+THIRDS = (0.2, 0.8, 1.0)
+"""Where three phases end that do not say it."""
+_FIXED = ("error_feedback", "hierarchy", "memory")
+"""What is made once for a whole run."""
+
+
+def phase_ends(schedule: Schedule) -> tuple[float | None, ...]:
+    """The fraction of training at which each phase ends; None where it is not known."""
+    ends = [phase.until for phase in schedule.phases]
+    if len(ends) == len(THIRDS) and not any(ends):
+        return THIRDS
+    return tuple(ends[:-1]) + ((1.0 if ends[-1] is None else ends[-1],) if ends else ())
+
+
+def total_steps(ds_config: Mapping[str, Any], schedule: Schedule) -> int | None:
+    """Optimizer steps of the whole training, from the section or the learning-rate schedule; None if not known."""
+    if schedule.total_steps is not None:
+        return schedule.total_steps
+    scheduler = ds_config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    found = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    return int(found) if isinstance(found, int | float) and found >= 1 else None
+
+
+def find_unscheduled(section: CompressConfig) -> Iterator[Problem]:
+    """What in the schedule of `section` cannot be done."""
+    yield from _ramp_of_nothing(section)
+    yield from _phases_in_disorder(section)
+    for path, patch in patch_places(section):
+        yield from _made_once(section, path, patch)
+        if section.gradients.method == "none" != patch.get("method", "none"):
+            what = f'{show(patch)} begins to compress, and gradients.method "none" leaves reduction to DeepSpeed'
+            write = 'the method in gradients, and {"method": "none"} where it is not wanted'
+            yield _problem(path, f"{what} (allowed: a method in gradients)", write)
+
+
+def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+    """Phases are fractions of a training whose length must be known; "auto" is filled in before training."""
+    scheduler = ds_config.get("scheduler")
+    auto = "auto" in scheduler.get("params", {}).values() if isinstance(scheduler, Mapping) else False
+    if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
+        what = "null, and /scheduler/params/total_num_steps is not there, so no one knows when a phase ends"
+        yield _problem(
+            ("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N'
+        )
+
+
+def _problem(path: Path, what: str, write: str) -> Problem:
+    return Problem(pointer((SECTION, *path)), what, write)
+
+
+def _ramp_of_nothing(section: CompressConfig) -> Iterator[Problem]:
+    ramp, gradients = section.schedule.ramp, section.gradients
+    if ramp is None or ramp.stages is not None:
+        return
+    if not hasattr(gradients, "density"):
+        what = f'method "{gradients.method}" has no density that could fall (allowed: "stages", or a sparse method)'
+        yield _problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
+    elif ramp.start <= gradients.density:
+        what = f"{ramp.start} is not above gradients.density {gradients.density} (allowed: above it, up to 1)"
+        yield _problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
+
+
+def _phases_in_disorder(section: CompressConfig) -> Iterator[Problem]:
+    ends, before = phase_ends(section.schedule), 0.0
+    for index, end in enumerate(ends):
+        at = ("schedule", "phases", index, "until")
+        if end is None:
+            yield _problem(at, "the key is missing (allowed: a fraction of training up to 1)", '"until": 0.5')
+        elif end <= before:
+            what = f"{end} is not after the phase before, which ends at {before} (allowed: rising fractions)"
+            yield _problem(at, what, "the phases in their order")
+        before = end or before
+    if ends and ends[-1] is not None and ends[-1] < 1:
+        what = f"{ends[-1]} leaves the rest of training without a phase (allowed: 1.0 for the last)"
+        yield _problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
+
+
+def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in _FIXED:
+        if key in patch:
+            what = f"{show(patch[key])} cannot change in mid-run, because memories and groups are made once"
+            yield _problem((*path, key), f"{what} (allowed: keys other than {listed(_FIXED)})", "it in gradients")
+    method = patched(section.gradients, {k: v for k, v in patch.items() if k not in _FIXED}).method
+    if "none" != method != section.gradients.method and {method, section.gradients.method} & OWN_MOMENTUM:
+        what = (
+            f'"{method}" cannot follow "{section.gradients.method}": {listed(sorted(OWN_MOMENTUM))} keep a momentum '
+            'where others keep a residual (allowed: the same method, or "none")'
+        )
+        yield _problem((*path, "method"), what, f'"{section.gradients.method}"')

@@ -1,0 +1,170 @@
+"""The norm of the mean gradient, heard where DeepSpeed computes it before it steps, so that a step can be left out.
+
+DeepSpeed itself leaves out a step whose norm is not finite. So a step that the policy does not want gets the norm
+infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. An optimizer of torch alone
+has no such check; its `step` is exchanged.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups
+
+from deepspeed_compress.engine.limits import engine_kind
+from deepspeed_compress.engine.seams import Seam
+
+__all__ = ["SEAMS", "Norms"]
+
+SEAMS = (
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups", ("args", "kwargs")),
+    Seam("deepspeed.runtime.utils:combine_grad_norm_groups", ("norm_groups", "norm_type")),
+    Seam("deepspeed.runtime.engine:clip_grad_norm_", ("parameters", "max_norm", "norm_type", "mpu")),
+)
+
+Judge = Callable[[Any], bool]
+"""From a norm with loss scale (a number, or a tensor of one element) to whether the step is to be left out."""
+
+
+class Norms:
+    """`newest`: L2 norm of the mean gradient of the last step, without loss scale; inf where it is not finite, None
+    where DeepSpeed does not compute it. `skips` says of such a norm whether the step is to be left out."""
+
+    def __init__(self, engine: Any, skips: Callable[[float], bool]) -> None:
+        self.newest: float | None = None
+        self._engine = engine
+        self._skips = skips
+        self._watch = _WATCHES[_kind(engine)]
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Around one optimizer step."""
+        self.newest = None
+        with self._watch(self._engine, self._judge):
+            yield
+        if self.newest is None:
+            known = getattr(self._engine.optimizer, "_global_grad_norm", None)
+            self.newest = None if known is None else _true(known, 1.0)
+
+    def _judge(self, norm: Any) -> bool:
+        self.newest = _true(norm, float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0))
+        return self._skips(self.newest)
+
+
+def _true(norm: Any, scale: float) -> float:
+    """DeepSpeed writes -1 for what is not finite."""
+    value = float(norm)
+    return value / scale if math.isfinite(value) and value >= 0 else math.inf
+
+
+def _kind(engine: Any) -> str:
+    if engine_kind(engine) != "zero_0":
+        return engine_kind(engine)
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return "bf16"
+    return "scaled" if hasattr(engine.optimizer, "overflow") else "plain"
+
+
+@contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`value` as an attribute of `owner` for a while."""
+    missing = object()
+    own = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+@contextmanager
+def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
+    optimizer = engine.optimizer
+    original, checks = optimizer.scaled_global_norm, optimizer.check_grad_overflow
+
+    def scaled_global_norm(*args: Any, **options: Any) -> Any:
+        norm = original(*args, **options)
+        if not judge(norm):
+            return norm
+        # In bf16 DeepSpeed looks at the norm only where it was asked to; its own pass over the gradients is over now.
+        optimizer.check_grad_overflow = True
+        return math.inf
+
+    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm):
+        yield
+    optimizer.check_grad_overflow = checks
+
+
+def _zero_3(engine: Any, judge: Judge) -> AbstractContextManager[None]:
+    original = engine.optimizer._get_norm_groups
+
+    def _get_norm_groups(*args: Any, **options: Any) -> Any:
+        groups = original(*args, **options)
+        return [math.inf] if judge(combine_grad_norm_groups(groups)) else groups
+
+    return _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups)
+
+
+def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:
+    original = bf16_optimizer.get_global_norm_of_tensors
+
+    def get_global_norm_of_tensors(*args: Any, **options: Any) -> Any:
+        norm = original(*args, **options)
+        return math.inf if judge(norm) else norm
+
+    return _exchanged(bf16_optimizer, "get_global_norm_of_tensors", get_global_norm_of_tensors)
+
+
+@contextmanager
+def _plain(engine: Any, judge: Judge) -> Iterator[None]:
+    """An optimizer of torch: the norm is what clipping returns, else computed here."""
+    optimizer, step, clip = engine.optimizer, engine.optimizer.step, deepspeed_engine.clip_grad_norm_
+    norms: list[Any] = []
+
+    def clip_grad_norm_(*args: Any, **options: Any) -> Any:
+        norms.append(clip(*args, **options))
+        return norms[-1]
+
+    def step_if_wanted(*args: Any, **options: Any) -> Any:
+        # The engine reads `overflow` after the step, and counts what was skipped.
+        optimizer.overflow = judge(_everywhere(norms[-1] if norms else _norm(engine), engine.device))
+        return None if optimizer.overflow else step(*args, **options)
+
+    with ExitStack() as stack:
+        stack.enter_context(_exchanged(deepspeed_engine, "clip_grad_norm_", clip_grad_norm_))
+        stack.enter_context(_exchanged(optimizer, "step", step_if_wanted))
+        yield
+
+
+def _norm(engine: Any) -> torch.Tensor:
+    grads = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(grads)
+
+
+def _everywhere(norm: Any, device: Any) -> float:
+    """The largest of all ranks', so that stages of a pipeline, which have other parameters, decide alike."""
+    value = torch.as_tensor(norm, dtype=torch.float32, device=device).nan_to_num(math.inf, math.inf).reshape(1)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+@contextmanager
+def _scaled(engine: Any, judge: Judge) -> Iterator[None]:
+    """Optimizers that scale the loss check by themselves, and hide the norm until the step is over."""
+    yield
+
+
+_WATCHES: Mapping[str, Callable[[Any, Judge], AbstractContextManager[None]]] = MappingProxyType(
+    {"zero_12": _zero_12, "zero_3": _zero_3, "bf16": _bf16, "plain": _plain, "scaled": _scaled}
+)

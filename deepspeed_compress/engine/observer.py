@@ -1,0 +1,99 @@
+"""What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_compress.engine.seams import Seam
+
+__all__ = ["SEAMS", "Losses", "busy_of_all", "largest_of_all"]
+
+SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
+
+
+@dataclass
+class _UnderWay:
+    """A sum of (losses, their number, metrics, their number) over the ranks, which nobody waits for yet."""
+
+    sums: torch.Tensor
+    handle: Any = None
+
+    def figures(self) -> list[float]:
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        return list(self.sums.tolist())
+
+    def mean(self) -> float | None:
+        """Of the metric, where there is one, else of the loss."""
+        loss, losses, metric, metrics = self.figures()
+        return metric / metrics if metrics else loss / losses if losses else None
+
+
+class Losses:
+    """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
+
+    def __init__(self, engine: Any) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=engine.device)
+        self._under_way: _UnderWay | None = None
+        if isinstance(engine, PipelineEngine):
+            _follow(engine, "train_batch", lambda given, result: self._add(result))
+        else:
+            _follow(engine, "backward", lambda given, result: self._add(given))
+
+    def _add(self, loss: Any) -> None:
+        self._sums[0] += torch.as_tensor(loss).detach().mean().to(self._sums)
+        self._sums[1] += 1
+
+    def report(self, metric: float) -> None:
+        """Judge training by `metric` (less is better) instead of the loss of this step."""
+        self._sums[2] += metric
+        self._sums[3] += 1
+
+    def next(self) -> float | None:
+        """The mean of the step before the one that has just ended, which is summed from now on. Collective."""
+        former, sums = self._under_way, self._sums
+        self._sums = torch.zeros_like(sums)
+        self._under_way = _UnderWay(sums, dist.all_reduce(sums, async_op=True))
+        return None if former is None else former.mean()
+
+    def saved(self) -> list[float] | None:
+        """What a resumed run must know of the last step."""
+        return None if self._under_way is None else self._under_way.figures()
+
+    def load(self, saved: list[float] | None) -> None:
+        """Go on from what `saved` gave."""
+        self._under_way = None if saved is None else _UnderWay(self._sums.new_tensor(saved))
+
+
+def _follow(engine: Any, name: str, hear: Callable[[Any, Any], None]) -> None:
+    """Tell `hear` the first argument and the result of every call of the method `name` of this engine."""
+    method = getattr(engine, name)
+
+    @functools.wraps(method)
+    def followed(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        hear(args[0] if args else next(iter(options.values()), None), result)
+        return result
+
+    setattr(engine, name, followed)
+
+
+def largest_of_all(value: float, device: Any) -> float:
+    """The largest `value` of all ranks, inf where one is not finite. Collective."""
+    found = torch.tensor([value], dtype=torch.float64, device=device).nan_to_num(float("inf"))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def busy_of_all(milliseconds: float, device: Any) -> list[float]:
+    """The figure of every rank. Collective."""
+    mine = torch.tensor([milliseconds], dtype=torch.float32, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [float(one) for one in every]

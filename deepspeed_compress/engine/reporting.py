@@ -1,0 +1,84 @@
+"""The figures of measured steps: gathered from what counts and watches, and handed to whoever asked for them."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from deepspeed_compress.config import Monitor
+from deepspeed_compress.engine.observer import busy_of_all
+from deepspeed_compress.engine.parallel import Sizes, Survey
+from deepspeed_compress.monitor import Meter, StepStatistics, peak_memory
+from deepspeed_compress.policy import Observation, Plan
+
+__all__ = ["Reporter"]
+
+Sink = Callable[[StepStatistics], None]
+
+
+class Reporter:
+    """Reports every `monitor.every`-th step to its sinks.
+
+    `survey` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks that do
+    not report. Every rank must have the same number of sinks, because some figures are of all ranks.
+    """
+
+    def __init__(self, monitor: Monitor, meter: Meter, survey: Survey, device: torch.device) -> None:
+        self.sinks: list[Sink] = []
+        self._every = monitor.every
+        self._meter = meter
+        self._survey = survey
+        self._device = device
+        self._ended: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the finished `step`, from 1, is measured."""
+        return step % self._every == 0
+
+    def step_ended(self) -> float | None:
+        """Milliseconds since the end of the step before; None for the first."""
+        now, before = time.perf_counter(), self._ended
+        self._ended = now
+        return None if before is None else 1e3 * (now - before)
+
+    def report(self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: float | None) -> None:
+        """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
+        if not self.sinks:
+            return
+        times, memory = self._meter.milliseconds(), peak_memory(self._device)
+        busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
+        everyone = busy_of_all(-1.0 if busy is None else busy, self._device)
+        found = self._survey(self._meter.sizes())
+        if found is None:
+            return
+        rank, sizes = found
+        known = busy is not None
+        figures = StepStatistics(
+            step=seen.step,
+            samples=samples,
+            method="none" if plan.dense else plan.settings.method,
+            rank=rank,
+            **sizes,
+            ratio=_ratio(sizes),
+            compress_ms=times["compress"],
+            communicate_ms=times["communicate"],
+            decompress_ms=times["decompress"],
+            residual_norm=norm,
+            cosine=self._meter.cosine,
+            settings=plan.text,
+            step_ms=step_ms,
+            busy_ms=busy,
+            busy_ms_median=statistics.median(everyone) if known else None,
+            busy_ms_max=max(everyone) if known else None,
+            slowest_rank=everyone.index(max(everyone)) if known else None,
+            memory_bytes=memory,
+            grad_norm=seen.grad_norm,
+            loss=seen.loss,
+        )
+        for sink in self.sinks:
+            sink(figures)
+
+
+def _ratio(sizes: Sizes) -> float | None:
+    return sizes["bytes_uncompressed"] / sizes["bytes_sent"] if sizes["bytes_sent"] else None

@@ -1,0 +1,197 @@
+"""What is in force in the next step: the schedule, softened by the guard, and every decision told as an event."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed_compress.config import CompressConfig, brief, patched
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.policy.guard import Anomaly, Guard, GuardState
+from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.observation import Observation
+from deepspeed_compress.policy.schedule import Scheduled
+
+__all__ = ["Duties", "Plan", "Policy"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One optimizer step: settings of `gradients` (method "none" sends them uncompressed). `drain`: everything goes
+    uncompressed, and what memories hold goes with it. `sync`: this is a full synchronisation, weights included."""
+
+    settings: Any
+    drain: bool = False
+    sync: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is compressed."""
+        return self.drain or self.settings.method == "none"
+
+    @property
+    def text(self) -> str:
+        """What is in force, in short form."""
+        return "none" if self.dense else brief(self.settings)
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What is to be done after a step: look whether residuals are damaged; go back to the last checkpoint."""
+
+    check_residuals: bool = False
+    load_checkpoint: bool = False
+
+
+class Policy:
+    """Decides between steps; every rank has one, and gives it the same observations.
+
+    `total`: optimizer steps of training, where the schedule has phases. `tell` gets the events.
+    """
+
+    def __init__(self, config: CompressConfig, total: int | None, tell: Callable[[Event], None]) -> None:
+        self._config = config
+        self._guard = None if config.guard is None else Guard(config.guard)
+        self._scheduled = Scheduled(config, total)
+        self._tell = tell
+        self._state = GuardState()
+        self._pinned: Any = None
+        """Settings that hold in place of the schedule, after it led to worse."""
+        self._good: Any = None
+        """Settings in force when the smoothed loss was best."""
+        self._plan = Plan(self._chosen(0))
+        self._step = 0
+        """Of the plan."""
+        self._was_dense = self._plan.dense
+        """Whether nothing was compressed in the step before that of the plan."""
+
+    @property
+    def guards(self) -> bool:
+        """Whether observations change anything."""
+        return self._guard is not None
+
+    def begin(self, step: int) -> Plan:
+        """The plan of optimizer step `step` (0-based), which begins."""
+        chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
+        if chosen != before:
+            self._event(step, "schedule", "another part of the schedule begins", {}, before, chosen)
+        if step != self._step:
+            self._step, self._was_dense = step, self._plan.dense
+        settings = _rung(chosen, self._state.level if self._acts else 0)
+        if settings != self._plan.settings:
+            # Other settings leave other residuals.
+            self._state = replace(self._state, residuals=())
+        # What waits in memories would grow old while nothing is compressed.
+        stops = settings.method == "none" and not self._was_dense
+        sync = settings.method != "none" and self._is_sync(step)
+        self._plan = Plan(settings, drain=stops or sync, sync=sync)
+        return self._plan
+
+    def skips(self, norm: float) -> bool:
+        """Whether a step must not be applied, by the norm of its gradients (see `Observation`)."""
+        return self._guard is not None and self._acts and self._guard.skips(self._state, norm)
+
+    def wants_residuals(self, step: int) -> bool:
+        """Whether the observation of the finished `step` (from 1) is to have the residual norm."""
+        looks = self._guard is not None and step % self._guard.config.residual_every == 0
+        return looks and not self._plan.dense
+
+    def observe(self, seen: Observation) -> Duties:
+        """Learn from a finished step."""
+        if self._plan.sync:
+            self._event(seen.step, "full_sync", "residuals and exact weights were sent", {})
+        if self._guard is None:
+            return Duties()
+        chosen, before = self._chosen(seen.step), self._state
+        self._state, orders = self._guard.observe(before, seen, len(ladder(chosen)) - 1)
+        former, latter = (_rung(chosen, state.level) for state in (before, self._state))
+        for anomaly in orders.anomalies:
+            self._event(seen.step, "anomaly", anomaly.reason, anomaly.evidence, former, latter)
+        if orders.returned:
+            reason = f"{self._guard.config.cooldown_steps} steps without anomaly"
+            self._event(seen.step, "return", reason, {}, former, latter)
+        if self._state.smoothed is not None and self._state.smoothed == self._state.best and orders.behind is None:
+            self._good = self._plan.settings
+        load = orders.behind is not None and self._roll_back(seen.step, orders.behind, chosen)
+        return Duties(check_residuals=bool(orders.anomalies), load_checkpoint=load)
+
+    def _roll_back(self, step: int, why: Anomaly, chosen: Any) -> bool:
+        """To the settings of the best loss, else to softer ones; when nothing is compressed, to a checkpoint."""
+        now, level = self._plan.settings, self._state.level + 1
+        if now.method == "none":
+            return self._load(step, why)
+        pins = self._good is not None and self._good != now
+        after = self._good if pins else _rung(chosen, level)
+        self._event(step, "rollback", why.reason, why.evidence, now, after)
+        if self._acts and pins:
+            self._pinned = self._good
+        elif self._acts:
+            self._state = replace(self._state, level=level, floor=level)
+        return False
+
+    def _load(self, step: int, why: Anomaly) -> bool:
+        rollback = self._config.guard.rollback if self._config.guard is not None else None
+        if rollback is None or not rollback.checkpoint:
+            return False
+        self._event(step, "checkpoint_rollback", why.reason, why.evidence)
+        return self._acts
+
+    def damaged(self, step: int, residual_norm: float) -> bool:
+        """Whether residuals of `residual_norm`, after an anomaly in optimizer step `step`, are to be cleared."""
+        if self._guard is None or not self._guard.damaged(self._state, residual_norm):
+            return False
+        evidence = {"residual_norm": residual_norm, "largest": max(self._state.residuals, default=0.0)}
+        self._event(step, "residuals_cleared", "what was kept from former steps is damaged", evidence)
+        return self._acts
+
+    def saved(self) -> dict[str, Any]:
+        """All that the decisions of later steps depend on, as JSON has it."""
+        kept = {"pinned": self._pinned, "good": self._good, "settings": self._plan.settings}
+        settings = {name: _written(value) for name, value in kept.items()}
+        return {"guard": self._state.saved(), "step": self._step, "was_dense": self._was_dense, **settings}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave; call `begin` afterwards."""
+        self._state = GuardState.loaded(saved["guard"])
+        self._pinned, self._good, settings = (self._read(saved[name]) for name in ("pinned", "good", "settings"))
+        self._plan, self._step, self._was_dense = Plan(settings), saved["step"], saved["was_dense"]
+
+    def _read(self, written: Mapping[str, Any] | None) -> Any:
+        return None if written is None else patched(self._config.gradients, written)
+
+    @property
+    def _acts(self) -> bool:
+        """Whether decisions are carried out."""
+        return self._guard is not None and not self._guard.config.dry_run
+
+    def _chosen(self, step: int) -> Any:
+        return self._scheduled.at(step) if self._pinned is None else self._pinned
+
+    def _is_sync(self, step: int) -> bool:
+        every = self._guard.config.full_sync_every if self._guard is not None and self._acts else 0
+        return every > 0 and (step + 1) % every == 0
+
+    def _event(
+        self,
+        step: int,
+        kind: str,
+        reason: str,
+        evidence: Mapping[str, float],
+        before: Any = None,
+        after: Any = None,
+    ) -> None:
+        former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
+        dry = self._guard is not None and not self._acts and kind != "schedule"
+        self._tell(Event(step, kind, reason, dict(evidence), former, latter, dry))
+
+
+def _rung(chosen: Any, level: int) -> Any:
+    if not level:
+        return chosen
+    rungs = ladder(chosen)
+    return rungs[min(level, len(rungs) - 1)]
+
+
+def _written(settings: Any) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    return {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}
