@@ -41,6 +41,7 @@ __all__ = [
     "build_reduction",
     "build_weight_gather",
     "build_weight_reducer",
+    "message_compressor",
 ]
 
 WEIGHTS_LEVEL = 3
@@ -133,6 +134,11 @@ def _left(parameters: Parameters, codec_of: Callable[[str], int], settings: Any)
     if settings.method != "powersgd":
         return chosen
     return [name for name in chosen if codec_of(name) != 1 or saves(parameters.shapes[name], settings.rank)]
+
+
+def message_compressor(gradients: Any) -> Compressor:
+    """What a message under settings of `gradients` is made with, without memory and change of basis."""
+    return compressor_from(gradients)
 
 
 def build_weight_gather(

@@ -22,6 +22,8 @@ class Command:
     examples: tuple[str, ...]
     arguments: Callable[[argparse.ArgumentParser], object]
     run: Callable[[argparse.Namespace], int]
+    own: Callable[[], Mapping[str, int]] | None = None
+    """Of a command that passes on what follows its own options: these, and how many values each takes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _separated(arguments: Sequence[str]) -> list[str]:
-    """With "--" before what `run` passes on, so that argparse leaves these options alone."""
+    """With "--" before what a command passes on, so that argparse leaves these options alone."""
     given = list(arguments)
-    own = 2 if given[1:2] == ["--launcher"] else 1 if given[1:2] and given[1].startswith("--launcher=") else 0
-    asks = bool({"-h", "--help"} & set(given[1 + own : 2 + own]))
-    return given if given[:1] != ["run"] or asks else [*given[: 1 + own], "--", *given[1 + own :]]
+    own = next((command.own for command in COMMANDS if [command.name] == given[:1]), None)
+    if own is None:
+        return given
+    widths, place = {"-h": 0, "--help": 0, **own()}, 1
+    while place < len(given) and (width := widths.get(given[place].partition("=")[0])) is not None:
+        place += 1 if "=" in given[place] else 1 + width
+    return [*given[:place], "--", *given[place:]]
 
 
 def _parser() -> argparse.ArgumentParser:
     examples = [example for command in COMMANDS for example in command.examples]
     parser = argparse.ArgumentParser(
         prog="ds-compress",
-        description="Compressed gradients for DeepSpeed: lint and check configurations, report on a run, start one.",
+        description="Compressed gradients for DeepSpeed: lint, check and tune configurations, start runs, report.",
         **_epilog(examples),
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -134,20 +140,47 @@ def _leaves(value: object, key: str = "") -> list[tuple[str, object]]:
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="directory with metrics.jsonl and compression.jsonl"
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="output directory of launch/train_gpt.py or Trainer, finished or not, or the monitor.path of a program",
     )
-    parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="RUN_DIR", help="the run to compare with, such as an uncompressed one"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write report.html and .png (default: RUN_DIR)"
     )
 
 
 def _report(options: argparse.Namespace) -> int:
-    from deepspeed_compress.report import write_report
+    from deepspeed_compress.report import load_runs, print_table, write_report
 
-    for path in write_report(options.run_dir, options.baseline, options.output or options.run_dir):
-        print(path)
+    runs = load_runs(options.run_dir, options.baseline)
+    written = write_report(runs, options.output or options.run_dir)
+    print_table(runs)
+    print(*written, sep="\n")
     return 0
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("schedule",), help="schedule: what is in force in which step")
+    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps of the whole training")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps (allowed: from 1)")
+    return value
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from deepspeed_compress.plan import run
+
+    return run(options)
 
 
 def _lint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +230,25 @@ def _run(options: argparse.Namespace) -> int:
     os.execv(command[0], command)
 
 
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_compress.tune.options import add_tune_arguments
+
+    add_tune_arguments(parser)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from deepspeed_compress.tune.command import run
+
+    options.arguments = options.arguments[1:]
+    return run(options)
+
+
+def _tune_options() -> Mapping[str, int]:
+    from deepspeed_compress.tune.options import own_options
+
+    return own_options()
+
+
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     from deepspeed_compress.bench.options import add_bench_arguments
 
@@ -205,6 +257,18 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     from deepspeed_compress.bench.command import run
+
+    return run(options)
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_compress.doctor.options import add_doctor_arguments
+
+    add_doctor_arguments(parser)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from deepspeed_compress.doctor.command import run
 
     return run(options)
 
@@ -229,6 +293,17 @@ COMMANDS = (
         _check,
     ),
     Command(
+        "doctor",
+        "Find what holds a run back, from its statistics, and what to change.",
+        (
+            "doctor runs/int4",
+            "doctor runs/int4 --baseline runs/dense --json",
+            "doctor runs/int4 --apply ds_config_better.json",
+        ),
+        _doctor_arguments,
+        _doctor,
+    ),
+    Command(
         "lint",
         "Find what is wrong with DeepSpeed configurations, with or without compression.",
         ("lint ds_config.json", "lint configs --framework hf --world-size 8", "lint --fix --diff ds_config.json"),
@@ -236,8 +311,15 @@ COMMANDS = (
         _lint,
     ),
     Command(
+        "plan",
+        "Show what a schedule does in which step, as a table and a picture.",
+        ("plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"),
+        _plan_arguments,
+        _plan,
+    ),
+    Command(
         "report",
-        "Make a page and a picture of a run: loss, time, bytes sent.",
+        "Make a page and a picture of a run: loss, time, bytes sent, settings, events.",
         ("report runs/int4", "report runs/int4 --baseline runs/dense --output reports"),
         _report_arguments,
         _report,
@@ -258,6 +340,7 @@ COMMANDS = (
         ),
         _run_arguments,
         _run,
+        lambda: {"--launcher": 1},
     ),
     Command(
         "schema",
@@ -265,6 +348,20 @@ COMMANDS = (
         ("schema", "schema --output deepspeed_compress.schema.json"),
         _schema_arguments,
         _schema,
+    ),
+    Command(
+        "tune",
+        "Find the fastest settings that keep the loss, by short real trials of your own script.",
+        (
+            "tune --config ds_config.json --num_gpus 2 train.py --deepspeed ds_config.json",
+            "tune --config ds_config.json --target-loss-gap 0.5% --time-budget 2h --num_gpus 8 train.py "
+            "--deepspeed ds_config.json --output_dir runs/x",
+            "tune --config ds_config.json --metric bytes --space mine.json --launcher torchrun --nproc_per_node 2 "
+            "train.py --deepspeed ds_config.json",
+        ),
+        _tune_arguments,
+        _tune,
+        _tune_options,
     ),
 )
 

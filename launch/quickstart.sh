@@ -125,5 +125,5 @@ train dense configs/quickstart_dense.json
 train int4 configs/quickstart_int4.json
 
 say "result"
-python -m deepspeed_compress.report "$runs/int4" --baseline "$runs/dense" --output "$runs"
+ds-compress report "$runs/int4" --baseline "$runs/dense" --output "$runs"
 echo "(Processes of one machine do not wait for a network: look at the bytes, not at the step time.)"

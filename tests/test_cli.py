@@ -83,14 +83,17 @@ def test_report_calls_the_writer(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls: list[tuple[Path, Path | None, Path]] = []
+    calls: list[tuple[object, ...]] = []
 
-    def write_report(run_dir: Path, baseline: Path | None, output: Path) -> tuple[Path, Path]:
-        calls.append((run_dir, baseline, output))
+    def write_report(runs: object, output: Path) -> tuple[Path, Path]:
+        calls.append((runs, output))
         return output / "report.html", output / "report.png"
 
-    module = types.SimpleNamespace(write_report=write_report)
+    module = types.SimpleNamespace(
+        load_runs=lambda run_dir, baseline: [baseline, run_dir], write_report=write_report, print_table=calls.append
+    )
     monkeypatch.setitem(sys.modules, "deepspeed_compress.report", module)
     assert main(["report", "run", *options]) == 0
-    assert calls == [(Path("run"), baseline and Path(baseline), Path(output))]
+    runs = [baseline and Path(baseline), Path("run")]
+    assert calls == [(runs, Path(output)), runs]
     assert capsys.readouterr().out.splitlines() == [f"{output}/report.html", f"{output}/report.png"]

@@ -66,7 +66,7 @@ def default_of(name: str, node: dict[str, Any], variants: dict[str | None, dict[
     default = node["properties"][name].get("default")
     if name in node.get("required", ()):
         return "required"
-    if isinstance(default, dict):
+    if isinstance(default, dict) and variants:
         variant = variants[default["method"] if None not in variants else None]
         own = {key: child.get("default") for key, child in variant["properties"].items()}
         needed = variant.get("required", ())

@@ -49,7 +49,7 @@ TABLE = {
     "reducers": allow("compressors.base compressors.cast buckets codec kernels", "torch"),
     "state": allow("errors residuals", "torch safetensors"),
     "monitor": allow("", "torch"),
-    "policy": allow("config monitor"),
+    "policy": allow("config monitor", "numpy"),
     "plan": allow("config errors methods policy", lazily="matplotlib rich"),
     "idle": allow("errors"),
     "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),
@@ -64,11 +64,10 @@ TABLE = {
         "config data errors models", "torch deepspeed numpy rich tokenizers transformers", lazily="__init__"
     ),
     "bench": allow(
-        "__init__ config errors kernels models monitor reducers train version",
+        "__init__ config errors kernels models monitor policy reducers train version",
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
-    "bench.alpha_beta": allow("", "numpy"),
     "bench.options": allow("bench.links"),
     "integrations": allow("config engine errors monitor", "accelerate deepspeed transformers", lazily="torch"),
     "doctor": allow("config errors train.records", "pydantic rich"),
@@ -76,7 +75,7 @@ TABLE = {
     "tune": allow("config errors train.records", "rich", lazily="integrations matplotlib"),
     "tune.options": allow(),
     "tune.rank": allow("config errors integrations monitor tune.files", "torch deepspeed"),
-    "cli": allow("errors", lazily="config integrations report lint rich bench tune doctor"),
+    "cli": allow("errors", lazily="config integrations report lint plan rich bench tune doctor"),
 }
 """Parts that a later version adds have their row already."""
 

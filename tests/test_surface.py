@@ -30,6 +30,10 @@ LIGHT = [
     "deepspeed_compress.cli",
     "deepspeed_compress.lint",
     "deepspeed_compress.bench.options",
+    "deepspeed_compress.report",
+    "deepspeed_compress.doctor",
+    "deepspeed_compress.doctor.command",
+    "deepspeed_compress.tune.options",
 ]
 HEAVY = {"torch", "deepspeed", "transformers"}
 ROOT = Path(deepspeed_compress.__file__).parent

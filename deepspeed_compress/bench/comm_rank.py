@@ -10,11 +10,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_compress.bench import gauges
-from deepspeed_compress.bench.alpha_beta import fit
 from deepspeed_compress.bench.collectives import COLLECTIVES, Collective
 from deepspeed_compress.bench.document import Row
 from deepspeed_compress.bench.launch import Emit, Say, rank_main
 from deepspeed_compress.bench.links import set_own_rate
+from deepspeed_compress.policy.alpha_beta import fit
 
 __all__ = ["measure", "measure_messages"]
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.bench.alpha_beta import AlphaBeta
 from deepspeed_compress.bench.document import Row
 from deepspeed_compress.bench.step_table import same_work, title
 from deepspeed_compress.bench.workload import stage_of
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.policy.alpha_beta import AlphaBeta
 
 __all__ = ["check_plotting", "plot_comm", "plot_kernels", "plot_steps"]
 

@@ -7,6 +7,7 @@ from deepspeed_compress.config.expand import check_world, expand, tensor_size
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.models import (
     SECTION,
+    Adaptive,
     CompressConfig,
     Guard,
     Lint,
@@ -28,6 +29,7 @@ from deepspeed_compress.config.section import find_problems, parse_section
 
 __all__ = [
     "SECTION",
+    "Adaptive",
     "CompressConfig",
     "ErrorFeedback",
     "GradientsConfig",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deepspeed_compress.config.methods import Density, Model, NoCompression
+from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
 
 SECTION = "deepspeed_compress"
@@ -53,7 +54,7 @@ class Phase(Model):
 
     until: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of `total_steps` at which the phase ends. Three phases may leave it out: 0.2, 0.8 and 1.0."""
-    gradients: Patch = Field(default_factory=dict)
+    gradients: Patch = Field(default={})
     """Keys of `gradients` that differ in this phase; `{}` for none, `{"method": "none"}` for no compression."""
 
 
@@ -111,6 +112,22 @@ class Guard(Model):
     """Decisions are written down as events, and not carried out."""
 
 
+class Adaptive(Model):
+    """Chooses settings by what they cost on this network and what they lose of these gradients."""
+
+    candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
+    """Settings to choose from: keys of `gradients` that differ; null has a usual list. What is written in `gradients`,
+    and no compression, are always among them."""
+    max_error: float = Field(default=0.3, gt=0, le=1)
+    """Relative error of what is sent, without error feedback, that a choice may have."""
+    probe_every: int = Field(default=100, ge=2)
+    """Optimizer steps between measurements; they also follow when steps become much slower."""
+    margin: float = Field(default=0.1, ge=0, lt=1)
+    """Part of its cost by which another choice must be cheaper to be taken."""
+    groups: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
+    """Patterns of groups of parameters, each of which may get settings of its own; all others are one more group."""
+
+
 class Monitor(Model):
     """What is measured, how often, and where it is written."""
 
@@ -142,6 +159,8 @@ class CompressConfig(Model):
     """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
     schedule: Schedule = Schedule()
     """How compression changes over the steps of training."""
+    adaptive: Adaptive | None = None
+    """Settings that follow the network and the gradients; null keeps what is written."""
     guard: Guard | None = None
     """What is done when something goes wrong; null watches nothing."""
     monitor: Monitor = Monitor()

@@ -17,14 +17,17 @@ def _regex(pattern: str) -> str:
     return pattern
 
 
+Pattern = Annotated[
+    str,
+    Field(min_length=1, examples=["embed|norm|bias"], json_schema_extra={"format": "regex"}),
+    AfterValidator(_regex),
+]
+
+
 class _Targets(Model):
     """Another treatment for the parameters whose name a pattern matches."""
 
-    parameters: Annotated[
-        str,
-        Field(min_length=1, examples=["embed|norm|bias"], json_schema_extra={"format": "regex"}),
-        AfterValidator(_regex),
-    ]
+    parameters: Pattern
     """Python regular expression, searched for anywhere in the parameter's name."""
     every: int = Field(default=1, ge=1)
     """Delayed synchronisation: these gradients are collected and sent in every N-th step alone, as their sum."""

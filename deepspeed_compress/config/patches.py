@@ -1,6 +1,7 @@
 """Settings of gradients that stand in for the chosen ones for a while: keys that differ, merged into the others."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -10,7 +11,6 @@ from deepspeed_compress.config.places import GradientsConfig
 
 __all__ = ["brief", "merged", "patch_places", "patched"]
 
-_ADAPTER: TypeAdapter[Any] = TypeAdapter(GradientsConfig)
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         method: frozenset(model.model_fields)
@@ -26,7 +26,13 @@ _SHOWN = ("bits", "levels", "density", "rank")
 
 def patched(gradients: Any, patch: Mapping[str, Any]) -> Any:
     """`gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
-    return _ADAPTER.validate_python(merged(gradients, patch)) if patch else gradients
+    return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
+
+
+@cache
+def _adapter() -> TypeAdapter[Any]:
+    """Made when first needed: the linter starts without."""
+    return TypeAdapter(GradientsConfig)
 
 
 def merged(gradients: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +52,8 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
         yield ("schedule", "ramp", "stages", index), stage
     for index, phase in enumerate(schedule.phases):
         yield ("schedule", "phases", index, "gradients"), phase.gradients
+    for index, candidate in enumerate((section.adaptive.candidates or ()) if section.adaptive else ()):
+        yield ("adaptive", "candidates", index), candidate
 
 
 def brief(gradients: Any) -> str:

@@ -13,7 +13,7 @@ from deepspeed_compress.config.schema import SchemaView
 # Keys by the place where they may stand.
 PLANNED_KEYS: Mapping[Path, frozenset[str]] = MappingProxyType(
     {
-        (): frozenset({"adaptive", "activations", "tensor_collectives"}),
+        (): frozenset({"activations", "tensor_collectives"}),
     }
 )
 _AUTO = (

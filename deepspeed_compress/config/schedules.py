@@ -39,6 +39,7 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Problem]:
     """What in the schedule of `section` cannot be done."""
     yield from _ramp_of_nothing(section)
     yield from _phases_in_disorder(section)
+    yield from _adapts_to_nothing(section)
     for path, patch in patch_places(section):
         yield from _made_once(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
@@ -87,6 +88,33 @@ def _phases_in_disorder(section: CompressConfig) -> Iterator[Problem]:
     if ends and ends[-1] is not None and ends[-1] < 1:
         what = f"{ends[-1]} leaves the rest of training without a phase (allowed: 1.0 for the last)"
         yield _problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
+
+
+_NO_CANDIDATES = OWN_MOMENTUM | {"powersgd"}
+"""Methods whose error cannot be told from one message."""
+
+
+def _adapts_to_nothing(section: CompressConfig) -> Iterator[Problem]:
+    if section.adaptive is None:
+        return
+    candidates = section.adaptive.candidates or ()
+    for path, method in (
+        (("gradients", "method"), section.gradients.method),
+        *((("adaptive", "candidates", index, "method"), one.get("method")) for index, one in enumerate(candidates)),
+    ):
+        if method in _NO_CANDIDATES:
+            what = f'"{method}" cannot be chosen by adaptive, because one message does not tell what it loses'
+            allowed = f"(allowed: all but {listed(sorted(_NO_CANDIDATES))})"
+            yield _problem(path, f"{what} {allowed}", '"blockwise", or no adaptive')
+    if section.gradients.method == "none":
+        what = (
+            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: a method)'
+        )
+        yield _problem(("adaptive",), what, "a method in gradients; none is always a candidate")
+    for key in ("ramp", "phases"):
+        if getattr(section.schedule, key):
+            what = f"cannot be combined with schedule.{key}, which says the settings as well (allowed: one of the two)"
+            yield _problem(("adaptive",), what, f"adaptive without schedule.{key}")
 
 
 def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.norms import Norms
 from deepspeed_compress.engine.observer import Losses, largest_of_all
+from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.session import Session, Watch
 from deepspeed_compress.engine.step import follow_steps
@@ -84,7 +85,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
-    watched = norms.SEAMS + observer.SEAMS if config.guard is not None else ()
+    watched = norms.SEAMS + observer.SEAMS if config.guard is not None or config.adaptive is not None else ()
     seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__)
     if config.weights.method != "none":
         check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
@@ -149,8 +150,12 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock:
     # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
     stores = Stores(transactional=hasattr(engine.optimizer, "overflow") or policy.guards)
     reduction_of = _reductions(engine, config, parameters, stores, clock, meter)
-    watch = Watch(Losses(engine), functools.partial(largest_of_all, device=engine.device)) if policy.guards else None
-    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch)
+    watch = Watch(Losses(engine), functools.partial(largest_of_all, device=engine.device)) if policy.observes else None
+    prober = None
+    if policy.adaptation is not None:
+        adaptive, itemsize = policy.adaptation.adaptive, parameters.dtype.itemsize
+        prober = Prober(adaptive, parameters.called, itemsize, engine.device)
+    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober)
 
 
 def _reductions(

@@ -103,7 +103,7 @@ def load_last(engine: Any) -> None:
 
 def _remembers(session: Session) -> bool:
     """Whether there is anything to save."""
-    return bool(session.stores) or session.policy.guards
+    return bool(session.stores) or session.policy.observes
 
 
 def _save_state(engine: Any, directory: Path, position: state.Position) -> None:

@@ -11,14 +11,22 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.engine.seams import Seam
 
-__all__ = ["SEAMS", "Losses", "busy_of_all", "largest_of_all"]
+__all__ = ["SEAMS", "Losses", "Means", "busy_of_all", "largest_of_all"]
 
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
 
 
+@dataclass(frozen=True)
+class Means:
+    """Over all ranks, of one step: `loss` (or the metric in its place), and the time that the step took."""
+
+    loss: float | None = None
+    step_ms: float | None = None
+
+
 @dataclass
 class _UnderWay:
-    """A sum of (losses, their number, metrics, their number) over the ranks, which nobody waits for yet."""
+    """Sums over the ranks, which nobody waits for yet: losses, metrics, milliseconds, each with their number."""
 
     sums: torch.Tensor
     handle: Any = None
@@ -29,38 +37,39 @@ class _UnderWay:
             self.handle = None
         return list(self.sums.tolist())
 
-    def mean(self) -> float | None:
-        """Of the metric, where there is one, else of the loss."""
-        loss, losses, metric, metrics = self.figures()
-        return metric / metrics if metrics else loss / losses if losses else None
+    def means(self) -> Means:
+        loss, losses, metric, metrics, milliseconds, times = self.figures()
+        judged = metric / metrics if metrics else loss / losses if losses else None
+        return Means(judged, milliseconds / times if times else None)
 
 
 class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
     def __init__(self, engine: Any) -> None:
-        self._sums = torch.zeros(4, dtype=torch.float64, device=engine.device)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=engine.device)
         self._under_way: _UnderWay | None = None
         if isinstance(engine, PipelineEngine):
-            _follow(engine, "train_batch", lambda given, result: self._add(result))
+            _follow(engine, "train_batch", lambda given, result: self._add(0, result))
         else:
-            _follow(engine, "backward", lambda given, result: self._add(given))
+            _follow(engine, "backward", lambda given, result: self._add(0, given))
 
-    def _add(self, loss: Any) -> None:
-        self._sums[0] += torch.as_tensor(loss).detach().mean().to(self._sums)
-        self._sums[1] += 1
+    def _add(self, place: int, value: Any) -> None:
+        self._sums[place] += torch.as_tensor(value).detach().mean().to(self._sums)
+        self._sums[place + 1] += 1
 
     def report(self, metric: float) -> None:
         """Judge training by `metric` (less is better) instead of the loss of this step."""
-        self._sums[2] += metric
-        self._sums[3] += 1
+        self._add(2, float(metric))
 
-    def next(self) -> float | None:
-        """The mean of the step before the one that has just ended, which is summed from now on. Collective."""
+    def next(self, step_ms: float | None) -> Means:
+        """Of the step before the one that has just ended, took `step_ms`, and is summed from now on. Collective."""
+        if step_ms is not None:
+            self._add(4, step_ms)
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
         self._under_way = _UnderWay(sums, dist.all_reduce(sums, async_op=True))
-        return None if former is None else former.mean()
+        return Means() if former is None else former.means()
 
     def saved(self) -> list[float] | None:
         """What a resumed run must know of the last step."""

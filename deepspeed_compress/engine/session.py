@@ -11,7 +11,8 @@ from torch import Tensor
 from deepspeed_compress.buckets import Partition, gather
 from deepspeed_compress.build import Reduction, Stores
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.engine.observer import Losses
+from deepspeed_compress.engine.observer import Losses, Means
+from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
 from deepspeed_compress.monitor import Event, Meter, StepStatistics
@@ -54,7 +55,7 @@ class Session:
     """Lives as long as the engine, as `engine.compression`.
 
     `reduction_of` gives the reducers of settings of `gradients`, all of which share the memories of `stores`. `watch`:
-    None without a guard.
+    None where the policy observes nothing. `prober`: None where it does not adapt.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Session:
         reporter: Reporter,
         events: Sequence[Event] = (),
         watch: Watch | None = None,
+        prober: Prober | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -84,6 +86,7 @@ class Session:
         self._reduction_of = reduction_of
         self._reporter = reporter
         self._watch = watch
+        self._prober = prober
 
     @property
     def reducer(self) -> Reducer:
@@ -122,6 +125,7 @@ class Session:
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
         reducer = self.reducer
+        self._see(bucket, partition, everywhere)
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
         self._count_uncompressed(partition, everywhere)
         truth = true_sum(reducer.group, bucket) if self._sampled() else None
@@ -136,8 +140,13 @@ class Session:
             self.reduce(bucket, partition, scale, everywhere=False)
             own = partition.owned_by(self.reducer.group.rank())
             return Done(own, gather(bucket, own))
+        self._see(bucket, partition, everywhere=False)
         self._count_uncompressed(partition, everywhere=False)
         return self.reducer.start_reduce_scatter(bucket, partition, scale)
+
+    def _see(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
+        if self._plan.probe and self._prober is not None:
+            self._prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
 
     def _count_uncompressed(self, partition: Partition, everywhere: bool) -> None:
         if self.meter.timed:
@@ -151,20 +160,28 @@ class Session:
     def finish(self, finished: FinishedStep) -> bool:
         """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
         self._settle(finished)
-        step, applied, norm = finished.step, finished.applied, finished.grad_norm
-        loss = self._watch.losses.next() if self._watch is not None else None
+        step, step_ms = finished.step, self._reporter.step_ended()
+        means = self._watch.losses.next(step_ms) if self._watch is not None else Means()
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
-        seen = Observation(step, applied, norm, loss, residuals)
-        step_ms = self._reporter.step_ended()
+        seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._reporter.due(step):
             if self.config.gradients.method == "none":
                 self.meter.bytes_raw = self.meter.bytes_sent
             self._reporter.report(seen, finished.samples, self._plan, step_ms, self._residual_norm(finished))
         duties = self.policy.observe(seen)
+        if self._plan.probe and step_ms is not None:
+            self._adapt(step, step_ms)
         if duties.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
         return duties.load_checkpoint
+
+    def _adapt(self, step: int, step_ms: float) -> None:
+        assert self._prober is not None
+        waited = self.meter.milliseconds()["communicate"]
+        self.policy.adapt(step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
+        # The measurement is part of no step.
+        self._reporter.step_ended()
 
     def _settle(self, finished: FinishedStep) -> None:
         if self.prune_owned and finished.applied and not self.dense:

@@ -4,18 +4,17 @@ What the processes of `ds-compress run` do. SCRIPT, or `-m MODULE`, runs as `__m
 would see without us, a `--local_rank=N` of DeepSpeed's launcher among them.
 """
 
-import functools
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.integrations.exchange import exchange
 from deepspeed_compress.integrations.install import install
 
 __all__ = ["main"]
@@ -35,14 +34,14 @@ def main(arguments: Sequence[str]) -> None:
     if not given:
         raise SystemExit(USAGE)
     install()
-    attached = _watch()
+    methods = _watch()
     sys.argv = [given[0], *injected, *given[1:]]
     try:
         _run(given[0], module)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
-    if not any(attached):
+    if not methods:
         text = (
             f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration (allowed: {{}})'
         )
@@ -58,19 +57,22 @@ def _run(program: str, module: bool) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
-def _watch() -> list[bool]:
-    """Grows by an entry for every engine that is made from now on: whether it is compressed."""
-    attached: list[bool] = []
-    initialize = deepspeed.initialize
+def _watch() -> list[str]:
+    """Gets the method of every engine that is compressed from now on, by whatever entry point.
 
-    @functools.wraps(initialize)
-    def watched(*args: Any, **options: Any) -> Any:
-        result = initialize(*args, **options)
-        attached.append("compression" in vars(result[0]))
-        return result
+    Not the session itself: what holds process groups must end before the program does.
+    """
+    methods: list[str] = []
 
-    deepspeed.initialize = watched
-    return attached
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Session, *args: Any, **options: Any) -> None:  # noqa: N807
+            original(self, *args, **options)
+            methods.append(self.config.gradients.method)
+
+        return __init__
+
+    exchange(Session, "__init__", wrap)
+    return methods
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Decisions between steps: what is in force now. The same on every rank, because all decide from the same figures."""
 
+from deepspeed_compress.policy.adaptive import Adaptive, Measurement
+from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit
 from deepspeed_compress.policy.guard import Guard, GuardState, Orders
 from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.observation import Observation
@@ -7,14 +9,18 @@ from deepspeed_compress.policy.policy import Duties, Plan, Policy
 from deepspeed_compress.policy.schedule import Scheduled, timeline
 
 __all__ = [
+    "Adaptive",
+    "AlphaBeta",
     "Duties",
     "Guard",
     "GuardState",
+    "Measurement",
     "Observation",
     "Orders",
     "Plan",
     "Policy",
     "Scheduled",
+    "fit",
     "ladder",
     "timeline",
 ]

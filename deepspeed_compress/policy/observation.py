@@ -11,7 +11,8 @@ class Observation:
 
     `step`: the finished one, from 1. `applied`: the optimizer did not skip it. `grad_norm`: L2 norm of the mean
     gradient before clipping, without loss scale; inf where it is not finite. `loss`: mean over the ranks, of the step
-    before this one, since means arrive while the next step runs. `residual_norm`: over all ranks.
+    before this one, since means arrive while the next step runs; so is `step_ms`, the mean of the time that ranks took.
+    `residual_norm`: the largest of all ranks.
     """
 
     step: int
@@ -19,3 +20,4 @@ class Observation:
     grad_norm: float | None = None
     loss: float | None = None
     residual_norm: float | None = None
+    step_ms: float | None = None

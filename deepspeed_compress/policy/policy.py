@@ -6,6 +6,8 @@ from typing import Any
 
 from deepspeed_compress.config import CompressConfig, brief, patched
 from deepspeed_compress.monitor import Event
+from deepspeed_compress.policy.adaptation import Adaptation
+from deepspeed_compress.policy.adaptive import Measurement
 from deepspeed_compress.policy.guard import Anomaly, Guard, GuardState
 from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.observation import Observation
@@ -17,11 +19,13 @@ __all__ = ["Duties", "Plan", "Policy"]
 @dataclass(frozen=True)
 class Plan:
     """One optimizer step: settings of `gradients` (method "none" sends them uncompressed). `drain`: everything goes
-    uncompressed, and what memories hold goes with it. `sync`: this is a full synchronisation, weights included."""
+    uncompressed, and what memories hold goes with it. `sync`: this is a full synchronisation, weights included.
+    `probe`: the step is measured for `Policy.adapt`."""
 
     settings: Any
     drain: bool = False
     sync: bool = False
+    probe: bool = False
 
     @property
     def dense(self) -> bool:
@@ -52,6 +56,7 @@ class Policy:
         self._config = config
         self._guard = None if config.guard is None else Guard(config.guard)
         self._scheduled = Scheduled(config, total)
+        self.adaptation = None if config.adaptive is None else Adaptation(config)
         self._tell = tell
         self._state = GuardState()
         self._pinned: Any = None
@@ -66,13 +71,18 @@ class Policy:
 
     @property
     def guards(self) -> bool:
-        """Whether observations change anything."""
+        """Whether gradient norms and residuals are watched."""
         return self._guard is not None
+
+    @property
+    def observes(self) -> bool:
+        """Whether observations change anything."""
+        return self._guard is not None or self.adaptation is not None
 
     def begin(self, step: int) -> Plan:
         """The plan of optimizer step `step` (0-based), which begins."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
-        if chosen != before:
+        if self.adaptation is None and chosen != before:
             self._event(step, "schedule", "another part of the schedule begins", {}, before, chosen)
         if step != self._step:
             self._step, self._was_dense = step, self._plan.dense
@@ -83,8 +93,16 @@ class Policy:
         # What waits in memories would grow old while nothing is compressed.
         stops = settings.method == "none" and not self._was_dense
         sync = settings.method != "none" and self._is_sync(step)
-        self._plan = Plan(settings, drain=stops or sync, sync=sync)
+        probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
+        self._plan = Plan(settings, drain=stops or sync, sync=sync, probe=probe)
         return self._plan
+
+    def adapt(self, step: int, seen: Measurement) -> None:
+        """Choose anew after the finished `step`, which was a probe."""
+        assert self.adaptation is not None
+        before, after, evidence = self.adaptation.choose(step, seen)
+        if before != after:
+            self._event(step, "adapt", "cheaper within the error that is allowed", evidence, before, after)
 
     def skips(self, norm: float) -> bool:
         """Whether a step must not be applied, by the norm of its gradients (see `Observation`)."""
@@ -99,6 +117,8 @@ class Policy:
         """Learn from a finished step."""
         if self._plan.sync:
             self._event(seen.step, "full_sync", "residuals and exact weights were sent", {})
+        if self.adaptation is not None:
+            self.adaptation.observe(seen)
         if self._guard is None:
             return Duties()
         chosen, before = self._chosen(seen.step), self._state
@@ -147,12 +167,16 @@ class Policy:
         """All that the decisions of later steps depend on, as JSON has it."""
         kept = {"pinned": self._pinned, "good": self._good, "settings": self._plan.settings}
         settings = {name: _written(value) for name, value in kept.items()}
-        return {"guard": self._state.saved(), "step": self._step, "was_dense": self._was_dense, **settings}
+        adaptation = None if self.adaptation is None else self.adaptation.saved()
+        steps = {"step": self._step, "was_dense": self._was_dense}
+        return {"guard": self._state.saved(), "adaptation": adaptation, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `saved` gave; call `begin` afterwards."""
         self._state = GuardState.loaded(saved["guard"])
         self._pinned, self._good, settings = (self._read(saved[name]) for name in ("pinned", "good", "settings"))
+        if self.adaptation is not None and saved["adaptation"] is not None:
+            self.adaptation.load(saved["adaptation"])
         self._plan, self._step, self._was_dense = Plan(settings), saved["step"], saved["was_dense"]
 
     def _read(self, written: Mapping[str, Any] | None) -> Any:
@@ -164,7 +188,10 @@ class Policy:
         return self._guard is not None and not self._guard.config.dry_run
 
     def _chosen(self, step: int) -> Any:
-        return self._scheduled.at(step) if self._pinned is None else self._pinned
+        if self._pinned is not None:
+            return self._pinned
+        scheduled = self._scheduled.at(step)
+        return scheduled if self.adaptation is None or scheduled.method == "none" else self.adaptation.settings
 
     def _is_sync(self, step: int) -> bool:
         every = self._guard.config.full_sync_every if self._guard is not None and self._acts else 0

@@ -13,6 +13,7 @@ from deepspeed_compress.reducers.contracts import (
 )
 from deepspeed_compress.reducers.exchange import exchange, start_exchange
 from deepspeed_compress.reducers.gather import DifferenceGather
+from deepspeed_compress.reducers.link import link_seconds
 from deepspeed_compress.reducers.payload import PayloadReducer
 from deepspeed_compress.reducers.plan import Piece, Plan, make_plans
 from deepspeed_compress.reducers.powersgd import PowerSGDReducer
@@ -37,6 +38,7 @@ __all__ = [
     "TwoLevelReducer",
     "cosine_with_truth",
     "exchange",
+    "link_seconds",
     "make_plans",
     "start_exchange",
     "true_sum",

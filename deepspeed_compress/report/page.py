@@ -1,124 +1,143 @@
-"""The page of a report: charts of plotly, a table, and what the runs were made with. It needs no other file."""
+"""The page of a report: figures, charts, settings, events, and what the runs were made with. It needs no other file."""
 
 import html
+import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from deepspeed_compress.report.runs import PANELS, STACK, Kind, Panel, Run, table_head, table_rows, traffic
+from deepspeed_compress.report.chart import draw_chart
+from deepspeed_compress.report.figures import table_head, table_rows, tiles
+from deepspeed_compress.report.marks import SHOWN, event_head, event_rows
+from deepspeed_compress.report.panels import Bars, Missing, Strip, bars, charts, missing, strips
+from deepspeed_compress.report.reading import Run
+from deepspeed_compress.report.settings import setting_colours, steps_by_setting
+from deepspeed_compress.report.template import PAGE, SCRIPT, STYLE
 
 __all__ = ["page"]
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_escape = html.escape
 
 
-def page(runs: list[Run]) -> str:
-    """The HTML of a report on `runs`."""
-    title = " against ".join(html.escape(run.name) for run in reversed(runs))
-    charts = [_chart(panel, runs, with_library=index == 0) for index, panel in enumerate(PANELS)]
-    kinds = traffic(runs)
-    if kinds:
-        charts.append(_stack_chart(kinds, [run.name for run in runs]))
+def page(runs: Sequence[Run]) -> str:
+    """The HTML of a report on the baseline, if any, and the run."""
+    found, settings = [*runs], strips(runs)
+    sections = [
+        _tiles(found),
+        _section("Over the steps", "charts", [draw_chart(chart) for chart in charts(found)]),
+        _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
+        _section("Settings in force", "settings", _strips(settings)),
+        *(_events(run) for run in runs if run.events),
+        _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),
+        _missing(missing(found)),
+        _section("Made with", "made", [detail for run in runs for detail in _details(run)]),
+    ]
+    title = " against ".join(_escape(run.name) for run in reversed(runs))
     return PAGE.format(
-        title=title, font=FONT, table=_html_table(runs), charts="\n".join(charts), details=_details(runs)
+        title=title, style=STYLE, script=SCRIPT, status=_status(runs), sections="\n".join(filter(None, sections))
     )
 
 
-def _chart(panel: Panel, runs: list[Run], with_library: bool) -> str:
-    import plotly.graph_objects as go
+def _section(title: str, classes: str, parts: Sequence[str]) -> str:
+    return f'<section><h2>{title}</h2><div class="{classes}">{"".join(parts)}</div></section>' if parts else ""
 
-    figure = go.Figure()
-    for run in runs:
-        for key, opacity, width, legend in ((panel.faint, 0.35, 0.5, False), (panel.strong, 1.0, 1.0, True)):
-            if key:
-                steps, values = run.points(key, panel.unit)
-                line = {"color": run.colour, "width": run.width * width}
-                figure.add_scatter(
-                    x=steps,
-                    y=values,
-                    name=run.name,
-                    mode="lines",
-                    line=line,
-                    opacity=opacity,
-                    showlegend=legend,
-                )
-    figure.update_layout(
-        xaxis={"title": "optimizer step"}, yaxis={"rangemode": "tozero" if panel.from_zero else "normal"}
+
+def _status(runs: Sequence[Run]) -> str:
+    items = (
+        f'<li style="--colour:var(--{run.role})">{_escape(run.name)}: {_escape(run.status)}</li>'
+        for run in reversed(runs)
     )
-    return _section(figure, panel.title, with_library)
+    return f'<ul class="status">{"".join(items)}</ul>'
 
 
-def _stack_chart(kinds: list[tuple[Kind, list[float]]], names: list[str]) -> str:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for kind, sizes in kinds:
-        figure.add_bar(x=names, y=sizes, name=kind.title, marker={"color": kind.colour}, width=0.5)
-    figure.update_layout(barmode="stack", xaxis={"type": "category"})
-    return _section(figure, STACK, with_library=False)
-
-
-def _section(figure: Any, title: str, with_library: bool) -> str:
-    figure.update_layout(
-        template="plotly_white",
-        height=320,
-        margin={"l": 48, "r": 12, "t": 8, "b": 40},
-        font={"family": FONT, "size": 12},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        hovermode="x unified",
+def _tiles(runs: list[Run]) -> str:
+    parts = (
+        f'<div class="tile"><span>{_escape(title)}</span><strong>{_escape(value)}</strong>'
+        f"<small>{_escape(more)}</small></div>"
+        for title, value, more in tiles(runs)
     )
-    drawn = figure.to_html(
-        full_html=False, include_plotlyjs=with_library, config={"displayModeBar": False, "responsive": True}
+    return f'<div class="tiles">{"".join(parts)}</div>'
+
+
+def _bars(shown: Bars) -> str:
+    totals = [sum(values[index] for _, _, values in shown.parts) for index in range(len(shown.runs))]
+    rows = "".join(
+        f'<div class="bar"><span title="{_escape(name)}">{_escape(name)}</span><div class="parts">'
+        + "".join(
+            _part(values[index] / max(totals), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
+            for title, colour, values in shown.parts
+        )
+        + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"
+        for index, name in enumerate(shown.runs)
     )
-    return f"<section><h2>{html.escape(title)}</h2>{drawn}</section>"
+    legend = _legend((title, colour) for title, colour, _ in shown.parts)
+    return f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{legend}</figcaption><div>{rows}</div></figure>"
 
 
-def _html_table(runs: list[Run]) -> str:
-    head, body = _cells(table_head(runs), "th"), _body(table_rows(runs))
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+def _part(share: float, colour: str, title: str) -> str:
+    return f'<i style="--colour:var(--{colour});flex:0 0 {100 * share:.3f}%" title="{_escape(title)}"></i>'
 
 
-def _body(rows: Iterable[list[str]]) -> str:
-    return "".join(_cells(row, "td") for row in rows)
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    items = (
+        f'<li><svg class="swatch" viewBox="0 0 16 12" aria-hidden="true">'
+        f'<rect y="1" width="16" height="10" rx="2" style="fill:var(--{colour})"/></svg>{_escape(title)}</li>'
+        for title, colour in entries
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _cells(cells: list[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def _strips(shown: Sequence[Strip]) -> list[str]:
+    colours, last = setting_colours(shown), max((strip.stretches[-1].last for strip in shown), default=0)
+    parts = "".join(_strip(strip, colours, last) for strip in shown)
+    return [f"<figure><div>{parts}</div></figure>"] if parts else []
 
 
-def _details(runs: list[Run]) -> str:
-    """What each run was made with, and what it wrote."""
-    parts = []
-    for run in runs:
-        config, model, seed = (run.summary.get(key) for key in ("config", "model", "seed"))
-        made = f"{run.name}: {config}, {model}, seed {seed}"
-        sample = html.escape(re.sub(r"\n{3,}", "\n\n", run.summary.get("sample") or ""))
-        parts.append(f"<p>{html.escape(made)}</p>" + (f"<pre>{sample}</pre>" if sample else ""))
-    return "".join(parts)
+def _strip(strip: Strip, colours: Mapping[str, str], last: int) -> str:
+    # Between two measured steps nobody knows when it changed: at the first that shows the new setting.
+    begins = [1, *(stretch.first for stretch in strip.stretches[1:])]
+    ends = [*begins[1:], strip.stretches[-1].last + 1]
+    pieces = "".join(
+        _part((end - begin) / last, colours[stretch.setting], f"{stretch.setting}: steps {begin} to {end - 1}")
+        for stretch, begin, end in zip(strip.stretches, begins, ends, strict=True)
+    )
+    told = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(strip).items())
+    name = _escape(strip.run)
+    return (
+        f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
+        f"<span>{last:,} steps</span></div>{told}"
+    )
 
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>
-body {{ margin: 0 auto; padding: 1.2rem; max-width: 72rem; }}
-body {{ font-family: {font}; color: #1f2328; line-height: 1.45; }}
-h1 {{ font-size: 1.35rem; font-weight: 600; }}
-h2 {{ font-size: 1rem; font-weight: 600; margin: 0 0 .3rem; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }}
-th, td {{ padding: .35rem .8rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #d8dee4; }}
-th:first-child, td:first-child {{ text-align: left; padding-left: 0; white-space: normal; }}
-@media (max-width: 30rem) {{ th, td {{ padding: .35rem .3rem; font-size: .8rem; }} }}
-.charts {{ display: grid; gap: 1.6rem; margin: 1.8rem 0; }}
-.charts {{ grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); }}
-section {{ min-width: 0; }}
-pre {{ white-space: pre-wrap; background: #f6f8fa; padding: .8rem; border-radius: 6px; font-size: .85rem; }}
-</style></head><body>
-<h1>{title}</h1>
-<div class="wide">{table}</div>
-<div class="charts">{charts}</div>
-<h2>Made with, and a sample of what the model writes</h2>
-{details}
-</body></html>
-"""
+def _events(run: Run) -> str:
+    left = len(run.events) - SHOWN
+    note = f"<p>The last {SHOWN} of {len(run.events):,} events.</p>" if left > 0 else ""
+    title = f"Events of {_escape(run.name)}"
+    return _section(title, "wide events", [note + _table(event_head(), event_rows(run))])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    body = "".join(_cells(row, "td") for row in rows)
+    return f"<table><thead>{_cells(head, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _cells(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _missing(parts: Sequence[Missing]) -> str:
+    told = "; ".join(f"{part.title} (needs {part.source})" for part in parts)
+    return f'<p class="missing">Left out, because no file has the data: {_escape(told)}.</p>' if told else ""
+
+
+def _details(run: Run) -> Iterable[str]:
+    """What the run was made with, and what its model writes."""
+    summary, name = run.files.summary, _escape(run.name)
+    if summary:
+        config, model, seed = (summary.get(key) for key in ("config", "model", "seed"))
+        yield f"<p>{name}: {_escape(f'{config}, {model}, seed {seed}')}</p>"
+    if run.files.ds_config:
+        text = _escape(json.dumps(run.files.ds_config, indent=2))
+        yield f"<details><summary>{name}: configuration</summary><pre>{text}</pre></details>"
+    if summary.get("sample"):
+        sample = _escape(re.sub(r"\n{3,}", "\n\n", summary["sample"]))
+        yield f"<details open><summary>{name}: a sample of what the model writes</summary><pre>{sample}</pre></details>"

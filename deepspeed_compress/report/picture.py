@@ -1,59 +1,90 @@
-"""The picture of a report, drawn with matplotlib."""
+"""The picture of a report, drawn with matplotlib: the charts of the page, the bars, and the table of figures."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.report.runs import PANELS, STACK, Kind, Panel, Run, table_head, table_rows, traffic
+from deepspeed_compress.report.figures import table_head, table_rows
+from deepspeed_compress.report.palette import light
+from deepspeed_compress.report.panels import Bars, Chart, Line, bars, charts
+from deepspeed_compress.report.reading import Run
+from deepspeed_compress.report.scale import value_scale
 
 __all__ = ["draw"]
 
+COLUMNS = 3
+PANEL = (4.4, 3.1)
+"""Inches."""
 
-def draw(runs: list[Run], file: Path) -> None:
+
+def draw(runs: Sequence[Run], file: Path) -> None:
     """Write the charts and the table of `runs` to the PNG `file`."""
     from matplotlib.figure import Figure
 
-    kinds, rows = traffic(runs), len(table_rows(runs)) + 1
-    columns = len(PANELS) + bool(kinds)
-    heights = (4.0, 0.28 * rows)
-    figure = Figure(figsize=(13 / 3 * columns, sum(heights)), layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(2, columns, height_ratios=heights)
-    for column, panel in enumerate(PANELS):
-        _draw_panel(figure.add_subplot(grid[0, column]), panel, runs)
-    if kinds:
-        _draw_stack(figure.add_subplot(grid[0, -1]), kinds, [run.name for run in runs])
-    _draw_table(figure.add_subplot(grid[1, :]), runs)
-    figure.savefig(file, dpi=120)
+    found = [*runs]
+    panels: list[Chart | Bars] = [*charts(found), *bars(found)]
+    columns, rows = min(COLUMNS, len(panels)), -(-len(panels) // COLUMNS)
+    heights = [*[PANEL[1]] * rows, 0.26 * (len(table_rows(found)) + 1)]
+    figure = Figure(figsize=(PANEL[0] * max(2, columns), sum(heights)), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(rows + 1, columns, height_ratios=heights)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(index, columns)])
+        if isinstance(panel, Chart):
+            _draw_chart(axes, panel)
+        else:
+            _draw_bars(axes, panel)
+    _draw_table(figure.add_subplot(grid[rows, :]), found)
+    figure.savefig(file, dpi=110)
 
 
-def _draw_stack(axes: Any, kinds: list[tuple[Kind, list[float]]], names: list[str]) -> None:
-    bottom = [0.0] * len(names)
-    for kind, sizes in kinds:
-        axes.bar(range(len(names)), sizes, 0.55, bottom=bottom, color=kind.colour, label=kind.title)
-        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylim(top=1.5 * max(bottom))
-    _dress(axes, STACK)
+def _draw_chart(axes: Any, chart: Chart) -> None:
+    for line in chart.lines:
+        _draw_line(axes, line)
+    scale = value_scale(chart)
+    if chart.decades:
+        axes.set_yscale("log")
+    axes.set_ylim(scale.low, scale.high)
+    axes.set_xlim(chart.first - 0.02 * (chart.last - chart.first) - 0.5, chart.last + 0.5)
+    upwards = axes.get_xaxis_transform()
+    for mark in chart.marks:
+        axes.axvline(mark.step, color=light(mark.symbol.colour), alpha=0.3, linewidth=0.8)
+        axes.plot(mark.step, 0.97, mark.symbol.marker, color=light(mark.symbol.colour), markersize=5, transform=upwards)
+    axes.set_xlabel("optimizer step", fontsize=8)
+    axes.grid(color=light("rule"), linewidth=0.6)
+    _dress(axes, chart.title)
 
 
-def _draw_panel(axes: Any, panel: Panel, runs: list[Run]) -> None:
-    for run in runs:
-        if panel.faint:
-            axes.plot(*run.points(panel.faint, panel.unit), color=run.colour, alpha=0.35, linewidth=run.width / 2)
-        axes.plot(*run.points(panel.strong, panel.unit), color=run.colour, label=run.name, linewidth=run.width)
-    axes.set_xlabel("optimizer step", fontsize=9)
-    if panel.from_zero:
-        axes.set_ylim(bottom=0)
-    _dress(axes, panel.title)
+def _draw_line(axes: Any, line: Line) -> None:
+    axes.plot(
+        line.steps,
+        line.values,
+        color=light(line.colour),
+        label=None if line.faint else line.name,
+        alpha=0.38 if line.faint else 1.0,
+        linewidth=3.0 if line.wide else 1.6,
+        linestyle="--" if line.dashed else "-",
+        marker="." if len(line.steps) == 1 else None,
+    )
+
+
+def _draw_bars(axes: Any, shown: Bars) -> None:
+    left = [0.0] * len(shown.runs)
+    for title, colour, values in shown.parts:
+        axes.barh(range(len(shown.runs)), values, 0.5, left=left, color=light(colour), label=title)
+        left = [before + value for before, value in zip(left, values, strict=True)]
+    axes.set_yticks(range(len(shown.runs)), shown.runs)
+    # Room for the legend above the bars.
+    axes.set_ylim(-0.6, len(shown.runs) + 0.2 + 0.3 * len(shown.parts))
+    _dress(axes, shown.title)
 
 
 def _dress(axes: Any, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.tick_params(labelsize=8)
     axes.set_axisbelow(True)
-    axes.grid(color="#eaeef2")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_table(axes: Any, runs: list[Run]) -> None:
@@ -65,6 +96,5 @@ def _draw_table(axes: Any, runs: list[Run]) -> None:
     table.auto_set_font_size(False)
     table.set_fontsize(9)
     for (row, column), cell in table.get_celld().items():
-        cell.set_edgecolor("#d0d7de")
-        weight = "bold" if row == 0 else "normal"
-        cell.set_text_props(ha="left" if column == 0 else "right", weight=weight)
+        cell.set_edgecolor(light("rule"))
+        cell.set_text_props(ha="left" if column == 0 else "right", weight="bold" if row == 0 else "normal")

@@ -212,10 +212,10 @@ def test_one_problem_names_key_value_allowed_and_remedy(section: object, pointer
 
 
 def test_all_problems_come_at_once() -> None:
-    section = {"gradient": {}, "gradients": {"bits": 3, "block_size": "auto"}, "seed": "x", "adaptive": {}}
+    section = {"gradient": {}, "gradients": {"bits": 3, "block_size": "auto"}, "seed": "x", "activations": {}}
     with pytest.raises(ConfigError, match=r"^5 problems in") as caught:
         parse_section({SECTION: section})
-    for pointer in ("gradient", "gradients/bits", "gradients/block_size", "seed", "adaptive"):
+    for pointer in ("gradient", "gradients/bits", "gradients/block_size", "seed", "activations"):
         assert f"/{SECTION}/{pointer}: " in str(caught.value)
 
 
@@ -253,7 +253,7 @@ def test_planned_parts_are_recognised_and_refused(path: tuple[str, ...]) -> None
 
 
 def test_these_keys_are_planned() -> None:
-    assert {(): {"adaptive", "activations", "tensor_collectives"}} == PLANNED_KEYS
+    assert {(): {"activations", "tensor_collectives"}} == PLANNED_KEYS
 
 
 NAMES = sorted(

@@ -114,6 +114,23 @@ def test_a_program_that_compresses_nothing_is_told(tmp_path: Path) -> None:
     assert [text.partition(":")[0] for text in told] == ["nothing was compressed"]
 
 
+USING_OURS = """
+import pathlib, torch, deepspeed_compress
+pathlib.Path(__file__ + ".out").write_text("")
+model = torch.nn.Linear(4, 4)
+optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+config = {"train_batch_size": 1, "optimizer": optimizer, "deepspeed_compress": {}}
+deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+"""
+
+
+def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path) -> None:
+    script = tmp_path / "ours.py"
+    script.write_text(USING_OURS)
+    [(_, told)] = run_forks(1, run_here, str(script), [])
+    assert not any("nothing was compressed" in text for text in told)
+
+
 def start(launcher: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", launcher, *arguments]

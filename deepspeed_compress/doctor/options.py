@@ -1,0 +1,18 @@
+"""Options of `ds-compress doctor`. Loaded with every command, so it is light."""
+
+import argparse
+from pathlib import Path
+
+__all__ = ["add_doctor_arguments"]
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN_DIR and options."""
+    what = "output directory of a run, or the directory of its compression.jsonl (monitor.path)"
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
+    parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")
+    config = "configuration of the run, where it left none (RUN_DIR/ds_config.json)"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    applied = "write the configuration with the changes to FILE, which must not exist"
+    parser.add_argument("--apply", type=Path, metavar="FILE", help=applied)

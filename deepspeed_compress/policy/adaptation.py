@@ -1,0 +1,67 @@
+"""When an adaptive choice is made, and which one holds: every so many steps, and when steps become much slower."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.policy.adaptive import Adaptive, Measurement
+from deepspeed_compress.policy.observation import Observation
+
+__all__ = ["Adaptation"]
+
+WINDOW = 32
+SLOWER = 1.5
+"""Times the median step that the last ones must take for another measurement out of turn."""
+RECENT = 3
+REST = 8
+"""Steps between measurements at least."""
+
+
+class Adaptation:
+    """The choice in force. It begins with what the configuration says."""
+
+    def __init__(self, config: CompressConfig) -> None:
+        assert config.adaptive is not None
+        self.adaptive = Adaptive(config)
+        self._every = config.adaptive.probe_every
+        self._choice = (0,) * (len(self.adaptive.groups) + 1)
+        self._next = 1
+        """Optimizer step (0-based) of the next measurement, or the first one after it."""
+        self._last = 0
+        self._paces: tuple[float, ...] = ()
+
+    @property
+    def settings(self) -> Any:
+        """Settings of `gradients` in force."""
+        return self.adaptive.settings(self._choice)
+
+    def due(self, step: int) -> bool:
+        """Whether optimizer step `step` (0-based) is to be measured."""
+        return step >= self._next
+
+    def observe(self, seen: Observation) -> None:
+        """Measure out of turn when steps have become much slower."""
+        if seen.step_ms is None:
+            return
+        self._paces = (*self._paces, seen.step_ms)[-WINDOW:]
+        recent, before = self._paces[-RECENT:], self._paces[:-RECENT]
+        slow = len(before) >= RECENT and min(recent) > SLOWER * statistics.median(before)
+        if slow and seen.step >= self._last + REST:
+            self._next = min(self._next, seen.step)
+
+    def choose(self, step: int, seen: Measurement) -> tuple[Any, Any, Mapping[str, float]]:
+        """The settings before and after a choice by what was measured in the step that ended as `step`, and why."""
+        before = self.settings
+        choice = self.adaptive.choose(self._choice, seen)
+        self._choice, self._last, self._next, self._paces = choice.candidates, step, step + self._every, ()
+        return before, self.settings, choice.evidence
+
+    def saved(self) -> dict[str, Any]:
+        """What later choices depend on, as JSON has it."""
+        return {"choice": self._choice, "next": self._next, "last": self._last, "paces": self._paces}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave."""
+        self._choice, self._paces = tuple(saved["choice"]), tuple(saved["paces"])
+        self._next, self._last = saved["next"], saved["last"]

@@ -1,7 +1,0 @@
-"""``python -m deepspeed_compress.report``."""
-
-import sys
-
-from deepspeed_compress.report import main
-
-sys.exit(main())

@@ -1,0 +1,109 @@
+"""Options of `ds-compress tune`. Loaded with every command, so it is light."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
+METRICS = ("step_time", "bytes")
+LEAST_STEPS = 10
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `tune`, and what it passes on."""
+    for name, settings in _OPTIONS.items():
+        parser.add_argument(name, **settings)
+    passed = "options of the launcher, SCRIPT, arguments of SCRIPT, the file of --config among them"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=passed)
+
+
+def own_options() -> dict[str, int]:
+    """How many values each option of `tune` takes: what begins with another word is passed on."""
+    return dict.fromkeys(_OPTIONS, 1)
+
+
+def share(text: str) -> float:
+    """ "0.5%" and "0.005" as 0.005. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
+    value = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1 (allowed: such as 0.5% or 0.005)")
+    return value
+
+
+def duration(text: str) -> float:
+    """ "2h", "1h30m" and "90s" in seconds. Raises ArgumentTypeError."""
+    parts = re.findall(r"(\d+)([smhd])", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration (allowed: such as 90s, 30m, 2h or 1h30m)")
+    seconds = sum(int(number) * _SECONDS[unit] for number, unit in parts)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves no time for a trial (allowed: 1s and more)")
+    return float(seconds)
+
+
+class _AtLeast:
+    """An integer from `least` up, as a type of argparse."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def __call__(self, text: str) -> int:
+        if not text.isdecimal() or int(text) < self.least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {self.least} up")
+        return int(text)
+
+
+_OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "--config": {
+            "type": Path,
+            "required": True,
+            "metavar": "FILE",
+            "help": "DeepSpeed configuration that the script reads; it stays as it is",
+        },
+        "--target-loss-gap": {
+            "type": share,
+            "default": share("0.5%"),
+            "metavar": "SHARE",
+            "help": "how far the loss may be above the one of uncompressed training (default: 0.5%%)",
+        },
+        "--time-budget": {
+            "type": duration,
+            "metavar": "TIME",
+            "help": "such as 90s, 30m, 2h: the best so far is taken then (default: all rungs, however long)",
+        },
+        "--output": {
+            "type": Path,
+            "default": Path("tuning_results"),
+            "metavar": "DIR",
+            "help": "where everything is written; finished trials in it are not run again (default: tuning_results)",
+        },
+        "--metric": {
+            "choices": METRICS,
+            "default": "step_time",
+            "help": "what is to be small: seconds of a step here, or bytes, for a network that is not here",
+        },
+        "--space": {
+            "type": Path,
+            "metavar": "FILE.json",
+            "help": "candidates of your own: a list of objects, each with keys of the section, and a name",
+        },
+        "--steps": {
+            "type": _AtLeast(LEAST_STEPS),
+            "default": 30,
+            "metavar": "N",
+            "help": "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)",
+        },
+        "--rungs": {"type": _AtLeast(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
+        "--launcher": {
+            "choices": LAUNCHERS,
+            "default": "deepspeed",
+            "help": "what starts the processes (default: deepspeed); none is one process without a launcher",
+        },
+    }
+)

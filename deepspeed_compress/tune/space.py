@@ -1,0 +1,184 @@
+"""What is tried: methods and settings as sections of the user's file, those that contradict the file left out."""
+
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.config import SECTION, CompressConfig, brief, find_notices, find_problems, parse_section
+from deepspeed_compress.config.patches import merged
+from deepspeed_compress.errors import CompressWarning, ConfigError
+
+__all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "LeftOut", "find_candidates", "load_space"]
+
+BASELINE = "none"
+FILE = "file"
+"""The section as the user has written it."""
+DENSE_START = 100
+"""Uncompressed steps at the start, at least, for methods that lose much: docs/methods.md shows what they gain."""
+
+Patch = Mapping[str, Any]
+
+_INT4: Patch = {"method": "blockwise", "bits": 4}
+_PLAIN: Patch = {"weights": {"method": "none"}}
+_MOST: Patch = {"weights": _INT4, "schedule": {"warmup_steps": DENSE_START}}
+SPACE: Mapping[str, Patch] = MappingProxyType(
+    {
+        "bf16": {"gradients": {"method": "bf16"}, **_PLAIN},
+        "blockwise8": {"gradients": {"method": "blockwise", "bits": 8}, **_PLAIN},
+        "blockwise4": {"gradients": _INT4, **_PLAIN},
+        "blockwise4-weights4": {"gradients": _INT4, "weights": _INT4},
+        "blockwise2": {"gradients": {"method": "blockwise", "bits": 2}, **_MOST},
+        "topk10-values4": {"gradients": {"method": "topk", "density": 0.1, "values": _INT4}, **_MOST},
+        "topk1-values4": {"gradients": {"method": "topk", "density": 0.01, "values": _INT4}, **_MOST},
+        "powersgd4": {"gradients": {"method": "powersgd", "rank": 4}, **_MOST},
+        "sign": {"gradients": {"method": "sign"}, **_MOST},
+        "demo": {"gradients": {"method": "demo"}, **_MOST},
+    }
+)
+"""Patches of the section by name. Those that send least send weights of 4 bits too, where weights are gathered.
+`demo` is for optimizers without a first moment."""
+
+_OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "seed", "on_missing_state"})
+"""Keys of the section that say nothing where nothing is compressed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A name, and the whole section of the user's file that it stands for."""
+
+    name: str
+    section: Mapping[str, Any]
+
+    @cached_property
+    def config(self) -> CompressConfig:
+        return CompressConfig.model_validate(self.section)
+
+    @property
+    def settings(self) -> str:
+        """In short, such as "blockwise bits=4, weights blockwise bits=4"."""
+        weights = self.config.weights
+        return brief(self.config.gradients) + (f", weights {brief(weights)}" if weights.method != "none" else "")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A candidate that is not tried, and why."""
+
+    name: str
+    reason: str
+
+
+def find_candidates(
+    ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None
+) -> tuple[list[Candidate], list[LeftOut]]:
+    """The baseline first, then the section of the file if it compresses, then `patches` of it, by default those of
+    `SPACE`; and what is left out.
+
+    A patch is left out when it contradicts the file, or comes to the same as one before. `ds_config` is the user's
+    file, whose section is valid or missing.
+    """
+    written: Mapping[str, Any] = ds_config.get(SECTION, {})
+    sections = {FILE: written} if SECTION in ds_config else {}
+    sections |= {name: _patched(written, patch) for name, patch in (patches or _built_in(ds_config)).items()}
+    kept, left = [_baseline(written)], []
+    for name, section in sections.items():
+        reason = _reason(ds_config, section) or _same(Candidate(name, section), kept)
+        if reason:
+            left.append(LeftOut(name, reason))
+        else:
+            kept.append(Candidate(name, _without_idle_seed(section)))
+    return kept, left
+
+
+def _built_in(ds_config: Mapping[str, Any]) -> Mapping[str, Patch]:
+    """`SPACE`, without compressed weights for a file under which nobody gathers any."""
+    gathered = not _reason(ds_config, _patched(ds_config.get(SECTION, {}), {"weights": _INT4}))
+    return SPACE if gathered else {name: {**patch, **_PLAIN} for name, patch in SPACE.items()}
+
+
+def _baseline(written: Mapping[str, Any]) -> Candidate:
+    """The section of the file with everything uncompressed."""
+    kept = {key: value for key, value in written.items() if key not in _OF_COMPRESSION}
+    if "monitor" in kept:
+        kept["monitor"] = {key: value for key, value in kept["monitor"].items() if key != "cosine_every"}
+    return Candidate(BASELINE, {**kept, "gradients": {"method": "none"}, "weights": {"method": "none"}})
+
+
+def _patched(written: Mapping[str, Any], patch: Patch) -> dict[str, Any]:
+    """`written` with `patch`: gradients as in phases of a schedule, a longer warm-up stays, all else as given."""
+    section = {**written, **patch}
+    if isinstance(patch.get("gradients"), Mapping):
+        section["gradients"] = merged(CompressConfig.model_validate(written).gradients, patch["gradients"])
+    if isinstance(patch.get("schedule"), Mapping):
+        section["schedule"] = {**written.get("schedule", {}), **patch["schedule"]}
+        if patch["schedule"] == _MOST["schedule"]:
+            section["schedule"]["warmup_steps"] = max(DENSE_START, written.get("schedule", {}).get("warmup_steps", 0))
+    return section
+
+
+def _reason(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> str:
+    problems = find_problems({**ds_config, SECTION: dict(section)})
+    return str(problems[0]) if problems else ""
+
+
+def _same(candidate: Candidate, others: Sequence[Candidate]) -> str:
+    same = [one.name for one in others if _methods(one) == _methods(candidate)]
+    return f'the same as "{same[0]}"' if same else ""
+
+
+def _methods(candidate: Candidate) -> tuple[Any, ...]:
+    """What trials tell apart."""
+    config = candidate.config
+    return config.gradients, config.weights, config.parallelism
+
+
+def _without_idle_seed(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Another method may have no use for a seed, of which training and the linter would warn."""
+    idle = {notice.pointer for notice in find_notices(CompressConfig.model_validate(section))}
+    return {key: value for key, value in section.items() if key != "seed" or f"/{SECTION}/seed" not in idle}
+
+
+def load_space(file: Path, ds_config: Mapping[str, Any]) -> dict[str, Patch]:
+    """The patches of a JSON file by name: a list of objects with keys of the section, and "name" where wanted.
+
+    Raises ConfigError for anything else, and for a patch of `ds_config` that is wrong whatever stands beside it.
+    """
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--space {file}: cannot be read as JSON ({error}). Write a list of objects.") from error
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(
+            f"--space {file}: not a list of objects (allowed: keys of the section and a name each). Write "
+            '[{"name": "int4", "gradients": {"bits": 4}}], for instance.'
+        )
+    patches: dict[str, Patch] = {}
+    for index, entry in enumerate(entries):
+        where, name = f"--space {file}: /{index}", entry.pop("name", f"own{index + 1}")
+        _check_name(where, name, patches)
+        _check_alone(where, ds_config, entry)
+        patches[name] = entry
+    return patches
+
+
+def _check_name(where: str, name: object, taken: Mapping[str, Patch]) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]{0,60}", name) or name in (BASELINE, FILE, *taken):
+        raise ConfigError(
+            f"{where}/name: {name!r} (allowed: letters, digits and . + - _, other than {BASELINE!r}, {FILE!r} and the "
+            'names before it). Write "int4", for instance.'
+        )
+
+
+def _check_alone(where: str, ds_config: Mapping[str, Any], patch: Patch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompressWarning)
+        try:
+            parse_section({SECTION: _patched(ds_config.get(SECTION, {}), patch)})
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,272 @@
+"""Each rule on both sides of its threshold, on made-up figures of a run that is healthy in all else."""
+
+import math
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import find_problems
+from deepspeed_compress.doctor.patches import apply
+from deepspeed_compress.doctor.rules import RULES
+from deepspeed_compress.doctor.run import Run
+from tests.doctor.synthetic import config, examine, losses, names, run
+
+TOPK = {"method": "topk", "density": 0.01}
+SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
+STOCHASTIC = {"bits": 4, "rounding": "stochastic"}
+
+
+def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times the running median") -> tuple[Any, ...]:
+    one = {"kind": "anomaly", "reason": reason, "evidence": {}, "before": "", "after": "none", "dry_run": False}
+    return tuple({"step": 3 + index * every, **one} for index in range(count))
+
+
+def rising(step: int) -> float:
+    return 10 - step / 4 if step <= 24 else 4 + (step - 24) / 2
+
+
+PLANTED: dict[str, list[tuple[Run, Any]]] = {
+    "compression-too-strong": [
+        (run({"residual_norm": 20.0}, config(TOPK)), {"density": 0.1}),
+        (run(lambda step: {"residual_norm": step / 10, "grad_norm": None}, config(TOPK)), {"density": 0.1}),
+        (run({"cosine": 0.19}, config({"method": "sign"})), {"method": "blockwise", "bits": 4}),
+        (run({}, config({**TOPK, "error_feedback": None})), {"density": 0.1, "error_feedback": {}}),
+    ],
+    "diverging": [
+        (run(losses=losses(lambda step: math.nan if step > 30 else 3.0 - step / 50)), None),
+        (run(losses=losses(rising)), None),
+    ],
+    "guard-fires-often": [
+        (run(events=events(3, 12)), {"bits": 8}),
+        (run(events=events(3, 12), ds_config=config(guard={"exploding": 3.0})), None),
+        (run({"settings": "none"}, events=events(3, 1), steps=400), {"bits": 8}),
+    ],
+    "skipped-steps": [
+        (run(events=events(7, 9, "grad_norm not finite"), steps=100), None),
+        (run(lambda step: {"grad_norm": None if step > 20 and step % 10 == 0 else 1.0}, steps=100), None),
+    ],
+    "nothing-compressed": [
+        (run({"bytes_raw": 2_430_000}, config({"bits": 4, "min_numel": 10**6})), {"min_numel": None}),
+        (
+            run({"bytes_raw": 2_700_000}, config({"overrides": [{"parameters": "w", "method": "none"}]})),
+            {"overrides": None},
+        ),
+    ],
+    "never-in-force": [
+        (run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 40})), None),
+        (
+            run({"settings": "blockwise bits=8"}, config(schedule={"ramp": {"steps": 90, "stages": [{"bits": 8}]}})),
+            None,
+        ),
+    ],
+    "no-ratio": [(run({"ratio": 2.4}, config({"method": "bf16"})), {"method": "blockwise", "bits": 8})],
+    "communication-bound": [
+        (run({"communicate_ms": 63.0, "busy_ms": 187.0}, config({"bits": 8})), {"bits": 4}),
+        (run({"communicate_ms": 63.0}, config({"method": "bf16"})), {"method": "blockwise"}),
+    ],
+    "slow-kernels": [(run({"compress_ms": 54.0}), None)],
+    "compression-bound": [
+        (run({**SLOW, "bytes_uncompressed": 84_000_000}, config(STOCHASTIC)), {"rounding": "nearest"}),
+        (run(SLOW, config(TOPK)), {"density": None, "method": "blockwise", "bits": 4}),
+    ],
+    "compression-does-not-pay": [
+        (
+            run(
+                {"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0},
+                config(extra={"zero_optimization": {"stage": 3}}, weights=None),
+            ),
+            {"bits": None, "method": "none"},
+        )
+    ],
+    "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
+    "other-traffic": [(run({"bytes_tensor": 100_000_000}), None)],
+    "straggler": [(run({"busy_ms_median": 200.0, "busy_ms_max": 226.0, "slowest_rank": 3}), None)],
+    "uneven-ranks": [
+        (run(lambda step: {"busy_ms_median": 150.0, "busy_ms_max": 215.0, "slowest_rank": step % 3}), None)
+    ],
+    "large-residuals": [
+        (
+            run({"memory_bytes": 200_000_000}, config({"error_feedback": {"dtype": "fp32"}})),
+            {"error_feedback": {"dtype": "bf16"}},
+        ),
+        (run({"memory_bytes": 100_000_000}), {"error_feedback": {"dtype": "int8"}}),
+    ],
+    "memory-grows": [(run(lambda step: {"memory_bytes": 10**9 + step * 2_000_000}), None)],
+}
+"""By rule: runs that it must find, and the settings of gradients in its patch, None where there are none."""
+
+NEAR: dict[str, list[Run]] = {
+    "compression-too-strong": [
+        run({"residual_norm": 19.9}, config(TOPK)),
+        run(
+            {"residual_norm": 40.0},
+            config({**TOPK, "overrides": [{"parameters": "wte", "method": "none", "every": 20}]}),
+        ),
+        run(lambda step: {"residual_norm": math.sqrt(step), "grad_norm": None}, config(TOPK)),
+        run(lambda step: {"residual_norm": step / 10, "grad_norm": step / 5}, config(TOPK)),
+        run({"cosine": 0.21}, config({"method": "sign"})),
+        run({"residual_norm": 90.0, "cosine": 0.1}, config({"method": "demo"}, {"optimizer": {"type": "SGD"}})),
+    ],
+    "diverging": [
+        run(losses=losses(lambda step: 3 + (step % 2))),
+        run(losses=losses(lambda step: 9.0 if step == 20 else 3 - step / 40)),
+        run(losses=losses(lambda step: math.nan if step == 20 else 3 - step / 40)),
+    ],
+    "guard-fires-often": [run(events=events(2, 1)), run(events=events(3, 60), steps=400)],
+    "skipped-steps": [
+        run(events=events(4, 4, "loss not finite"), steps=100),
+        run(events=events(2, 19, "loss not finite")),
+    ],
+    "nothing-compressed": [run({"bytes_raw": 2_400_000})],
+    "never-in-force": [
+        run(
+            lambda step: {"method": "none", "settings": "none"} if step < 24 else {},
+            config(schedule={"warmup_steps": 23}),
+        ),
+        run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 1}), events=events(1, 1)),
+    ],
+    "no-ratio": [
+        run({"ratio": 2.6}),
+        run({"ratio": 1.3}, config(extra={"zero_optimization": {"stage": 3}}, weights=None)),
+    ],
+    "communication-bound": [run({"communicate_ms": 62.0})],
+    "slow-kernels": [
+        run({"compress_ms": 51.0}),
+        run({"compress_ms": 50.0}, config(TOPK)),
+        run({"compress_ms": 50.0, "bytes_uncompressed": 3_900_000}),
+    ],
+    "compression-bound": [run({"compress_ms": 20.0, "decompress_ms": 17.0}, config(TOPK))],
+    "compression-does-not-pay": [
+        run({"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0}),
+        run(
+            {"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0},
+            config(extra={"zero_optimization": {"stage": 3}}, weights=None),
+        ),
+    ],
+    "weights-uncompressed": [
+        run({"bytes_weights": 5_000_000}, config(weights=None)),
+        run({"bytes_weights": 21_000_000}),
+    ],
+    "other-traffic": [run({"bytes_tensor": 10_000_000}), run({"bytes_tensor": 100_000_000, "communicate_ms": 10.5})],
+    "straggler": [
+        run({"busy_ms_median": 200.0, "busy_ms_max": 224.0}),
+        run(lambda step: {"busy_ms_median": 200.0, "busy_ms_max": 230.0, "slowest_rank": step % 2}),
+    ],
+    "uneven-ranks": [run(lambda step: {"busy_ms_median": 150.0, "busy_ms_max": 210.0, "slowest_rank": step % 3})],
+    "large-residuals": [
+        run({"memory_bytes": 110_000_000}),
+        run({"memory_bytes": 100_000_000}, config({"error_feedback": {"device": "cpu"}})),
+    ],
+    "memory-grows": [
+        run(lambda step: {"memory_bytes": 10**9 + min(step, 25) * 10_000_000}),
+        run(lambda step: {"memory_bytes": 10**9 + step * 1_000_000}),
+    ],
+}
+"""By rule: runs that it must just not find."""
+
+FOUND = [
+    pytest.param(rule, *pair, id=f"{rule}-{index}")
+    for rule, pairs in PLANTED.items()
+    for index, pair in enumerate(pairs)
+]
+
+
+@pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
+def test_a_rule_finds_what_it_is_for(rule: str, found: Run, gradients: Any) -> None:
+    diagnosis = examine(found)
+    assert [one.rule.name for one in diagnosis.found][:1] == [rule]
+    patch = diagnosis.found[0].patch or {}
+    assert patch.get("deepspeed_compress", {}).get("gradients") == gradients
+
+
+@pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
+def test_every_patch_is_valid_and_cures(rule: str, found: Run, gradients: Any) -> None:
+    for one in examine(found).found:
+        assert one.obstacle == ""
+        assert one.finding.wanted is None or one.patch
+        if one.patch is not None:
+            patched = apply(found.config, one.patch)
+            assert patched == one.finding.wanted
+            assert find_problems(patched) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [pytest.param(rule, one, id=f"{rule}-{index}") for rule, runs in NEAR.items() for index, one in enumerate(runs)],
+)
+def test_a_rule_is_silent_just_below_its_threshold(rule: str, found: Run) -> None:
+    diagnosis = examine(found)
+    assert rule in [checked.name for checked in diagnosis.checked]
+    assert rule not in [one.rule.name for one in diagnosis.found]
+
+
+def test_every_rule_is_tested_on_both_sides() -> None:
+    assert list(PLANTED) == [rule.name for rule in RULES] == list(NEAR)
+
+
+def test_a_healthy_run_has_no_findings_and_nothing_is_left_unchecked() -> None:
+    diagnosis = examine(run())
+    assert diagnosis.found == ()
+    assert diagnosis.unchecked == ()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_without_its_figures_is_not_checked(rule: Any) -> None:
+    bare = Run(run().directory, tuple({"step": step, "method": "none"} for step in range(1, 41)))
+    unchecked = {one.name: needs for one, needs in examine(bare).unchecked}
+    assert unchecked[rule.name]
+
+
+def test_loss_beside_the_baseline() -> None:
+    better = run(losses=losses(lambda step: 2 + 7.0 / step))
+    slightly = run(losses=losses(lambda step: 1.02 * (2 + 7.0 / step)))
+    much = run(losses=losses(lambda step: 1.06 * (2 + 7.0 / step)))
+    assert names(better, better) == []
+    assert examine(slightly, better).found[0].severity == "serious"
+    assert examine(much, better).found[0].severity == "critical"
+    assert names(slightly, better) == ["compression-too-strong"]
+
+
+def test_waiting_for_a_straggler_is_not_waiting_for_the_network() -> None:
+    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(late)) == ["straggler"]
+
+
+def test_other_remedies_for_the_network() -> None:
+    slow = {"communicate_ms": 90.0}
+    often = run(slow, config(extra={"gradient_accumulation_steps": 4}))
+    assert examine(often).found[0].patch == {"zero_optimization": {"stage": 1}}
+    once = run(slow, config(extra={"zero_optimization": {"stage": 1}, "train_batch_size": 8}))
+    assert examine(once).found[0].patch == {"train_batch_size": 16, "gradient_accumulation_steps": 2}
+    small = run({**slow, "bytes_sent": 200_000, "bytes_weights": 200_000})
+    assert "latency" in examine(small).found[0].finding.remedy
+
+
+def test_slower_than_the_baseline() -> None:
+    slow = run({"step_ms": 280.0, "communicate_ms": 40.0})
+    dense = run({"method": "none", "step_ms": 240.0}, config({"method": "none"}, weights=None))
+    assert names(slow, dense) == ["compression-does-not-pay"]
+    assert names(run({"step_ms": 260.0, "communicate_ms": 40.0}), dense) == []
+
+
+def test_memory_of_own_elements_counts_where_it_is_kept() -> None:
+    """Of two ranks: samples say how many there are."""
+    demo = config({"method": "demo", "memory": {"dtype": "fp32"}}, {"optimizer": {"type": "SGD"}})
+    peak = {"memory_bytes": 300_000_000}
+    assert names(run(peak, demo)) == []
+    assert names(run(lambda step: {**peak, "samples": 8 * step}, demo)) == ["large-residuals"]
+
+
+def test_the_default_type_of_residuals_is_a_notice() -> None:
+    bf16, fp32 = (config({"error_feedback": {"dtype": dtype}}) for dtype in ("bf16", "fp32"))
+    found = [examine(run({"memory_bytes": 90_000_000}, one)).found[0].severity for one in (bf16, fp32)]
+    assert found == ["notice", "serious"]
+
+
+def test_an_event_near_the_beginning_of_a_divergence_is_told() -> None:
+    [one] = examine(run(losses=losses(rising), events=events(1, 1))).found
+    assert one.finding.evidence["events around it"] == [
+        "step 3: anomaly, gradient norm 9 is 30 times the running median"
+    ]
+    assert 22 <= one.finding.evidence["first sign at step"] <= 32
+    assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}

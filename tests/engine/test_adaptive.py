@@ -1,0 +1,81 @@
+"""Settings that follow the network and the gradients, on ranks that decide alike."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+
+ADAPTIVE = {"probe_every": 4, "max_error": 0.3, "candidates": [{"bits": 8}, {"bits": 4}, {"bits": 2}]}
+
+
+def follow(rank: int, job: Job, slow_from: int | None = None) -> tuple[list[str], list[str], dict[str, list[float]]]:
+    """Settings of each step and events, with a link that is slow from a step on."""
+    engine, settings = start(job), []
+    prober = engine.compression._prober
+    data_rank = engine.grid.get_data_parallel_rank() if job.stages > 1 else rank
+    batches = data(data_rank, job)
+    measure = prober.measure
+
+    def measured(*args: Any) -> Any:
+        seen = measure(*args)
+        slow = slow_from is not None and engine.global_steps > slow_from
+        link = replace(seen.link, seconds_per_byte=1e-3 if slow else 1e-15)
+        return replace(seen, link=link, codec_seconds=(1e-6,) * len(seen.codec_seconds), step=0.01, waited=9.0)
+
+    prober.measure = measured
+    for step in range(job.steps):
+        settings.append(engine.compression.settings)
+        (run_pipeline if job.stages > 1 else run)(engine, batches[step : step + 1])
+    return settings, [str(event) for event in engine.compression.events], weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_is_compressed_until_it_pays(stage: int) -> None:
+    section = {"gradients": {"bits": 8}, "adaptive": ADAPTIVE}
+    first, second = run_forks(2, follow, Job(stage, section, steps=14), 6)
+    assert first[:2] == second[:2]
+    settings, events, _ = first
+    assert settings[:2] == ["blockwise bits=8"] * 2
+    assert settings[2:6] == ["none"] * 4
+    assert settings[-1] == "blockwise bits=4"
+    assert [event.split()[2] for event in events] == ["adapt:", "adapt:"]
+
+
+def test_stages_of_a_pipeline_choose_alike() -> None:
+    job = Job(1, {"gradients": {"bits": 8}, "adaptive": ADAPTIVE}, stages=2, steps=10)
+    found = run_forks(4, follow, job, 4)
+    assert len({tuple(settings) for settings, _, _ in found}) == 1
+    assert found[0][0][-1] == "blockwise bits=4"
+
+
+def test_groups_of_parameters_get_settings_of_their_own() -> None:
+    """The bias of one layer is worth more than that of others when the allowed error is small."""
+    adaptive = {**ADAPTIVE, "groups": ["^0", "^2"], "max_error": 0.15}
+    section = {"gradients": {"bits": 2, "block_size": 64}, "adaptive": adaptive}
+    first, second = run_forks(2, follow, Job(2, section, steps=12), 0)
+    assert first == second
+    assert "blockwise" in first[0][-1]
+
+
+def resume(rank: int, directory: str, job: Job) -> tuple[Any, Any, Any, Any]:
+    batches, half = data(rank, job), 6
+    engine = start(job)
+    run(engine, batches[:half])
+    engine.save_checkpoint(directory)
+    choice = engine.compression.decisions()["policy"]["adaptation"]
+    engine.destroy()
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    again = engine.compression.decisions()["policy"]["adaptation"]
+    return choice, again, engine.compression.settings, engine.compression.policy.adaptation.settings.method
+
+
+def test_a_resumed_run_has_the_choice_of_the_one_that_saved(tmp_path: Path) -> None:
+    section = {"gradients": {"bits": 8}, "adaptive": {**ADAPTIVE, "probe_every": 50}}
+    for choice, again, *_ in run_forks(2, resume, str(tmp_path), Job(2, section, steps=6)):
+        assert list(again["choice"]) == list(choice["choice"])
+        assert again["next"] == choice["next"]

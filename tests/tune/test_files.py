@@ -1,0 +1,105 @@
+"""The files of a trial."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.tune import files
+from deepspeed_compress.tune.files import TRIAL, Task, figures, finished_before, save_result, steps_done, trial_config
+from deepspeed_compress.tune.halving import Result
+from deepspeed_compress.tune.space import SPACE, Candidate, find_candidates
+
+DS_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2},
+    "wandb": {"enabled": True, "project": "mine"},
+    "custom": {"key": 1},
+}
+
+
+def config_of(section: dict[str, Any], steps: int = 30) -> dict[str, Any]:
+    return trial_config(DS_CONFIG, Candidate("x", section), Task(steps, "/results/x"))
+
+
+def test_the_file_is_the_users_with_the_candidates_section() -> None:
+    section = {"gradients": {"bits": 4}, "seed": 1, "monitor": {"every": 100, "path": "runs/mine"}}
+    found = config_of(section)
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    assert found["custom"] == {"key": 1}
+    assert found["wandb"] == {"enabled": False, "project": "mine"}
+    assert found[TRIAL] == {"steps": 30, "directory": "/results/x"}
+    assert found[SECTION] == {
+        "gradients": {"bits": 4},
+        "seed": 1,
+        "schedule": {"warmup_steps": 0},
+        "monitor": {"every": 5, "path": "/results/x/statistics", "cosine_every": 10},
+    }
+
+
+@pytest.mark.parametrize(("asked", "steps", "given"), [(200, 30, 6), (200, 270, 54), (4, 30, 4)])
+def test_warming_up_is_a_fifth_of_a_trial_at_most(asked: int, steps: int, given: int) -> None:
+    gradients = {"method": "topk", "density_warmup_steps": asked}
+    found = config_of({"gradients": gradients, "schedule": {"warmup_steps": asked}}, steps)[SECTION]
+    assert found["schedule"] == {"warmup_steps": given}
+    assert found["gradients"]["density_warmup_steps"] == given
+
+
+def test_nothing_changes_settings_during_a_trial() -> None:
+    schedule = {"phases": [{"until": 0.5}, {"gradients": {"bits": 8}}], "total_steps": 9, "ramp": {"steps": 3}}
+    found = config_of({"guard": {}, "schedule": schedule})[SECTION]
+    assert "guard" not in found
+    assert found["schedule"] == {"warmup_steps": 0}
+
+
+def test_the_baseline_has_no_cosine_to_sample() -> None:
+    assert "cosine_every" not in config_of({"gradients": {"method": "none"}})[SECTION]["monitor"]
+
+
+def test_every_candidate_has_a_valid_file() -> None:
+    own = {**DS_CONFIG, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.0, 0.9]}}}
+    kept, _ = find_candidates(own)
+    assert len(kept) == len(SPACE) + 1
+    for candidate in kept:
+        assert find_problems(trial_config(own, candidate, Task(10, "/x"))) == []
+
+
+def write_lines(directory: Path, lines: list[dict[str, Any]]) -> None:
+    (directory / "trial.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_figures_leave_the_beginning_out(tmp_path: Path) -> None:
+    """Times and bytes without the first fifth, the loss of the last fourth."""
+    lines = [
+        {
+            "step": step,
+            "loss": 100.0 if step <= 15 else float(step),
+            "step_ms": 1000.0 if step <= 4 else (50.0 if step == 9 else 7.0),
+            "bytes": 10**6 if step <= 4 else (step if step % 5 == 0 else None),
+            "cosine": {10: 0.5, 20: 0.7}.get(step),
+        }
+        for step in range(1, 21)
+    ]
+    write_lines(tmp_path, lines)
+    assert figures(tmp_path) == {"loss": 18.0, "step_ms": 7.0, "bytes": 12.5, "cosine": pytest.approx(0.6)}
+
+
+def test_how_far_a_trial_is(tmp_path: Path) -> None:
+    assert steps_done(tmp_path) == 0
+    (tmp_path / "statistics").mkdir()
+    (tmp_path / "statistics" / "compression.jsonl").write_text('{"step": 5}\n{"step": 10}\n{"st')
+    assert steps_done(tmp_path) == 10
+
+
+def test_only_what_has_finished_with_the_same_file_is_taken_again(tmp_path: Path) -> None:
+    result = Result("a", "finished", 1.5, 2.5, 3.5, None, 4.5, "", ("x", "y"))
+    assert finished_before(tmp_path, {"a": 1}) is None
+    (tmp_path / files.CONFIG).write_text('{"a": 1}')
+    assert finished_before(tmp_path, {"a": 1}) is None
+    save_result(tmp_path, result)
+    assert finished_before(tmp_path, {"a": 1}) == result
+    assert finished_before(tmp_path, {"a": 2}) is None
+    save_result(tmp_path, Result("a", "failed", error="out of memory"))
+    assert finished_before(tmp_path, {"a": 1}) is None

@@ -1,0 +1,70 @@
+"""The command line: which words are `tune`'s, and what it makes of them."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress import cli
+from deepspeed_compress.tune.options import add_tune_arguments, duration, own_options, share
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return cli._parser().parse_args(cli._separated(["tune", *arguments]))
+
+
+def test_what_follows_the_own_options_is_passed_on() -> None:
+    rest = ["--num_gpus", "2", "train.py", "--config", "other.json", "--steps", "9", "--help", "--output=x"]
+    options = parsed("--config", "ds.json", "--time-budget=1h30m", "--target-loss-gap", "1%", *rest)
+    assert options.arguments == ["--", *rest]
+    assert (options.config, options.time_budget, options.target_loss_gap) == (Path("ds.json"), 5400, 0.01)
+    assert (options.steps, options.output, options.launcher) == (30, Path("tuning_results"), "deepspeed")
+
+
+def test_a_script_may_come_at_once() -> None:
+    assert parsed("--config", "ds.json", "train.py", "-h").arguments == ["--", "train.py", "-h"]
+
+
+@pytest.mark.parametrize("given", [["-h"], ["--config", "ds.json", "--help"]])
+def test_help_before_the_script_is_ours(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed(*given)
+    assert stop.value.code == 0
+    assert "--target-loss-gap" in capsys.readouterr().out
+
+
+def test_every_option_is_known_with_its_values() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_tune_arguments(parser)
+    known = {name: int(action.nargs is None) for action in parser._actions for name in action.option_strings}
+    assert own_options() == known
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.5%", 0.005), ("0.005", 0.005), ("2 %", 0.02), (".5%", 0.005)])
+def test_shares(text: str, value: float) -> None:
+    assert share(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "100%", "1", "x", "-1%", "nan", "1e-3"])
+def test_wrong_shares(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
+        share(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2h", 7200), ("1h30m", 5400), ("1d", 86400)])
+def test_durations(text: str, value: float) -> None:
+    assert duration(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "2", "h", "0s", "1.5h", "2h later", "-2h"])
+def test_wrong_durations(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
+        duration(text)
+
+
+@pytest.mark.parametrize("given", [["--steps", "9"], ["--rungs", "0"], ["--metric", "loss"], ["--launcher", "slurm"]])
+def test_wrong_values(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed("--config", "ds.json", *given, "train.py")
+    assert stop.value.code == 2
+    assert given[0] in capsys.readouterr().err

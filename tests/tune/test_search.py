@@ -1,0 +1,180 @@
+"""The search with results that are made up, and a clock that is."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from deepspeed_compress.tune.halving import Result, Rung, plan
+from deepspeed_compress.tune.search import Budget, Outcome, search
+from deepspeed_compress.tune.space import BASELINE, Candidate
+from tests.tune.results import BASE, candidates, result
+
+RUNGS = plan(10, 3, 0.01)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Fake:
+    """Trials that take `seconds` by `clock`, or as long as they are given. `found`: finished in an earlier call."""
+
+    results: Mapping[str, Result]
+    clock: Clock = field(default_factory=Clock)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    found: Mapping[tuple[str, int], Result] = field(default_factory=dict)
+    started: list[tuple[str, int]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def find(self, candidate: Candidate, rung: Rung) -> Result | None:
+        return self.found.get((candidate.name, rung.number))
+
+    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
+        self.started.append((candidate.name, rung.number))
+        progress(rung.steps)
+        needed = self.seconds.get(candidate.name, 10.0)
+        self.clock.now += min(needed, seconds)
+        return self.results[candidate.name] if needed <= seconds else Result(candidate.name, "stopped")
+
+    def begin(self, candidate: Candidate, rung: Rung) -> None:
+        self.told.append(f"begin {candidate.name}")
+
+    def steps(self, done: int) -> None:
+        self.told.append(f"{done} steps")
+
+    def end(self, result: Result, rung: Rung, again: bool) -> None:
+        self.told.append(f"end {result.name}{' again' if again else ''}")
+
+    def rung_over(self, rung: Rung, left: int) -> None:
+        self.told.append(f"{left} left")
+
+
+GOOD = {
+    BASELINE: BASE,
+    **{name: result(name, 0.001 * index, 60 + index, 100 - index) for index, name in enumerate("abcdefg")},
+}
+
+
+def run(fake: Fake, names: str = "abcdefg", seconds: float | None = None, rungs: list[Rung] = RUNGS) -> Outcome:
+    return search(candidates(*names), rungs, fake, "bytes", Budget(seconds, fake.clock), fake)
+
+
+def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake)
+    assert fake.started == [
+        *((name, 1) for name in [BASELINE, *"abcdefg"]),
+        *((name, 2) for name in [BASELINE, *"gfe"]),
+        *((name, 3) for name in [BASELINE, "g", "f"]),
+    ]
+    assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
+    assert (outcome.stopped, outcome.failure) == ("", None)
+    assert fake.told[:3] == ["begin none", "10 steps", "end none"]
+    assert [line for line in fake.told if line.endswith("left")] == ["3 left", "2 left", "2 left"]
+
+
+def test_a_candidate_that_fails_does_not_end_it() -> None:
+    fake = Fake({**GOOD, "g": Result("g", "failed", error="RuntimeError: no")})
+    outcome = run(fake)
+    assert outcome.rounds[0].results["g"].error == "RuntimeError: no"
+    assert [name for name, number in fake.started if number == 2] == [BASELINE, "f", "e", "d"]
+
+
+def test_the_baseline_that_fails_ends_it() -> None:
+    failed = Result(BASELINE, "failed", error="MemoryError", tail=("x",))
+    fake = Fake({**GOOD, BASELINE: failed})
+    outcome = run(fake)
+    assert fake.started == [(BASELINE, 1)]
+    assert outcome.failure is failed
+    assert outcome.stopped == "uncompressed training failed in rung 1"
+
+
+def test_nobody_survives() -> None:
+    fake = Fake({BASELINE: BASE, "a": result("a", 0.5, 10), "b": result("b", 0.0, 10, 2000)})
+    outcome = run(fake, "ab")
+    assert len(outcome.rounds) == 1
+    assert outcome.stopped == ""
+
+
+def test_the_time_budget_ends_the_trial_that_runs() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake, seconds=35)
+    assert fake.clock.now == 135
+    assert [one.status for one in outcome.rounds[0].results.values()] == ["finished"] * 3 + ["stopped"]
+    assert outcome.stopped == "the time budget was used up in rung 1"
+
+
+def test_no_trial_begins_after_the_time_budget() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake, seconds=80)
+    assert len(fake.started) == 8
+    assert [len(one.results) for one in outcome.rounds] == [8]
+    assert outcome.stopped == "the time budget was used up in rung 2"
+
+
+def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
+    found = {(name, 1): GOOD[name] for name in [BASELINE, *"abcdefg"]}
+    fake = Fake(GOOD, found=found)
+    outcome = run(fake, seconds=30)
+    assert fake.started == [(BASELINE, 2), ("g", 2), ("f", 2)]
+    assert "end a again" in fake.told
+    assert outcome.stopped == "the time budget was used up in rung 2"
+    assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
+
+
+def test_a_trial_that_hangs_fails_and_the_search_goes_on() -> None:
+    """Three times the seconds of the baseline, and one minute."""
+    fake = Fake(GOOD, seconds={"c": math.inf})
+    outcome = run(fake, rungs=RUNGS[:1])
+    hung = outcome.rounds[0].results["c"]
+    assert (hung.status, hung.error) == ("failed", "took more than 3 times as long as uncompressed training")
+    assert fake.clock.now == 100 + 7 * 10 + 90
+    assert len(outcome.rounds[0].results) == 8
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(None, math.inf), (50, 30)])
+def test_a_budget(seconds: float | None, left: float) -> None:
+    clock = Clock()
+    budget = Budget(seconds, clock)
+    clock.now += 20
+    assert budget.left() == left
+
+
+@dataclass
+class Late(Fake):
+    """`late` lose in longer trials alone."""
+
+    late: str = ""
+
+    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
+        found = super().run(candidate, rung, seconds, progress)
+        return result(found.name, 0.5, 50) if candidate.name in self.late and rung.number > 1 else found
+
+
+def test_those_without_a_place_come_in_where_nobody_survives() -> None:
+    fake = Late(GOOD, late="gfe")
+    outcome = run(fake)
+    assert [name for name, number in fake.started if number == 2] == [BASELINE, "g", "f", "e", "d", "c"]
+    assert [name for name, number in fake.started if number == 3] == [BASELINE, "d", "c"]
+    assert list(outcome.rounds[1].results) == [BASELINE, "g", "f", "e", "d", "c"]
+    assert outcome.stopped == ""
+
+
+def test_the_time_budget_holds_for_them_too() -> None:
+    outcome = run(Late(GOOD, late="gfe"), seconds=125)
+    assert {name: one.status for name, one in outcome.rounds[1].results.items()}["d"] == "stopped"
+    assert outcome.stopped == "the time budget was used up in rung 2"
+
+
+def test_when_all_lose_there_is_an_end() -> None:
+    fake = Late(GOOD, late="abcdefg")
+    outcome = run(fake)
+    assert sorted(name for name, number in fake.started if number == 2) == sorted([BASELINE, *"abcdefg"])
+    assert len(outcome.rounds) == 2

@@ -1,0 +1,171 @@
+"""Trials as processes: how they end, and what is left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.tune import trials
+from deepspeed_compress.tune.halving import Result, Rung
+from deepspeed_compress.tune.space import Candidate
+from deepspeed_compress.tune.trials import Trials
+
+RUNG = Rung(1, 30, 0.01, 0.0)
+CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})
+
+
+def nothing(done: int) -> None:
+    pass
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a trial whose processes are a Python program of one's own; returns the result."""
+    made = Trials({"custom": 1}, Path("ds.json"), "none", ["train.py", "--deepspeed", "ds.json"], tmp_path / "out")
+
+    def run(program: str, seconds: float = 60) -> Result:
+        def command(launcher: str, arguments: list[str], runner: str) -> list[str]:
+            assert (launcher, runner) == ("none", "deepspeed_compress.tune.rank")
+            return [sys.executable, "-c", program, *arguments]
+
+        monkeypatch.setattr("deepspeed_compress.integrations.launch.launch_command", command)
+        return made.run(CANDIDATE, RUNG, seconds, nothing)
+
+    run.trials = made  # type: ignore[attr-defined]
+    return run
+
+
+WRITES = """
+import json, pathlib, sys
+config = pathlib.Path(sys.argv[3])
+task = json.loads(config.read_text())["deepspeed_compress_trial"]
+lines = [{"step": n, "loss": 2.0, "step_ms": 5.0, "bytes": 7, "cosine": None} for n in range(1, task["steps"] + 1)]
+(config.parent / "trial.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+def test_a_trial_that_finishes(start: Any) -> None:
+    result = start(WRITES)
+    assert (result.status, result.loss, result.step_ms, result.bytes, result.cosine) == (
+        "finished",
+        2.0,
+        5.0,
+        7.0,
+        None,
+    )
+    assert start.trials.find(CANDIDATE, RUNG) == result
+    assert start.trials.find(CANDIDATE, Rung(1, 31, 0.01, 0.0)) is None
+    assert start.trials.find(Candidate("int4", {"gradients": {"bits": 8}}), RUNG) is None
+    directory = start.trials.directory(CANDIDATE, RUNG)
+    assert directory.name == "int4-30steps"
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "cmd.txt",
+        "ds_config.json",
+        "result.json",
+        "stdout.log",
+        "trial.jsonl",
+    ]
+
+
+FAILS = r"""
+import sys
+print("beginning", flush=True)
+sys.stderr.write("[rank1]: Traceback ...\n\x1b[31m[rank1]: torch.OutOfMemoryError: CUDA out of memory\x1b[0m\n")
+print("[ERROR] [launch.py] exits with return code = 1", flush=True)
+sys.exit(1)
+"""
+
+
+def test_a_trial_that_fails_leaves_the_end_of_its_log(start: Any) -> None:
+    result = start(FAILS)
+    assert (result.status, result.error) == ("failed", "torch.OutOfMemoryError: CUDA out of memory")
+    assert sorted(result.tail) == sorted(
+        [
+            "beginning",
+            "[rank1]: Traceback ...",
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory",
+            "[ERROR] [launch.py] exits with return code = 1",
+        ]
+    )
+    assert start.trials.find(CANDIDATE, RUNG) is None
+
+
+def test_a_trial_that_says_nothing(start: Any) -> None:
+    assert start("raise SystemExit(7)").error == "exit code 7, and no figures"
+    assert start("pass").error == "exit code 0, and no figures"
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(1)", "import os; os.abort()", "import time; time.sleep(600)"])
+def test_figures_count_however_the_script_ends_after_them(end: str, start: Any) -> None:
+    assert start(WRITES + end, seconds=3).status == "finished"
+
+
+def test_what_was_left_of_a_trial_before_does_not_stay(start: Any) -> None:
+    start(WRITES)
+    assert start("pass").status == "failed"
+
+
+HANGS = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(pathlib.Path(sys.argv[3]).parent / "child").write_text(str(child.pid))
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_a_trial_whose_time_is_up_ends_with_everything_that_it_started(start: Any) -> None:
+    result = start(HANGS, seconds=2)
+    assert (result.status, result.error) == ("stopped", "time was up")
+    wait_until_gone(int((start.trials.directory(CANDIDATE, RUNG) / "child").read_text()))
+
+
+def test_what_does_not_end_by_itself_is_ended(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "PATIENCE", 0.5)
+    result = start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", seconds=1)
+    assert result.status == "stopped"
+    assert result.seconds < 20
+
+
+TUNES = """
+import sys
+from pathlib import Path
+from deepspeed_compress.tune import command, trials
+with command._terminable():
+    trials._wait([sys.executable, "-c", Path(sys.argv[1]).read_text(), "", "", sys.argv[2] + "/x"],
+                 Path(sys.argv[2]), float("inf"), lambda done: None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_trial_too(number: signal.Signals, tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TUNES, str(program), str(tmp_path)], stderr=subprocess.DEVNULL, env={**os.environ}
+    )
+    deadline = time.monotonic() + 60
+    child = tmp_path / "child"
+    while not (child.is_file() and child.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) != 0
+    wait_until_gone(int(child.read_text()))
