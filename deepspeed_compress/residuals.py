@@ -216,9 +216,13 @@ class Residuals:
 
     def square_norm(self) -> float:
         """Sum of squares over this rank's values, those of the running step included."""
-        return sum(
-            float(self._decoded(slot.current, _numel(layout)).square().sum()) for layout, slot in self._slots.items()
-        )
+        return sum(self._square(slot.current, _numel(layout)) for layout, slot in self._slots.items())
+
+    def _square(self, payload: Tensor, numel: int) -> float:
+        # Numbers are read where they are stored, not decoded first.
+        storage = self.storage
+        values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
+        return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Every range with its applied values, flat fp32."""

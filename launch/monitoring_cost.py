@@ -1,4 +1,4 @@
-"""What monitoring costs: the end of a step with and without statistics, against the time of the whole step.
+"""What monitoring and steering cost: the end of a step with and without them, against the time of the whole step.
 
     torchrun --nproc_per_node 2 launch/monitoring_cost.py --steps 200
 
@@ -21,12 +21,14 @@ from deepspeed_compress.models import build_model, read_model_config
 
 SEQUENCES, TOKENS = 4, 128
 SETTINGS: dict[str, dict[str, Any]] = {
-    "never": {"every": 10**9},
-    "every 1, not written": {"every": 1},
-    "every 10": {"every": 10, "path": "ten"},
-    "every 1": {"every": 1, "path": "one"},
+    "nothing": {},
+    "monitor every 10": {"monitor": {"every": 10, "path": "ten"}},
+    "monitor every 1": {"monitor": {"every": 1, "path": "one"}},
+    "schedule": {"schedule": {"phases": [{"until": 0.5}, {"gradients": {"bits": 4}}], "total_steps": 10**6}},
+    "guard": {"guard": {}},
+    "adaptive, measured every 10": {"adaptive": {"probe_every": 10, "max_error": 0.05}},
 }
-"""Keys of `monitor`."""
+"""Keys of the section, beside 4-bit gradients; with so small an error allowed, adaptation stays with 8 bits or none."""
 WARM_UP, WINDOW = 10, 10
 """Steps: left out at the beginning, and of which the mean is taken before the median."""
 
@@ -34,10 +36,12 @@ WARM_UP, WINDOW = 10, 10
 class Timed:
     """An engine, and how long its steps and the ends of its steps took, in milliseconds."""
 
-    def __init__(self, model_file: Path, monitor: dict[str, Any], directory: Path) -> None:
+    def __init__(self, model_file: Path, keys: dict[str, Any], directory: Path) -> None:
         model = build_model(model_file, read_model_config(model_file), seed=0)
-        path = {"path": str(directory / monitor["path"])} if "path" in monitor else {}
-        section = {"gradients": {"bits": 4}, "monitor": {**monitor, **path}}
+        monitor = dict(keys.get("monitor", {}))
+        if "path" in monitor:
+            monitor["path"] = str(directory / monitor["path"])
+        section = {"gradients": {"bits": 4}, **keys, "monitor": monitor}
         ds_config = {
             "train_micro_batch_size_per_gpu": SEQUENCES,
             "steps_per_print": 10**9,
@@ -81,7 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each engine, a multiple of 10 (default: 200)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        timed = {name: Timed(options.model, monitor, Path(directory)) for name, monitor in SETTINGS.items()}
+        timed = {name: Timed(options.model, keys, Path(directory)) for name, keys in SETTINGS.items()}
         words = read_model_config(options.model).vocab_size
         for _ in range(WARM_UP + options.steps):
             tokens = torch.randint(words, (SEQUENCES, TOKENS), device=next(iter(timed.values())).engine.device)
@@ -92,11 +96,11 @@ def main() -> None:
 
 
 def show(timed: dict[str, Timed]) -> None:
-    without = timed["never"].end()
+    without = timed["nothing"].end()
     for name, one in timed.items():
         step = statistics.median(one.steps[WARM_UP:])
         cost = one.end() - without
-        print(f"{name}: step {step:.1f} ms, its end {one.end():.3f} ms, monitoring {cost:.3f} ms ({cost / step:.2%})")
+        print(f"{name}: step {step:.1f} ms, its end {one.end():.3f} ms, this costs {cost:.3f} ms ({cost / step:.2%})")
 
 
 if __name__ == "__main__":

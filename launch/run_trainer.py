@@ -24,6 +24,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
     default_data_collator,
+    set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -52,6 +53,8 @@ class Options:
 
 def main() -> None:
     options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+    # Trainer does so too, but after the weights were drawn.
+    set_seed(args.seed)
     files = text_files([Path(name) for name in options.train_files])
     tokenizer = find_tokenizer(options, args, files)
     rows = blocks(files, tokenizer, options.block_size)

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_compress.engine.seams import Seam
 
-__all__ = ["SEAMS", "Losses", "Means", "busy_of_all", "largest_of_all"]
+__all__ = ["SEAMS", "Losses", "Means", "gather_busy", "largest_of_all"]
 
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
 
@@ -100,9 +100,15 @@ def largest_of_all(value: float, device: Any) -> float:
     return float(found)
 
 
-def busy_of_all(milliseconds: float, device: Any) -> list[float]:
-    """The figure of every rank. Collective."""
-    mine = torch.tensor([milliseconds], dtype=torch.float32, device=device)
+def gather_busy(milliseconds: float | None, device: Any) -> Callable[[], list[float]]:
+    """Begin to gather a figure of every rank. Returns what gives them, in order of ranks; none if it is not known."""
+    mine = torch.tensor([-1.0 if milliseconds is None else milliseconds], dtype=torch.float32, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [float(one) for one in every]
+    handle = dist.all_gather(every, mine, async_op=True)
+
+    def gathered() -> list[float]:
+        handle.wait()
+        found = [float(one) for one in every]
+        return found if min(found) >= 0 else []
+
+    return gathered

@@ -24,9 +24,9 @@ RATE = 32
 """One element in so many is in the sample; of small parameters more."""
 NUMEL = 2**20
 """Elements of the message by which sizes are told."""
-PROBE_SECONDS = 0.01
+PROBE_SECONDS = 0.002
 """How long the larger probe of the link is to take."""
-SMALLEST, LARGEST = 2**18, 2**26
+SMALLEST, LARGEST = 2**18, 2**22
 
 
 @dataclass

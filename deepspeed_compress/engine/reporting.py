@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from deepspeed_compress.config import Monitor
-from deepspeed_compress.engine.observer import busy_of_all
+from deepspeed_compress.engine.observer import gather_busy
 from deepspeed_compress.engine.parallel import Sizes, Survey
 from deepspeed_compress.monitor import Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, Plan
@@ -31,10 +31,11 @@ class Reporter:
         self._survey = survey
         self._device = device
         self._ended: float | None = None
+        self._busy: Callable[[], list[float]] = list
 
     def due(self, step: int) -> bool:
-        """Whether the finished `step`, from 1, is measured."""
-        return step % self._every == 0
+        """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
+        return bool(self.sinks) and step % self._every == 0
 
     def step_ended(self) -> float | None:
         """Milliseconds since the end of the step before; None for the first."""
@@ -44,16 +45,14 @@ class Reporter:
 
     def report(self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: float | None) -> None:
         """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
-        if not self.sinks:
-            return
         times, memory = self._meter.milliseconds(), peak_memory(self._device)
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
-        everyone = busy_of_all(-1.0 if busy is None else busy, self._device)
+        # Gathered while training goes on: nobody waits for the slowest rank to tell that it is slow.
+        everyone, self._busy = self._busy(), gather_busy(busy, self._device)
         found = self._survey(self._meter.sizes())
         if found is None:
             return
         rank, sizes = found
-        known = busy is not None
         figures = StepStatistics(
             step=seen.step,
             samples=samples,
@@ -69,9 +68,9 @@ class Reporter:
             settings=plan.text,
             step_ms=step_ms,
             busy_ms=busy,
-            busy_ms_median=statistics.median(everyone) if known else None,
-            busy_ms_max=max(everyone) if known else None,
-            slowest_rank=everyone.index(max(everyone)) if known else None,
+            busy_ms_median=statistics.median(everyone) if everyone else None,
+            busy_ms_max=max(everyone) if everyone else None,
+            slowest_rank=everyone.index(max(everyone)) if everyone else None,
             memory_bytes=memory,
             grad_norm=seen.grad_norm,
             loss=seen.loss,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import network_rank as language
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, train, weights
 
@@ -257,3 +258,24 @@ def test_training_that_falls_behind_goes_back_to_the_last_checkpoint(tmp_path: P
     )
     assert first == second
     assert [event.split()[2] for event in first][:2] == ["rollback:", "checkpoint_rollback:"]
+
+
+def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
+    """A small GPT on sequences that can be learned: the loss on others at the end, and events."""
+    engine = language.start(GUARDED)
+    for step in range(200):
+        language.train(engine, step, 4, disturb(engine, rank, step))
+    return language.evaluate(engine), [str(event) for event in engine.compression.events]
+
+
+@pytest.mark.slow
+def test_a_language_model_ends_within_one_per_cent_of_undisturbed_training() -> None:
+    ends = {}
+    for fault in (nothing, poison, poison_nan, not_a_number):
+        (loss, events), (_, same) = run_forks(2, learn, fault)
+        assert events == same
+        assert bool(events) == (fault is not nothing)
+        ends[fault.__name__] = loss
+    print(ends)
+    for loss in ends.values():
+        assert loss == pytest.approx(ends["nothing"], rel=0.01)

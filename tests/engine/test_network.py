@@ -1,0 +1,48 @@
+"""A link that becomes slow in mid-run and recovers, on hosts whose links are really limited."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.bench.hosts import Cluster
+from tests.support.hosts import needs_hosts
+
+PROGRAM = str(Path(__file__).with_name("network_rank.py"))
+STEPS, FALLS, RISES = 150, 40, 80
+"""Steps in all, and after which the rate falls and comes back."""
+ADAPTIVE = {
+    "gradients": {"bits": 8},
+    "adaptive": {"probe_every": 20, "max_error": 0.6, "candidates": [{"bits": 4}, {"bits": 2}]},
+}
+
+
+def live(section: dict[str, Any], rates: dict[int, str]) -> list[dict[str, Any]]:
+    """What the ranks of two hosts say at the end; the rate is that of `rates` after so many steps."""
+    with Cluster(2, "1gbit") as cluster:
+
+        def follow(line: str) -> None:
+            step = int(line.split()[1]) if line.startswith("done ") else None
+            if step in rates:
+                cluster.set_rate(rates[step])
+
+        command = [sys.executable, PROGRAM, str(STEPS), json.dumps(section)]
+        run = cluster.run(command, {"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=200, on_line=follow)
+    assert run.failure is None, run.outputs[0][-3000:]
+    return [json.loads(output.strip().splitlines()[-1]) for output in run.outputs]
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
+    first, second = live(ADAPTIVE, {FALLS: "50mbit", RISES: "1gbit"})
+    assert first["events"] == second["events"]
+    assert first["settings"] == second["settings"]
+    assert {kind for _, kind, _, _ in first["events"]} <= {"adapt"}
+    fast, slow, again = (first["settings"][step] for step in (FALLS - 1, RISES - 1, STEPS - 1))
+    assert slow == "blockwise bits=2", first["events"]
+    assert fast != slow != again, first["events"]
+    steady, _ = live({"gradients": {"bits": 8}}, {})
+    assert first["loss"] == pytest.approx(steady["loss"], rel=0.01)
