@@ -36,13 +36,15 @@ Judge = Callable[[Any], bool]
 
 class Norms:
     """`newest`: L2 norm of the mean gradient of the last step, without loss scale; inf where it is not finite, None
-    where DeepSpeed does not compute it. `skips` says of such a norm whether the step is to be left out."""
+    where DeepSpeed does not compute it, and where a loss scale was too large for it. `skips` says of such a norm
+    whether the step is to be left out."""
 
     def __init__(self, engine: Any, skips: Callable[[float], bool]) -> None:
         self.newest: float | None = None
         self._engine = engine
         self._skips = skips
         self._watch = _WATCHES[_kind(engine)]
+        self._overflows = bool(engine.fp16_enabled())
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -52,11 +54,15 @@ class Norms:
             yield
         if self.newest is None:
             known = getattr(self._engine.optimizer, "_global_grad_norm", None)
-            self.newest = None if known is None else _true(known, 1.0)
+            self.newest = None if known is None else self._known(_true(known, 1.0))
 
     def _judge(self, norm: Any) -> bool:
-        self.newest = _true(norm, float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0))
-        return self._skips(self.newest)
+        self.newest = self._known(_true(norm, float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)))
+        return self.newest is not None and self._skips(self.newest)
+
+    def _known(self, norm: float) -> float | None:
+        """In fp16 an overflow is how a loss scale is found: DeepSpeed skips the step and halves the scale."""
+        return None if self._overflows and math.isinf(norm) else norm
 
 
 def _true(norm: Any, scale: float) -> float:

@@ -243,7 +243,7 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._plan = self.policy.begin(step)
-        self.meter.reset(timed=self._reporter.due(step + 1))
+        self.meter.reset(timed=self._plan.probe or self._reporter.due(step + 1))
 
     def _residual_norm(self, finished: FinishedStep) -> float | None:
         """L2 norm of what this rank left out; a momentum is none of it."""

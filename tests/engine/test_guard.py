@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ KINDS: dict[str, Job] = {
         steps=STEPS,
     ),
 }  # fmt: skip
-EVERY = pytest.mark.parametrize("kind", KINDS)
+OFTEN = {"zero 0", "zero 2", "zero 3", "bf16 optimizer"}
+"""Others take part in long runs of the tests alone."""
+EVERY = pytest.mark.parametrize(
+    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,11 @@ def both(job: Job, disturb: Disturb) -> Story:
     return first
 
 
+@cache
+def without_fault(kind: str) -> Story:
+    return both(KINDS[kind], nothing)
+
+
 @EVERY
 def test_without_a_fault_a_guard_changes_no_bit(kind: str) -> None:
     job = replace(KINDS[kind], steps=14)
@@ -147,7 +157,7 @@ def test_exploding_gradients_are_skipped(kind: str) -> None:
 @EVERY
 @pytest.mark.parametrize("fault", [poison, poison_nan])
 def test_a_poisoned_residual_is_cleared_and_training_ends_as_without(kind: str, fault: Disturb) -> None:
-    story, undisturbed = both(KINDS[kind], fault), both(KINDS[kind], nothing)
+    story, undisturbed = both(KINDS[kind], fault), without_fault(kind)
     assert not undisturbed.events
     assert [event.split()[:2] for event in story.events][1] == [str(FAULT + 1), "residuals_cleared"]
     assert story.skipped == 1
@@ -177,11 +187,12 @@ def live_pipeline(rank: int, job: Job) -> tuple[list[str], int]:
 
 
 def synchronise(rank: int, job: Job) -> tuple[list[float], list[str], dict[str, list[float]]]:
-    """Residual norms after each step."""
+    """Squared norms of the residuals after each step, kinds of events, weights at the end."""
     engine, norms = start(job), []
     for batch in data(rank, job):
         run(engine, [batch])
-        norms.append(sum(store.square_norm() for store in engine.compression.stores.values()))
+        stores = engine.compression.stores
+        norms.append(sum(stores[name].square_norm() for name in ("gradients", "means")))
     return norms, [event.kind for event in engine.compression.events], weights(engine)
 
 
@@ -199,11 +210,8 @@ def test_a_full_synchronisation_empties_the_residuals(stage: int, gradients: dic
     section = {"gradients": {**gradients, "error_feedback": {"dtype": "fp32"}}, "guard": {"full_sync_every": 3}}
     first, second = run_forks(2, synchronise, Job(stage, section, steps=6))
     for norms, events, _ in (first, second):
-        factors = norms[2]
         assert events == ["full_sync", "full_sync"]
-        assert norms[1] > factors
-        if gradients["method" if "method" in gradients else "bits"] != "powersgd":
-            assert norms[2] == norms[5] == 0.0
+        assert min(norms[0], norms[1], norms[3], norms[4]) > norms[2] == norms[5] == 0
     assert first[2] == second[2]
 
 
@@ -269,10 +277,11 @@ def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_language_model_ends_within_one_per_cent_of_undisturbed_training() -> None:
     ends = {}
     for fault in (nothing, poison, poison_nan, not_a_number):
-        (loss, events), (_, same) = run_forks(2, learn, fault)
+        (loss, events), (_, same) = run_forks(2, learn, fault, timeout=600)
         assert events == same
         assert bool(events) == (fault is not nothing)
         ends[fault.__name__] = loss

@@ -35,6 +35,7 @@ def live(section: dict[str, Any], rates: dict[int, str]) -> list[dict[str, Any]]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @needs_hosts
 def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
     first, second = live(ADAPTIVE, {FALLS: "50mbit", RISES: "1gbit"})

@@ -23,10 +23,10 @@ def test_skipped_step_leaves_no_trace(stage, section):
         assert bad.parameters == good.parameters
 
 
-def fp16_run(rank: int, stage: int) -> list[dict]:
+def fp16_run(rank: int, stage: int, section: dict = INT4) -> list[dict]:
     """Residual norm and loss scale after every step, a step with an infinite gradient among them."""
     get_accelerator().is_fp16_supported = lambda: True
-    job = Job(stage=stage, section=INT4, extra={"fp16": SCALE}, steps=8)
+    job = Job(stage=stage, section=section, extra={"fp16": SCALE}, steps=8)
     engine = start(job)
     seen = []
     for step, batch in enumerate(data(rank, job)):
@@ -34,9 +34,19 @@ def fp16_run(rank: int, stage: int) -> list[dict]:
             batch = (batch[0] * 3e4, batch[1])
         before = snapshot(engine)
         run(engine, [batch])
-        seen.append({"before": before, "after": snapshot(engine), "skipped": engine.skipped_steps})
+        events = [str(event) for event in engine.compression.events]
+        seen.append({"before": before, "after": snapshot(engine), "skipped": engine.skipped_steps, "events": events})
     assert all(torch.isfinite(torch.tensor(values)).all() for values in weights(engine).values())
     return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_guard_takes_an_overflow_for_what_it_is(stage):
+    """It is no anomaly that a loss scale was too large; and nothing else changes."""
+    guarded, plain = run_forks(2, fp16_run, stage, {**INT4, "guard": {}}), run_forks(2, fp16_run, stage)
+    for with_guard, without in zip(guarded, plain, strict=True):
+        assert with_guard == without
+        assert not with_guard[-1]["events"]
 
 
 def snapshot(engine) -> dict:
