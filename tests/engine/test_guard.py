@@ -155,7 +155,7 @@ def test_exploding_gradients_are_skipped(kind: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("fault", [poison, poison_nan])
+@pytest.mark.parametrize("fault", [poison, pytest.param(poison_nan, marks=pytest.mark.slow)])
 def test_a_poisoned_residual_is_cleared_and_training_ends_as_without(kind: str, fault: Disturb) -> None:
     story, undisturbed = both(KINDS[kind], fault), without_fault(kind)
     assert not undisturbed.events
@@ -204,7 +204,7 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 3))])
 @pytest.mark.parametrize("gradients", METHODS, ids=str)
 def test_a_full_synchronisation_empties_the_residuals(stage: int, gradients: dict[str, Any]) -> None:
     section = {"gradients": {**gradients, "error_feedback": {"dtype": "fp32"}}, "guard": {"full_sync_every": 3}}
