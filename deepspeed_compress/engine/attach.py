@@ -135,7 +135,8 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter) -> Session:
-    reporter = Reporter(config.monitor, meter, parallel.make_survey(engine), engine.device)
+    survey = parallel.make_survey(engine)
+    reporter = Reporter(config.monitor, meter, survey, engine.device, comms_log.listens)
     writer = StatisticsWriter(config.monitor.path, engine.monitor)
     if writer.active:
         reporter.sinks.append(writer.write)

@@ -15,7 +15,7 @@ from deepspeed.comm import comm
 from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.engine.session import Session
 
-__all__ = ["NAMES", "SEAMS", "log_traffic"]
+__all__ = ["NAMES", "SEAMS", "listens", "log_traffic"]
 
 SEAMS = (
     Seam(
@@ -31,6 +31,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 _LEAST_MS = 1e-3
 """The logger divides by the time; clocks of GPUs tell no less than this."""
+
+
+def listens() -> bool:
+    """Whether DeepSpeed's logger wants to know, so that steps are measured for it."""
+    return bool(comm.comms_logger.enabled)
 
 
 def log_traffic(session: Session, device: torch.device) -> None:

@@ -21,21 +21,30 @@ class Reporter:
     """Reports every `monitor.every`-th step to its sinks.
 
     `survey` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks that do
-    not report. Every rank must have the same number of sinks, because some figures are of all ranks.
+    not report. Every rank must have the same number of sinks, because some figures are of all ranks. `others_listen`:
+    whether steps are to be measured for others than sinks.
     """
 
-    def __init__(self, monitor: Monitor, meter: Meter, survey: Survey, device: torch.device) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        meter: Meter,
+        survey: Survey,
+        device: torch.device,
+        others_listen: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.sinks: list[Sink] = []
         self._every = monitor.every
         self._meter = meter
         self._survey = survey
         self._device = device
         self._ended: float | None = None
+        self._others_listen = others_listen
         self._busy: Callable[[], list[float]] = list
 
     def due(self, step: int) -> bool:
         """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
-        return bool(self.sinks) and step % self._every == 0
+        return step % self._every == 0 and (bool(self.sinks) or self._others_listen())
 
     def step_ended(self) -> float | None:
         """Milliseconds since the end of the step before; None for the first."""
@@ -45,6 +54,8 @@ class Reporter:
 
     def report(self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: float | None) -> None:
         """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
+        if not self.sinks:
+            return
         times, memory = self._meter.milliseconds(), peak_memory(self._device)
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
         # Gathered while training goes on: nobody waits for the slowest rank to tell that it is slow.

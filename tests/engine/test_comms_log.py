@@ -18,6 +18,7 @@ EVERYTHING = {"enabled": True, "prof_all": True}
 BOTH = {"weights": {"method": "blockwise"}}
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "both": (EVERYTHING, BOTH),
+    "nothing written": (EVERYTHING, {**BOTH, "monitor": {"every": 2}}),
     "warm-up": (EVERYTHING, {"schedule": {"warmup_steps": 2}}),
     "method none": (EVERYTHING, {"gradients": {"method": "none"}}),
     "off": (None, BOTH),
@@ -61,6 +62,11 @@ def found(directory: Path) -> dict[str, list[Records]]:
     jobs = [job(directory / name, *case) for name, case in CASES.items()]
     by_rank = run_forks(2, records, *jobs)
     return dict(zip(CASES, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]
+
+
+def test_nothing_needs_to_be_written_for_it(found: dict[str, list[Records]]) -> None:
+    sizes = [{name: list(record) for name, record in found[case][0].items()} for case in ("nothing written", "both")]
+    assert sizes[0] == sizes[1] != {}
 
 
 def test_gradients_and_weights_have_records_of_the_size_that_is_sent(
