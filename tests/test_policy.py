@@ -213,6 +213,20 @@ def test_damaged_residuals_are_cleared(norm: float, damaged: bool) -> None:
     assert run.kinds == ["residuals_cleared"] * damaged
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_weights_are_compressed_where_gradients_are_left_to_deepspeed(warmup_steps: int) -> None:
+    section = config(
+        gradients={"method": "none"},
+        weights={"bits": 8},
+        schedule={"warmup_steps": warmup_steps},
+        guard={"full_sync_every": 5},
+    )
+    policy = Policy(section, None, lambda event: None)
+    plans = [policy.begin(step) for step in range(8)]
+    assert [plan.dense for plan in plans] == [step < warmup_steps or step == 4 for step in range(8)]
+    assert [plan.sync for plan in plans] == [step == 4 for step in range(8)]
+
+
 def test_full_synchronisation_comes_every_n_steps() -> None:
     run = Run(full_sync_every=4)
     plans = [run.plan, *(run.go() for _ in range(11))]

@@ -18,19 +18,15 @@ __all__ = ["Duties", "Plan", "Policy"]
 
 @dataclass(frozen=True)
 class Plan:
-    """One optimizer step: settings of `gradients` (method "none" sends them uncompressed). `drain`: everything goes
-    uncompressed, and what memories hold goes with it. `sync`: this is a full synchronisation, weights included.
-    `probe`: the step is measured for `Policy.adapt`."""
+    """One optimizer step: settings of `gradients`. `dense`: nothing is compressed, weights included. `drain`: besides,
+    what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the step is measured
+    for `Policy.adapt`."""
 
     settings: Any
+    dense: bool = False
     drain: bool = False
     sync: bool = False
     probe: bool = False
-
-    @property
-    def dense(self) -> bool:
-        """Whether nothing is compressed."""
-        return self.drain or self.settings.method == "none"
 
     @property
     def text(self) -> str:
@@ -63,7 +59,7 @@ class Policy:
         """Settings that hold in place of the schedule, after it led to worse."""
         self._good: Any = None
         """Settings in force when the smoothed loss was best."""
-        self._plan = Plan(self._chosen(0))
+        self._plan = self._loaded(self._chosen(0))
         self._step = 0
         """Of the plan."""
         self._was_dense = self._plan.dense
@@ -90,11 +86,14 @@ class Policy:
         if settings != self._plan.settings:
             # Other settings leave other residuals.
             self._state = replace(self._state, residuals=())
+        # Where gradients are left to DeepSpeed, weights may be compressed all the same, except in the warm-up.
+        weights_alone = self._config.gradients.method == "none"
+        off = step < self._config.schedule.warmup_steps if weights_alone else settings.method == "none"
         # What waits in memories would grow old while nothing is compressed.
-        stops = settings.method == "none" and not self._was_dense
-        sync = settings.method != "none" and self._is_sync(step)
+        stops = off and not self._was_dense
+        sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
-        self._plan = Plan(settings, drain=stops or sync, sync=sync, probe=probe)
+        self._plan = Plan(settings, dense=off or sync, drain=stops or sync, sync=sync, probe=probe)
         return self._plan
 
     def adapt(self, step: int, seen: Measurement) -> None:
@@ -177,7 +176,12 @@ class Policy:
         self._pinned, self._good, settings = (self._read(saved[name]) for name in ("pinned", "good", "settings"))
         if self.adaptation is not None and saved["adaptation"] is not None:
             self.adaptation.load(saved["adaptation"])
-        self._plan, self._step, self._was_dense = Plan(settings), saved["step"], saved["was_dense"]
+        self._plan, self._step, self._was_dense = self._loaded(settings), saved["step"], saved["was_dense"]
+
+    @staticmethod
+    def _loaded(settings: Any) -> Plan:
+        """What is as good as a plan until `begin` makes one."""
+        return Plan(settings, dense=settings.method == "none")
 
     def _read(self, written: Mapping[str, Any] | None) -> Any:
         return None if written is None else patched(self._config.gradients, written)

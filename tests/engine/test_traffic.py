@@ -72,8 +72,8 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group = dist.ProcessGroup.unbox(groups[0])
             tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
-            # The table that ranks compare at the end, in the same group where layers are split between all.
-            if tensor.dtype == torch.int64 and operator == "allgather_":
+            # What ranks compare at the end, in the same group where layers are split between all: bytes, busy times.
+            if operator == "allgather_" and (tensor.dtype == torch.int64 or tensor.numel() == 1):
                 return func(*args, **(kwargs or {}))
             alone = operator == "send" and group is dist.group.WORLD
             self.sent[STAGES if alone else group.group_name, tensor.numel()] += RING[operator](
@@ -165,14 +165,14 @@ def evaluate(engine: Any) -> None:
 def surveyed(engine: Any) -> list[Sizes]:
     """Will hold what this rank has counted, an entry a measured step."""
     counted: list[Sizes] = []
-    session = engine.compression
-    survey = session._survey
+    reporter = engine.compression._reporter
+    survey = reporter._survey
 
     def noted(sizes: Sizes) -> Any:
         counted.append(dict(sizes))
         return survey(sizes)
 
-    session._survey = noted
+    reporter._survey = noted
     return counted
 
 
