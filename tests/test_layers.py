@@ -69,7 +69,7 @@ TABLE = {
         lazily="matplotlib",
     ),
     "bench.options": allow("bench.links"),
-    "integrations": allow("config engine errors monitor", "accelerate deepspeed transformers", lazily="torch"),
+    "integrations": allow("config engine errors monitor", "accelerate deepspeed torch transformers"),
     "doctor": allow("config errors train.records", "pydantic rich"),
     "report": allow("errors train.records", lazily="matplotlib rich"),
     "tune": allow("config errors train.records", "rich", lazily="integrations matplotlib"),

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning
@@ -41,6 +43,9 @@ def main(arguments: Sequence[str]) -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
+    if dist.is_initialized():
+        # A process that ends with threads of a group alive may be aborted, although its program has done its work.
+        dist.destroy_process_group()
     if not methods:
         text = (
             f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration (allowed: {{}})'
