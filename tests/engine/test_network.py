@@ -34,6 +34,10 @@ def live(section: dict[str, Any], rates: dict[int, str]) -> list[dict[str, Any]]
     return [json.loads(output.strip().splitlines()[-1]) for output in run.outputs]
 
 
+def bits(settings: str) -> int:
+    return 32 if settings == "none" else int(settings.rpartition("bits=")[2])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_hosts
@@ -42,8 +46,7 @@ def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
     assert first["events"] == second["events"]
     assert first["settings"] == second["settings"]
     assert {kind for _, kind, _, _ in first["events"]} <= {"adapt"}
-    fast, slow, again = (first["settings"][step] for step in (FALLS - 1, RISES - 1, STEPS - 1))
-    assert slow == "blockwise bits=2", first["events"]
-    assert fast != slow != again, first["events"]
+    fast, slow, again = (bits(first["settings"][step]) for step in (FALLS - 1, RISES - 1, STEPS - 1))
+    assert fast > slow < again, first["events"]
     steady, _ = live({"gradients": {"bits": 8}}, {})
     assert first["loss"] == pytest.approx(steady["loss"], rel=0.01)
