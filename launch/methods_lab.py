@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -22,12 +23,14 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from deepspeed_compress.buckets import even_partition
-from deepspeed_compress.build import Groups, Parameters, build_reduction, build_weight_gather
+from deepspeed_compress.build import Groups, Parameters, Reduction, Stores, build_reduction, build_weight_gather
 from deepspeed_compress.config import SECTION, CompressConfig, parse_section
 from deepspeed_compress.data import Windows, eval_starts, open_cache, split_windows, step_starts
+from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.session import FinishedStep, Session
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.monitor import Meter
+from deepspeed_compress.policy import Policy
 from deepspeed_compress.reducers import StepClock
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]
@@ -107,9 +110,17 @@ class Rank:
         parameters = Parameters(shapes, sorted(shapes))
         clock, self.meter = StepClock(), ThreadMeter()
         buildable = _buildable(config)
-        reduction = build_reduction(buildable, Groups(group), parameters, True, clock, self.meter)
-        self.plain = reduction.plain
-        self.session = Session(config, reduction, clock, self.meter, None)
+        stores = Stores(transactional=True)
+
+        @cache
+        def reduction_of(gradients: Any) -> Reduction:
+            chosen = buildable.model_copy(update={"gradients": gradients})
+            return build_reduction(chosen, Groups(group), parameters, stores, clock, self.meter)
+
+        self.plain = reduction_of(buildable.gradients).plain
+        policy = Policy(config, None, lambda event: None)
+        reporter = Reporter(config.monitor, self.meter, lambda sizes: (0, sizes), torch.device("cpu"))
+        self.session = Session(config, policy, reduction_of, stores, clock, self.meter, reporter)
         self.gather = build_weight_gather(buildable, parameters, clock, self.meter)(group, sizes, HELD)
         # The same cut as the gather's: a rank gets the mean gradient of the weights that it has the masters of.
         self.partition = even_partition(sizes, group.size())
