@@ -1,6 +1,8 @@
 """What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them."""
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +49,9 @@ class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
     def __init__(self, engine: Any) -> None:
+        self._handles: list[Any] = []
+        # What is under way when the interpreter ends may abort it.
+        weakref.finalize(self, _wait, self._handles)
         self._sums = torch.zeros(6, dtype=torch.float64, device=engine.device)
         self._under_way: _UnderWay | None = None
         if isinstance(engine, PipelineEngine):
@@ -68,8 +73,10 @@ class Losses:
             self._add(4, step_ms)
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
-        self._under_way = _UnderWay(sums, dist.all_reduce(sums, async_op=True))
-        return Means() if former is None else former.means()
+        means = Means() if former is None else former.means()
+        self._handles[:] = [dist.all_reduce(sums, async_op=True)]
+        self._under_way = _UnderWay(sums, self._handles[0])
+        return means
 
     def saved(self) -> list[float] | None:
         """What a resumed run must know of the last step."""
@@ -78,6 +85,13 @@ class Losses:
     def load(self, saved: list[float] | None) -> None:
         """Go on from what `saved` gave."""
         self._under_way = None if saved is None else _UnderWay(self._sums.new_tensor(saved))
+
+
+def _wait(handles: list[Any]) -> None:
+    # Another rank may be gone; there is nothing left that could be done about it.
+    with contextlib.suppress(RuntimeError):
+        for handle in handles:
+            handle.wait()
 
 
 def _follow(engine: Any, name: str, hear: Callable[[Any, Any], None]) -> None:

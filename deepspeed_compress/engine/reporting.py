@@ -40,7 +40,6 @@ class Reporter:
         self._device = device
         self._ended: float | None = None
         self._others_listen = others_listen
-        self._busy: Callable[[], list[float]] = list
 
     def due(self, step: int) -> bool:
         """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
@@ -52,14 +51,17 @@ class Reporter:
         self._ended = now
         return None if before is None else 1e3 * (now - before)
 
-    def report(self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: float | None) -> None:
+    def report(
+        self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: Callable[[], float | None]
+    ) -> None:
         """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
         if not self.sinks:
             return
-        times, memory = self._meter.milliseconds(), peak_memory(self._device)
+        times = self._meter.milliseconds()
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
-        # Gathered while training goes on: nobody waits for the slowest rank to tell that it is slow.
-        everyone, self._busy = self._busy(), gather_busy(busy, self._device)
+        gathered = gather_busy(busy, self._device)
+        memory, residual_norm = peak_memory(self._device), norm()
+        everyone = gathered()
         found = self._survey(self._meter.sizes())
         if found is None:
             return
@@ -74,7 +76,7 @@ class Reporter:
             compress_ms=times["compress"],
             communicate_ms=times["communicate"],
             decompress_ms=times["decompress"],
-            residual_norm=norm,
+            residual_norm=residual_norm,
             cosine=self._meter.cosine,
             settings=plan.text,
             step_ms=step_ms,

@@ -1,5 +1,6 @@
 """Compression of one engine: which reducer is in force, and what a finished step does to what is remembered."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,8 @@ class Session:
         if self._reporter.due(step):
             if self.config.gradients.method == "none":
                 self.meter.bytes_raw = self.meter.bytes_sent
-            self._reporter.report(seen, finished.samples, self._plan, step_ms, self._residual_norm(finished))
+            norm = functools.partial(self._residual_norm, finished)
+            self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         duties = self.policy.observe(seen)
         if self._plan.probe and step_ms is not None:
             self._adapt(step, step_ms)

@@ -4,6 +4,7 @@ What the processes of `ds-compress run` do. SCRIPT, or `-m MODULE`, runs as `__m
 would see without us, a `--local_rank=N` of DeepSpeed's launcher among them.
 """
 
+import gc
 import runpy
 import sys
 import warnings
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
             raise
     if dist.is_initialized():
         # A process that ends with threads of a group alive may be aborted, although its program has done its work.
+        gc.collect()
         dist.destroy_process_group()
     if not methods:
         text = (

@@ -27,8 +27,8 @@ class StepStatistics:
     not finite is written as null, which JSON can express.
 
     `settings`: what was in force, in short form. `step_ms`: since the end of the step before, None for the first of
-    a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks in the measured
-    step before, the latter that of `slowest_rank`. `memory_bytes`: the peak of the process so far, resident on CPU,
+    a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks, the latter that
+    of `slowest_rank`. `memory_bytes`: the peak of the process so far, resident on CPU,
     allocated on GPU. `grad_norm`, with a guard alone: L2 norm of the mean gradient before clipping. `loss`, with a
     guard or adaptation alone: mean over ranks of the step before.
     """
