@@ -53,11 +53,13 @@ RAW = 0
 @dataclass(frozen=True)
 class Groups:
     """The data-parallel group `whole`; with a hierarchy also its ranks on this node (`node`), and those of all nodes
-    that have this rank's place on theirs (`across`)."""
+    that have this rank's place on theirs (`across`). `downward`: a second group of the ranks that messages cross nodes
+    between, for those to lower ranks; None where one group serves both ways."""
 
     whole: ProcessGroup
     node: ProcessGroup | None = None
     across: ProcessGroup | None = None
+    downward: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,7 @@ class _Builder:
             {index: one.delivery for index, one in enumerate(treatments) if one.delivery is not None},
             level,
             self.groups.whole.rank(),
+            downward=None if group is self.groups.node else self.groups.downward,
         )
 
     def _treatment(self, settings: Any) -> _Treatment:

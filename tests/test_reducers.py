@@ -27,6 +27,7 @@ from deepspeed_compress.reducers import (
     cosine_with_truth,
     exchange,
     make_plans,
+    start_exchange,
     true_sum,
 )
 from deepspeed_compress.residuals import Residuals
@@ -196,9 +197,11 @@ class Counting:
         self.size, self.rank, self.recv = group.size, group.rank, group.recv
         self._send = group.send
         self.sent = 0
+        self.targets: list[int] = []
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> object:
         self.sent += sum(tensor.nbytes for tensor in tensors)
+        self.targets.append(target)
         return self._send(tensors, target, tag)
 
 
@@ -225,6 +228,23 @@ def test_the_meter_counts_the_bytes_that_leave(ranks: int, numel: int, operation
     for rank, (metered, sent) in enumerate(run_threads(ranks, work)):
         back = (ranks - 1) * sizes[rank] if operation == "all_reduce" else 0
         assert metered == sent == sum(sizes) - sizes[rank] + back
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_each_direction_has_a_group_of_its_own(ranks: int) -> None:
+    """Else gloo announces the messages of one direction behind those of the other."""
+    store = HashStore()
+
+    def work(group: ProcessGroup, rank: int) -> tuple[list[int], list[int], Tensor]:
+        up, down = Counting(group), Counting(ProcessGroupGloo(store, rank, ranks, TIMEOUT))
+        outgoing = [torch.tensor([rank, target], dtype=torch.uint8) for target in range(ranks)]
+        incoming = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks)]
+        start_exchange(up, outgoing, incoming, 3, down).finish()  # type: ignore[arg-type]
+        return sorted(up.targets), sorted(down.targets), torch.stack(incoming)
+
+    for rank, (up, down, received) in enumerate(run_threads(ranks, work)):
+        assert (up, down) == (list(range(rank + 1, ranks)), list(range(rank)))
+        assert received.tolist() == [[source, rank] if source != rank else [0, 0] for source in range(ranks)]
 
 
 def test_the_meter_times_every_phase() -> None:

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.build import Groups
 from deepspeed_compress.config import CompressConfig
@@ -46,16 +47,29 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
     """
     whole = engine.seq_data_parallel_group
     on_node = ranks_per_node(config)
+    everyone = _all_groups(engine)
     if on_node is None:
-        return Groups(whole)
-    # All ranks must make all groups, in the same order.
-    divided = [split_by_node(group, on_node, dist.get_world_size()) for group in _all_groups(engine)]
-    made = {ranks: dist.new_group(ranks) for nodes in divided for ranks in [*nodes, *zip(*nodes, strict=True)]}
-    rank = dist.get_rank()
-    nodes = next(nodes for nodes in divided if any(rank in node for node in nodes))
-    node = next(node for node in nodes if rank in node)
-    across = tuple(other[node.index(rank)] for other in nodes)
-    return Groups(whole, made[node], made[across])
+        return Groups(whole, downward=_downward(everyone))
+    divided = [split_by_node(group, on_node, dist.get_world_size()) for group in everyone]
+    node = _made([node for nodes in divided for node in nodes])
+    places = [place for nodes in divided for place in zip(*nodes, strict=True)]
+    return Groups(whole, node, _made(places), _downward(places))
+
+
+def _made(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
+    """New `groups`, of which this rank's is returned. All ranks must make all groups, in the same order."""
+    made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks) for ranks in groups}
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+
+
+def _downward(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
+    """See `start_exchange`: where messages go point to point, on gloo."""
+    if dist.get_backend() != "gloo" or len(groups[0]) == 1:
+        return None
+    made = _made(groups)
+    # Nobody may go on, and perhaps end, while others still connect.
+    dist.barrier()
+    return made
 
 
 def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) -> list[tuple[int, ...]]:

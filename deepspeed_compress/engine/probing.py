@@ -24,9 +24,10 @@ RATE = 32
 """One element in so many is in the sample; of small parameters more."""
 NUMEL = 2**20
 """Elements of the message by which sizes are told."""
-PROBE_SECONDS = 0.002
-"""How long the larger probe of the link is to take."""
 SMALLEST, LARGEST = 2**18, 2**22
+"""Bytes of the larger probe of a link."""
+CLEAR = 3
+"""Times as long as one of an eighth that it must take, or latency and other work on the machine hide the bandwidth."""
 
 
 @dataclass
@@ -68,7 +69,6 @@ class Prober:
         self._itemsize = itemsize
         self._device = device
         self._samples = self._fresh()
-        self._link: AlphaBeta | None = None
 
     def _fresh(self) -> list[_Sample]:
         return [_Sample() for _ in range(len(self._adaptive.groups) + 1)]
@@ -101,13 +101,12 @@ class Prober:
         sums = self._reduced([waited, step, *norms, *(x for one in tried for x in (*one.errors, *one.sizes))], "SUM")
         count, world = len(samples), dist.get_world_size()
         rows = [sums[start : start + count] for start in range(2, len(sums), count)]
-        self._link = self._probe(group)
         return Measurement(
             errors=tuple(map(tuple, rows[1::2])),
             norms=tuple(rows[0]),
             sizes=tuple(tuple(size / world for size in row) for row in rows[2::2]),
             codec_seconds=tuple(self._reduced([one.seconds for one in tried], "MAX")),
-            link=self._link,
+            link=self._probe(group),
             waited=sums[0] / world,
             step=sums[1] / world,
         )
@@ -132,10 +131,12 @@ class Prober:
 
     def _probe(self, group: ProcessGroup) -> AlphaBeta:
         """Latency and bandwidth of the link, the same on all ranks."""
-        wanted = PROBE_SECONDS * self._link.bandwidth if self._link is not None else SMALLEST
-        large = int(min(max(wanted, SMALLEST), LARGEST))
-        sizes = [large // 8, large]
-        return fit(sizes, self._reduced(link_seconds(group, self._device, sizes), "MAX"))
+        large, seconds = SMALLEST // 4, [1.0, 1.0]
+        while seconds[1] < CLEAR * seconds[0] and large < LARGEST:
+            large *= 4
+            sizes = [large // 8, large]
+            seconds = self._reduced(link_seconds(group, self._device, sizes), "MAX")
+        return fit(sizes, seconds)
 
     def _reduced(self, values: Sequence[float], operation: str) -> list[float]:
         """Sum or maximum over all ranks, those of other stages too."""

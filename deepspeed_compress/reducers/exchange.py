@@ -37,30 +37,44 @@ def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence
     start_exchange(group, outgoing, incoming, 0).finish()
 
 
-def start_exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Flight:
+def start_exchange(
+    group: ProcessGroup,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    tag: int,
+    downward: ProcessGroup | None = None,
+) -> Flight:
     """Begin to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r; its own entries are left alone.
 
     Both are lists of contiguous uint8 tensors, one a rank of `group`, empty where nothing travels. They must stay as
-    they are until the flight is finished. Several exchanges may be under way, of different `tag`s.
+    they are until the flight is finished. Several exchanges may be under way, of different `tag`s. `downward`: a second
+    group of the same ranks, for messages to lower ones where the backend goes point to point; None takes `group`.
     """
     if group.size() == 1:
         return Flight()
-    return _BY_DEVICE[incoming[0].device.type](group, outgoing, incoming, tag)
+    return _BY_DEVICE[incoming[0].device.type](group, downward or group, outgoing, incoming, tag)
 
 
-def _point_to_point(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Flight:
+def _point_to_point(
+    group: ProcessGroup, downward: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int
+) -> Flight:
     """Rounds with one partner each, every receive posted before the first send.
 
-    gloo answers sends that come first with half-duplex traffic; this order keeps the link full both ways.
+    gloo answers sends that come first with half-duplex traffic; this order keeps the link full both ways. Before a
+    message travels its receiver says that it is ready, on the same connection and behind all that it sends there
+    itself: with a connection for each direction that is nothing.
     """
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
-    receives = {one: group.recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
-    sends = [group.send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
+    lanes = (downward, group)
+    receives = {one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
+    sends = [lanes[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
     return Flight(receives, sends)
 
 
-def _all_to_all(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Flight:
+def _all_to_all(
+    group: ProcessGroup, downward: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int
+) -> Flight:
     """The backend's own grouped all-to-all (NCCL: no size limit, no staging), matched by its order."""
     rank = group.rank()
     nothing = incoming[rank].new_empty(0)
@@ -69,6 +83,5 @@ def _all_to_all(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Seque
     return Flight(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
 
 
-_BY_DEVICE: Mapping[str, Callable[[ProcessGroup, Sequence[Tensor], Sequence[Tensor], int], Flight]] = MappingProxyType(
-    {"cpu": _point_to_point, "cuda": _all_to_all}
-)
+_Start = Callable[[ProcessGroup, ProcessGroup, Sequence[Tensor], Sequence[Tensor], int], Flight]
+_BY_DEVICE: Mapping[str, _Start] = MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})

@@ -72,7 +72,8 @@ class PayloadReducer:
     `all_reduce`. A rank's own elements never travel. A bucket goes in rounds of at most `chunk_numel` elements of it:
     while one travels the next is compressed. `deliveries` has, by codec, what takes sums that are not handed on as they
     arrive. `level` tells the messages and random numbers of several reducers of one run apart, `sender` those of the
-    ranks, when the rank in `group` does not. `traffic`: the kind of bytes in the meter.
+    ranks, when the rank in `group` does not. `traffic`: the kind of bytes in the meter. `downward`: see
+    `start_exchange`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class PayloadReducer:
         level: int = 0,
         sender: int | None = None,
         traffic: str = "bytes_sent",
+        downward: ProcessGroup | None = None,
     ) -> None:
         assert 0 <= level < LEVELS, f"level {level}"
         self.group = group
@@ -104,6 +106,7 @@ class PayloadReducer:
         self.deliveries = deliveries
         self.level = level
         self.traffic = traffic
+        self.downward = downward
         self._messages = Messages(clock)
         self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
@@ -225,7 +228,8 @@ class PayloadReducer:
         with self.meter.phase("communicate", incoming[0].device):
             # Messages of several reducers may be under way in one group.
             tag = message * LEVELS + self.level
-            return _Round(message, outgoing, incoming, start_exchange(self.group, outgoing, incoming, tag))
+            flight = start_exchange(self.group, outgoing, incoming, tag, self.downward)
+        return _Round(message, outgoing, incoming, flight)
 
     def _arrived(self, sent: _Round, source: int) -> Tensor:
         """The message of rank `source`, when it is here."""

@@ -1,6 +1,7 @@
 """Buckets travel while backward goes on: they are sent off when they are full, and waited for at the end."""
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
@@ -33,6 +34,20 @@ def test_buckets_wait_for_each_other_until_the_last_one(stage: int) -> None:
     """Gradients of 31 x 12, 31 x 17, 17 and fewer elements make four buckets of up to 200 elements."""
     for waiting in run_forks(2, count_waiting, Job(stage, INT4, SMALL, steps=2)):
         assert waiting == [1, 2, 3, 4, 0] * 2
+
+
+def lane_of(rank: int, hierarchy: dict[str, int] | None) -> list[int]:
+    """The ranks of the group for messages downward."""
+    engine = start(Job(2, {"gradients": {**INT4["gradients"], "hierarchy": hierarchy}}, SMALL))
+    reducer = engine.compression.reducer
+    ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).downward)
+    engine.destroy()
+    return ranks
+
+
+def test_messages_downward_have_connections_of_their_own() -> None:
+    assert run_forks(2, lane_of, None) == [[0, 1]] * 2
+    assert run_forks(4, lane_of, {"ranks_per_node": 2}) == [[0, 2], [1, 3]] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -113,7 +113,10 @@ def kinds_of_groups(engine: Any) -> dict[str, str]:
     if hasattr(engine, "grid"):
         kinds |= {group.group_name: "tied" for _, group in engine.module.get_tied_weights_and_groups()}
         kinds[STAGES] = "pipeline"
-    return {**kinds, engine.seq_data_parallel_group.group_name: "data"}
+    data = [engine.seq_data_parallel_group]
+    if engine.compression.config.gradients.method != "none":
+        data.append(engine.compression.reducer.downward)
+    return {**kinds, **{group.group_name: "data" for group in data}}
 
 
 def make_engine(case: Case, file: Path, monitor: Path | None = None) -> Any:
