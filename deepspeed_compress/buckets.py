@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "PADDING",
     "Partition",
     "Segment",
     "cut",
@@ -23,6 +24,9 @@ __all__ = [
     "scatter",
     "select",
 ]
+
+PADDING = ""
+"""In place of a parameter's name: elements that fill a buffer up and mean nothing."""
 
 
 @dataclass(frozen=True)

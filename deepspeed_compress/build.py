@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.buckets import PADDING
 from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
@@ -370,7 +371,7 @@ class _Builder:
                 index for index, override in enumerate(overrides) if re.search(override.parameters, called(name))
             )
             found = next(matches, None)
-            if name in raw or (found is not None and found not in own):
+            if name in raw or name == PADDING or (found is not None and found not in own):
                 return RAW
             return 1 if found is None else 2 + own.index(found)
 
