@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition, Segment, partition_by_sizes
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, partition_by_sizes
 from deepspeed_compress.engine.early import EarlyReductions, Key
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
@@ -44,7 +44,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         optimizer.reduce_bucket_size = _bucket_size(optimizer)
     ranks = optimizer.dp_process_group.size()
     scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
-    partition_of = lru_cache(maxsize=4096)(lambda keys: _partition(optimizer, keys, ranks))
+    partition_of = lru_cache(maxsize=LAYOUTS)(lambda keys: _partition(optimizer, keys, ranks))
 
     later = _Later(optimizer) if _may_wait(optimizer) else None
     early = EarlyReductions(engine, session, partition_of, scale) if later and _waits_for_backward(engine) else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition, Segment, elements, gather, scatter
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, elements, gather, scatter
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.reducers.contracts import (
@@ -111,7 +111,7 @@ class PayloadReducer:
         self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
         # Not a method of this object: a cycle would keep the process group until the garbage is collected.
-        self._planned = lru_cache(maxsize=4096)(partial(_make_plans, codec_of, chunk_numel))
+        self._planned = lru_cache(maxsize=LAYOUTS)(partial(_make_plans, codec_of, chunk_numel))
 
     def plans(self, partition: Partition) -> tuple[Plan, ...]:
         """The message layouts of this step for `partition`, one a round."""
