@@ -137,7 +137,8 @@ def _on_all_ranks(work: Callable[[], None]) -> str:
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor that gradients carry; 1.0 for optimizers without one. fp16 autocast under ZeRO has a scaler of torch."""
+    """The factor that gradients carry; 1.0 for optimizers without one."""
+    # fp16 autocast under ZeRO has a scaler of torch.
     scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     if scaler is not None:
         return float(scaler.get_scale())

@@ -38,10 +38,11 @@ def check_weights_3(engine: Any) -> None:
     """UnsupportedError where `engine` gathers weights in a way that is not known here."""
     config = engine._config.zero_config
     for name, key, off in _OFF:
-        if getattr(config, name) != off:
+        found = getattr(config, name)
+        if found != off:
             raise UnsupportedError(
-                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {getattr(config, name)} "
-                f"(allowed: {off}); remove one of the two"
+                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {found} (allowed: "
+                f"{off}); remove one of the two"
             )
 
 
