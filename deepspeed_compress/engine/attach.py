@@ -105,9 +105,10 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         _warn_uncounted(uncounted)
     weight_bytes, synchronise = (_ATTACH[kind](engine, session) if not uncounted else _no_bytes), _nothing
     if config.weights.method != "none" and kind == "zero_3":
-        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
+        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), session)
     elif config.weights.method != "none":
-        weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
+        make_gather = build_weight_gather(config, parameters, clock, meter)
+        weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
     hears = Norms(engine, session.policy.skips) if session.policy.guards else None
     follow_steps(engine, session, hears, weight_bytes, synchronise, parallel.count_parallel(engine, meter))
