@@ -49,6 +49,7 @@ def _texts(model: type) -> Node:
         and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
     }
 
 

@@ -4,24 +4,14 @@ The settings become the configuration that Accelerate would make of them, at the
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from deepspeed_compress.lint.document import Document
-from deepspeed_compress.lint.files import Source, decode_text
+from deepspeed_compress.lint.files import Source
 from deepspeed_compress.lint.hit import Hit, Path, Span
 from deepspeed_compress.lint.nodes import Kind, Member, Node, object_node
 
-MAX_BYTES = 64 * 2**10
-"""PyYAML is slow; configurations of Accelerate have about a kilobyte."""
-MAX_DEPTH = 20
-MAX_VALUES = 10_000
-
-_HAS_SECTION = re.compile(rb"^deepspeed_config\s*:", re.MULTILINE)
-_KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(None): "null"}
 _PLACES: dict[str, Path] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
@@ -42,24 +32,10 @@ _PRECISIONS = ("bf16", "fp16")
 Placed = tuple[Path, Span, Node]
 
 
-def accelerate_sources(path: str, content: bytes, read: Callable[[str], Iterable[Source]]) -> Iterator[Source]:
-    """The DeepSpeed configuration in a YAML file, or the one that it names; none where it is not used."""
-    if not _HAS_SECTION.search(content):
-        return
-    text = decode_text(content)
-    if isinstance(text, Hit):
-        yield Source(Document(path, "", None, (text,), fixable=False))
-    elif len(content) > MAX_BYTES:
-        yield _problem(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration of Accelerate")
-    else:
-        try:
-            root = _convert(yaml.compose(text, Loader=yaml.SafeLoader), _Budget())
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            yield _problem(path, text, *_yaml_error(error, len(text)))
-        else:
-            document = Document(path, text, root, fixable=False)
-            if document.get("distributed_type", default="DEEPSPEED") == "DEEPSPEED":
-                yield from _sources(document, read)
+def accelerate_sources(document: Document, read: Callable[[str], Iterable[Source]]) -> Iterator[Source]:
+    """The DeepSpeed configuration in one of Accelerate, or the one that it names; none where it is not used."""
+    if document.get("distributed_type", default="DEEPSPEED") == "DEEPSPEED":
+        yield from _sources(document, read)
 
 
 def _sources(document: Document, read: Callable[[str], Iterable[Source]]) -> Iterator[Source]:
@@ -113,39 +89,6 @@ def _tree(placed: list[Placed], span: Span) -> Node:
         path, key_span, node = below[0]
         members.append(Member(str(key), key_span, _tree([b for b in below if b[0]], key_span) if path else node))
     return object_node(members, span)
-
-
-class _Budget:
-    """How many values may still come: aliases can make billions of a few lines."""
-
-    def __init__(self) -> None:
-        self.left = MAX_VALUES
-
-
-def _convert(node: Any, budget: _Budget, depth: int = 0) -> Node:
-    budget.left -= 1
-    if budget.left < 0 or depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep")
-    span = Span(node.start_mark.index, node.end_mark.index) if node is not None else Span(0, 0)
-    if isinstance(node, yaml.MappingNode):
-        members = [
-            Member(str(key.value), Span(key.start_mark.index, key.end_mark.index), _convert(value, budget, depth + 1))
-            for key, value in node.value
-        ]
-        return object_node(members, span)
-    if isinstance(node, yaml.SequenceNode):
-        items = tuple(_convert(item, budget, depth + 1) for item in node.value)
-        return Node("array", [item.value for item in items], span, items=items)
-    value = None if node is None else yaml.SafeLoader("").construct_object(node)
-    kind = _KINDS.get(type(value), "string")
-    return Node(kind, value if kind != "string" else str(value), span)
-
-
-def _yaml_error(error: Exception, length: int) -> tuple[Span, str, str]:
-    mark = getattr(error, "problem_mark", None)
-    at = min(mark.index if mark is not None else getattr(error, "position", 0), length)
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Span(at, min(at + 1, length)), f"not YAML: {what}", "YAML, as `accelerate config` does"
 
 
 def _problem(path: str, text: str, span: Span, what: str, write: str) -> Source:

@@ -9,8 +9,10 @@ from deepspeed_compress.lint.hit import Hit
 from deepspeed_compress.lint.rule import Context, Rule
 from deepspeed_compress.lint.rules import RULES
 from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.lint.templates import placeholders
 
 _SYNTAX = "DSC0"
+_TEMPLATE = "DSC006"
 
 
 class RuleError(CompressError):
@@ -33,16 +35,16 @@ def lint_document(
     """What `rules` find in `document`, in the order of its lines."""
     found = [
         Finding(rule, hit, document)
-        for rule in _that_apply(document, rules)
-        if selection.wants(rule, document)
+        for rule in selection.choose(_that_apply(document, rules), document)
         for hit in _hits(rule, document, context)
     ]
     return sorted(found, key=lambda finding: (finding.span.start, finding.rule.code))
 
 
 def _that_apply(document: Document, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Where nothing could be read, only the syntax can be spoken of."""
-    return (rule for rule in rules if document.readable or rule.code.startswith(_SYNTAX))
+    """Of a template only that can be said, and where nothing could be read, only the syntax be spoken of."""
+    beginning = _TEMPLATE if placeholders(document) else "" if document.readable else _SYNTAX
+    return (rule for rule in rules if rule.code.startswith(beginning))
 
 
 def _hits(rule: Rule, document: Document, context: Context) -> list[Hit]:

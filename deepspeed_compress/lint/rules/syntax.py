@@ -7,6 +7,7 @@ from deepspeed_compress.lint.edits import fix, remove
 from deepspeed_compress.lint.hit import Hit, Path
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
 from deepspeed_compress.lint.rules.common import config, hugging_face, show
+from deepspeed_compress.lint.templates import placeholders
 
 _FAMILY = "syntax"
 
@@ -61,6 +62,15 @@ def _swallowed(document: Document, context: Context) -> Iterator[Hit]:
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
             yield Hit((), what, f'"{text.split(",")[0].strip()}" in quotes', span=extension.span)
+
+
+def _template(document: Document, context: Context) -> Iterator[Hit]:
+    places = placeholders(document)
+    if places:
+        first = document.text[places[0].start : places[0].end]
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        what = f"a template, with {first}{more} still to be filled in: nothing else is examined"
+        yield Hit((), what, "values, or give what the template becomes to `ds-compress lint -`", span=places[0])
 
 
 RULES = (
@@ -126,5 +136,18 @@ RULES = (
         '{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: "first",\n    project: llm\n  }\n}\n',
         _swallowed,
         accepts("the group would be named with the comma"),
+    ),
+    Rule(
+        "DSC006",
+        "template",
+        "info",
+        _FAMILY,
+        "The file is a template.",
+        "Values are still to be filled in: ZERO_STAGE, $STAGE, ${stage}, {{ stage }}, %(stage)d or <stage>. What is "
+        "wrong with the configuration can be told when they are there.",
+        '{\n  "train_batch_size": 8,\n  "zero_optimization": {\n    "stage": ZERO_STAGE\n  }\n}\n',
+        config(zero_optimization={"stage": 0}),
+        _template,
+        raises("ZERO_STAGE"),
     ),
 )
