@@ -51,7 +51,7 @@ def _convert(node: Any, budget: _Budget, depth: int = 0) -> Node:
 
 def _member(key: Any, value: Any, budget: _Budget, depth: int) -> Member:
     if not isinstance(key, yaml.ScalarNode):
-        raise ValueError("a key that is no text")
+        raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key.start_mark)
     return Member(key.value, Span(key.start_mark.index, key.end_mark.index), _convert(value, budget, depth + 1))
 
 

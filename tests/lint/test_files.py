@@ -209,7 +209,6 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 4,
         "gradient_clipping": "auto",
         "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}, "stage": 3},
-        "aio": {"block_size": 1},
         "bf16": {"enabled": True},
     }
     assert list(source.document.data)[-2:] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
@@ -227,19 +226,21 @@ def test_accelerate_has_defaults(tmp_path: Path, section: str) -> None:
     assert source.document.data == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2},
     }
 
 
 @pytest.mark.parametrize("folder", [".", "elsewhere"])
 def test_accelerate_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    """The name is looked up where the command runs, then beside the file; the file is then read once only."""
+    """The name is looked up where the command runs, then beside the file, then above; it is then read once only."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / folder)
     (tmp_path / "a.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: z/other.json\n")
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "other.json").write_text(CONFIG)
-    [source] = read(tmp_path)
+    launch, source = read(tmp_path)
+    assert (launch.document.data, launch.document.readable) == ({}, False)
     assert source.document.data == {"zero_optimization": {"stage": 2}}
     assert source.hints == {"framework": "accelerate"}
     assert source.document.fixable
@@ -252,7 +253,6 @@ DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdef
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("deepspeed_config:\n  deepspeed_config_file: no.json\n", "'no.json' is no file"),
         ("deepspeed_config: [\n", "not YAML: expected the node content"),
         ("deepspeed_config: \x00\n", "not YAML: special characters are not allowed"),
         ("deepspeed_config: {a: !!int x}\n", "not YAML: invalid literal"),

@@ -1,6 +1,7 @@
 """The page of the linter and the pre-commit hook say what is so."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def block(language: str, containing: str = "") -> str:
 OFFLOADED = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}'
 FILES = {
     "ds_config.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "bf16": {}\n}\n',
-    "ds_config_auto.json": '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}',
+    "ds_config_auto.json": json.dumps(
+        {**dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"), "zero_optimization": {}}
+    ),
     "many/ds_config_1.json": OFFLOADED,
     "many/ds_config_2.json": OFFLOADED.replace("{", '{"optimiser": {}, ', 1),
 }

@@ -13,6 +13,8 @@ _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _KEYS = (_TRAIN, _MICRO, _STEPS)
+_BY_PROGRAM = frozenset({"lightning"})
+"""Frameworks that write the sizes into a configuration that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ def _counted_ranks(document: Document, context: Context) -> int | None:
 
 
 def _missing(document: Document, context: Context) -> Iterator[Hit]:
-    if document.get(_TRAIN) is None and document.get(_MICRO) is None:
+    by_program = context.framework in _BY_PROGRAM
+    if document.get(_TRAIN) is None and document.get(_MICRO) is None and not by_program:
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
         yield Hit((_MICRO,), what, f'"{_MICRO}": 1, for instance')
 
@@ -180,7 +183,7 @@ RULES = (
         _FAMILY,
         "No batch size is given.",
         "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in "
-        'only what is there as "auto".',
+        'only what is there as "auto"; Lightning adds both sizes.',
         '{"gradient_accumulation_steps": 2}\n',
         config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
         _missing,

@@ -15,7 +15,6 @@ from deepspeed_compress.lint.rules.common import (
     offload,
     optimizer,
     params,
-    section,
     show,
     stage,
     trained,
@@ -150,13 +149,6 @@ def _legacy_fusion(document: Document, context: Context) -> Iterator[Hit]:
     if document.get("optimizer", "legacy_fusion") is True and not used:
         what = "true has no effect but with fp16, without ZeRO, and Adam"
         yield Hit(("optimizer", "legacy_fusion"), what, "nothing: remove the key")
-
-
-def _torch_offload(document: Document, context: Context) -> Iterator[Hit]:
-    path = (*_PARAMS, "torch_adam")
-    if section(document, *_PARAMS).get("torch_adam") is True and offload(document, "offload_optimizer"):
-        what = "true puts the slower Adam of torch into the place of DeepSpeedCPUAdam"
-        yield Hit(path, what, "false, unless you compare the two")
 
 
 RULES = (
@@ -325,23 +317,5 @@ RULES = (
         trained(),
         _legacy_fusion,
         accepts("the key has no effect"),
-    ),
-    Rule(
-        "DSC513",
-        "torch-adam-with-offload",
-        "warning",
-        _FAMILY,
-        "torch_adam with an offloaded optimizer.",
-        "torch_adam is looked at before offloading (runtime/engine.py); the vectorized CPU optimizer is not used.",
-        config(
-            optimizer={"type": "AdamW", "params": {"lr": 0.0001, "torch_adam": True}},
-            zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        ),
-        config(
-            optimizer={"type": "AdamW", "params": {"lr": 0.0001}},
-            zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        ),
-        _torch_offload,
-        accepts("steps take several times as long"),
     ),
 )

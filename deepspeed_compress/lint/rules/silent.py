@@ -9,6 +9,7 @@ from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, warns
 from deepspeed_compress.lint.rules.common import (
     AUTO,
     config,
+    hugging_face,
     integer,
     listed,
     number,
@@ -70,7 +71,8 @@ _INERT: tuple[tuple[Path, str], ...] = (
 
 def _inert(document: Document, context: Context) -> Iterator[Hit]:
     for path, write in _INERT:
-        if document.has(*path):
+        # Hugging Face reads nothing of the whole section, which another rule says.
+        if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
             yield Hit(path, f'DeepSpeed accepts "{path[-1]}" and never looks at it', write, "key")
 
 
@@ -146,7 +148,7 @@ def _contiguous(document: Document, context: Context) -> Iterator[Hit]:
     settings = section(document, "activation_checkpointing")
     needs = ("partition_activations", "number_checkpoints")
     missing = [key for key in needs if not settings.get(key)]
-    if settings.get("contiguous_memory_optimization") is True and missing:
+    if settings.get("contiguous_memory_optimization") is True and missing and not hugging_face(context):
         path = ("activation_checkpointing", "contiguous_memory_optimization")
         yield Hit(path, f"true needs {' and '.join(missing)}", f"{' and '.join(missing)} besides, or false")
 
@@ -329,10 +331,11 @@ RULES = (
     Rule(
         "DSC818",
         "contiguous-checkpointing",
-        "error",
+        "warning",
         _FAMILY,
         "contiguous_memory_optimization without what it needs.",
-        "Asserted when activation checkpointing is configured (runtime/activation_checkpointing/checkpointing.py).",
+        "Asserted where a program calls deepspeed.checkpointing.configure "
+        "(runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect.",
         config(activation_checkpointing={"contiguous_memory_optimization": True}),
         config(
             activation_checkpointing={
