@@ -86,6 +86,43 @@ def in_directory(directory: Path) -> list[Finding]:
             id="small-buffers",
         ),
         pytest.param(BATCH | {"wandb": {"enabled": True, "group": "FIRST_RUN"}}, {}, id="a-name-in-capitals"),
+        pytest.param(
+            BATCH | {"autotuning": {"enabled": True}, "zero_optimization": {"stage": [0, 1, 2]}},
+            {},
+            id="stages-that-the-autotuner-tries",
+        ),
+        pytest.param(
+            BATCH
+            | {
+                "activation_checkpointing": {
+                    "partition_activations": True,
+                    "contiguous_memory_optimization": True,
+                }
+            },
+            {},
+            id="checkpoints-that-the-program-counts",
+        ),
+        pytest.param(
+            BATCH | {"optimizer": {"type": "Adam", "params": {"lr": 0.0001, "weight_decay": 3e-7}}},
+            {},
+            id="a-decay-that-is-not-felt",
+        ),
+        pytest.param(
+            BATCH | ADAMW | {"zero_optimization": {"stage": 2, "sub_group_size": 1e9}}, {}, id="defaults-of-stage-3"
+        ),
+        pytest.param(
+            AUTO
+            | ZERO_2
+            | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+            | {
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+                }
+            },
+            HF,
+            id="the-course-of-the-trainer",
+        ),
     ],
 )
 def test_what_is_right_is_not_called_wrong(config: dict[str, Any], context: dict[str, Any]) -> None:
@@ -96,6 +133,18 @@ def test_zero_as_text_is_a_number() -> None:
     """It was taken for a text that says nothing, as its truth is that of no number."""
     offload = {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": "0"}}
     assert codes(BATCH | ADAMW | {"zero_optimization": offload}) == ["DSC012"]
+
+
+def test_batch_sizes_may_come_from_a_program() -> None:
+    """Files without any are made complete by Lightning or a template: an error only where the reader is known."""
+    found = only(ADAMW | ZERO_2)
+    assert (found.rule.code, found.rule.severity) == ("DSC210", "warning")
+    assert codes(ADAMW | ZERO_2, {"framework": "deepspeed"}) == ["DSC202"]
+
+
+def test_a_file_of_another_program_is_one_finding() -> None:
+    found = only(BATCH | {f"pipe-parallel-{word}": 1 for word in "abcdefghijklmnop"})
+    assert (found.rule.code, "13 more" in found.message) == ("DSC100", True)
 
 
 def test_activation_checkpointing_only_warns() -> None:

@@ -134,8 +134,9 @@ def _unused(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _scheduler(document: Document, context: Context) -> Iterator[Hit]:
+    """WarmupDecayLR decays as the Trainer's own does unless told otherwise."""
     value = document.get("scheduler", "type")
-    if context.framework == "hf" and isinstance(value, str):
+    if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} is taken in place of the Trainer's lr_scheduler_type, without a word"
         correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
         yield Hit(("scheduler",), what, "nothing, and lr_scheduler_type counts", "key", correction)
@@ -281,7 +282,8 @@ RULES = (
         _FAMILY,
         "The file has a scheduler, and so lr_scheduler_type has no effect.",
         "The Trainer makes a scheduler only where the file has none (transformers/integrations/deepspeed.py). WarmupLR "
-        "never decays, WarmupDecayLR decays linearly.",
+        "never decays, where the Trainer's default falls to zero. WarmupDecayLR falls to zero too and is left out: "
+        "beside --lr_scheduler_type cosine it counts all the same.",
         _hf(
             optimizer={"type": "AdamW", "params": {"lr": AUTO}},
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": AUTO}},

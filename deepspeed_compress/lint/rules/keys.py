@@ -40,16 +40,26 @@ _NAMES_OF_OURS = frozenset(
     }
 )
 _NEARLY = 0.9
+_MANY, _SHOWN = 10, 3
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 
 
 def _unknown(document: Document, *, strict: bool) -> Iterator[Hit]:
+    found: list[Hit] = []
     for path, section in unknown_keys(document, strict=strict):
         place = _ours(document, path)
         if place is not None and path[:-1] == place[:-1]:
             yield _ours_by_another_name(document, path)
         elif place is None and not _elsewhere(path, section):
-            yield _unknown_hit(document, path, section)
+            found.append(_unknown_hit(document, path, section))
+    yield from found if len(found) <= _MANY else [_of_another_program(found)]
+
+
+def _of_another_program(found: list[Hit]) -> Hit:
+    """One finding for a file that has more in it than DeepSpeed's configuration."""
+    names = ", ".join(f'"{hit.path[-1]}"' for hit in found[:_SHOWN])
+    what = f"{names} and {len(found) - _SHOWN} more are no keys of DeepSpeed: is this a file of another program?"
+    return Hit(found[0].path, what, "the configuration of DeepSpeed into a file of its own", "key")
 
 
 def _unknown_hit(document: Document, path: Path, section: Section) -> Hit:

@@ -23,6 +23,8 @@ from deepspeed_compress.lint.rules.common import (
 _FAMILY = "optimizer"
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
+_FELT = 1e-4
+"""Weight decay from which its kind makes a difference; examples have 3e-7."""
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
@@ -132,7 +134,7 @@ def _adamw_mode(document: Document, context: Context) -> Iterator[Hit]:
 def _adam_decay(document: Document, context: Context) -> Iterator[Hit]:
     decay = number(document.get(*_PARAMS, "weight_decay"))
     given = document.has(*_PARAMS, "adam_w_mode")
-    if optimizer(document) == "adam" and decay is not None and decay > 0 and not given:
+    if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not given:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
         yield Hit(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
 

@@ -146,11 +146,10 @@ def _print_zero(document: Document, context: Context) -> Iterator[Hit]:
 
 def _contiguous(document: Document, context: Context) -> Iterator[Hit]:
     settings = section(document, "activation_checkpointing")
-    needs = ("partition_activations", "number_checkpoints")
-    missing = [key for key in needs if not settings.get(key)]
-    if settings.get("contiguous_memory_optimization") is True and missing and not hugging_face(context):
+    alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
+    if alone and not hugging_face(context):
         path = ("activation_checkpointing", "contiguous_memory_optimization")
-        yield Hit(path, f"true needs {' and '.join(missing)}", f"{' and '.join(missing)} besides, or false")
+        yield Hit(path, "true needs partition_activations", '"partition_activations": true besides, or false')
 
 
 def _autotuning(document: Document, context: Context) -> Iterator[Hit]:
@@ -335,13 +334,13 @@ RULES = (
         _FAMILY,
         "contiguous_memory_optimization without what it needs.",
         "Asserted where a program calls deepspeed.checkpointing.configure "
-        "(runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect.",
+        "(runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect. The number "
+        "of checkpoints, which it needs too, mostly comes from the program.",
         config(activation_checkpointing={"contiguous_memory_optimization": True}),
         config(
             activation_checkpointing={
                 "contiguous_memory_optimization": True,
                 "partition_activations": True,
-                "number_checkpoints": 4,
             }
         ),
         _contiguous,

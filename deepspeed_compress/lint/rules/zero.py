@@ -30,6 +30,8 @@ _FAMILY = "zero"
 
 def _stage_range(document: Document, context: Context) -> Iterator[Hit]:
     value = document.get(ZERO, "stage", default=0)
+    if isinstance(value, list) and document.get("autotuning", "enabled") is True:
+        return  # the stages that the autotuner tries
     if not means_auto(value) and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
         yield Hit((ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", "0, 1, 2 or 3")
 
@@ -104,12 +106,15 @@ def _odd_bucket(document: Document, context: Context) -> Iterator[Hit]:
 
 
 _BUCKET = 500_000_000
+_DEFAULT = 1_000_000_000
+"""Of sub_group_size: it stands in files for every stage and changes nothing."""
 _ONLY_STAGE_3 = ("sub_group_size", "memory_efficient_linear", "module_granularity_threshold")
 
 
 def _stage3_keys(document: Document, context: Context) -> Iterator[Hit]:
     """One finding for all keys of stage 3: configurations for several stages are common."""
-    found = [key for key in section(document, ZERO) if key.startswith("stage3_") or key in _ONLY_STAGE_3]
+    given = section(document, ZERO).items()
+    found = [key for key, value in given if key.startswith("stage3_") or (key in _ONLY_STAGE_3 and value != _DEFAULT)]
     if found and stage(document) in (1, 2):
         what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {stage(document)}"
         yield Hit((ZERO, found[0]), what, "stage 3, or remove what belongs to it", "key")
