@@ -1,6 +1,7 @@
 """The command `ds-compress lint`."""
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -64,7 +65,9 @@ def _run(options: argparse.Namespace) -> int:
     _check(options)
     settings = find_settings(Path.cwd()) if options.config is None else read_settings(options.config)
     selection, context, search = _selection(options, settings), _context(options, settings), _search(options, settings)
-    linted = [_lint(source, context, selection, options) for source in sources(options.files, search, sys.stdin.buffer)]
+    # A program without standard input has None there.
+    stdin = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
     if not options.quiet:
         for note in _notes(linted, options.files, search):
             print(f"ds-compress: {note}", file=sys.stderr)

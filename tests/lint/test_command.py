@@ -355,6 +355,20 @@ def test_fix_of_standard_input(lint: Run) -> None:
     assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
 
 
+def test_without_standard_input() -> None:
+    save("{}")
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "lint", "ds_config.json", "--select", "DSC0"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_name_of_standard_input(lint: Run) -> None:
     named = "--stdin-filename", "a/ds_config.json", "-", "--output-format", "concise"
     code, out, _ = lint(*named, stdin=BAD)
