@@ -44,9 +44,17 @@ def _convert(node: Any, budget: _Budget, depth: int = 0) -> Node:
     if isinstance(node, yaml.SequenceNode):
         items = tuple(_convert(item, budget, depth + 1) for item in node.value)
         return Node("array", [item.value for item in items], span, items=items)
-    value = None if node is None else yaml.SafeLoader("").construct_object(node)
+    value = None if node is None else _scalar(node)
     kind = _KINDS.get(type(value), "string")
     return Node(kind, value if kind != "string" else str(value), span)
+
+
+def _scalar(node: Any) -> Any:
+    try:
+        return yaml.SafeLoader("").construct_object(node)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # What PyYAML makes of a value that does not fit its tag.
+        raise ValueError(f"invalid literal for {node.tag}: {node.value[:40]!r}") from error
 
 
 def _member(key: Any, value: Any, budget: _Budget, depth: int) -> Member:

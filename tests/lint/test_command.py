@@ -421,12 +421,18 @@ def test_behind_a_syntax_error_nothing_is_missing() -> None:
         assert [finding.rule.code for finding in found] == codes
 
 
+YAML = st.lists(
+    st.sampled_from((*"{}[]:,-#&*!|>'\"%@`\n ", "a: ", "deepspeed_config:", "\n  ", "zero_optimization: ", "{{ a }}"))
+)
+
+
 @settings(properties, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=200))
-def test_any_bytes(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+@given(st.binary(max_size=200) | YAML.map(lambda pieces: "".join(pieces).encode()))
+@pytest.mark.parametrize("name", ["ds_config.json", "ds_config.yaml"])
+def test_any_bytes(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
     """Through the whole command, with all rules: findings or none, never an error."""
     use(monkeypatch, *RULES)
-    path = Path("ds_config.json")
+    path = Path(name)
     path.write_bytes(content)
     for options in ([], ["--framework", "hf"], ["--diff", "--unsafe-fixes"]):
         assert main(["lint", *options]) in (0, 1)

@@ -256,6 +256,8 @@ DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdef
         ("deepspeed_config: [\n", "not YAML: expected the node content"),
         ("deepspeed_config: \x00\n", "not YAML: special characters are not allowed"),
         ("deepspeed_config: {a: !!int x}\n", "not YAML: invalid literal"),
+        ("deepspeed_config: {a: !!int }\n", "not YAML: invalid literal"),
+        ("deepspeed_config: {a: !!timestamp x}\n", "not YAML: invalid literal"),
         ("deepspeed_config: {{ a }}\n", "not YAML: a key that is no text"),
         ("zero_optimization: [\n", "not YAML: expected the node content"),
         ("deepspeed_config:\n---\n", "not YAML: but found another document"),
