@@ -108,20 +108,24 @@ def in_directory(directory: Path) -> list[Finding]:
             id="a-decay-that-is-not-felt",
         ),
         pytest.param(
-            BATCH | ADAMW | {"zero_optimization": {"stage": 2, "sub_group_size": 1e9}}, {}, id="defaults-of-stage-3"
-        ),
-        pytest.param(
-            AUTO
-            | ZERO_2
-            | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+            BATCH
+            | ADAMW
             | {
-                "scheduler": {
-                    "type": "WarmupDecayLR",
-                    "params": {"total_num_steps": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+                "zero_optimization": {
+                    "stage": 2,
+                    "sub_group_size": 1e9,
+                    "stage3_max_live_parameters": 1e9,
+                    "stage3_prefetch_bucket_size": "auto",
+                    "stage3_gather_16bit_weights_on_model_save": True,
                 }
             },
-            HF,
-            id="the-course-of-the-trainer",
+            {},
+            id="defaults-of-stage-3",
+        ),
+        pytest.param(
+            BATCH | {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 1000, "hysteresis": 2}},
+            {},
+            id="defaults-of-a-dynamic-scale",
         ),
     ],
 )
@@ -143,8 +147,8 @@ def test_batch_sizes_may_come_from_a_program() -> None:
 
 
 def test_a_file_of_another_program_is_one_finding() -> None:
-    found = only(BATCH | {f"pipe-parallel-{word}": 1 for word in "abcdefghijklmnop"})
-    assert (found.rule.code, "13 more" in found.message) == ("DSC100", True)
+    found = only(BATCH | {f"num-{word}-layers": 1 for word in "abcdefghijklmnop"} | {"pipe-parallel-size": 1})
+    assert (found.rule.code, "8 more" in found.message) == ("DSC100", True)
 
 
 def test_activation_checkpointing_only_warns() -> None:
@@ -188,6 +192,9 @@ def test_a_template_has_one_hint_and_what_does_not_depend_on_it() -> None:
             "DSC103",
         ),
         (BATCH | {"profile_step": 1, "module_depth": -1, "top_modules": 1}, "DSC102"),
+        (BATCH | {"compile": {"enabled": True, "backend": "inductor"}}, "DSC101"),
+        (BATCH | {"mine": 1, "yours": 2}, "DSC100"),
+        (BATCH | {"bf16": {"enable": True}}, "DSC101"),
     ],
 )
 def test_one_mistake_is_one_finding(config: dict[str, Any], code: str) -> None:
@@ -195,10 +202,11 @@ def test_one_mistake_is_one_finding(config: dict[str, Any], code: str) -> None:
 
 
 def test_values_of_the_trainer_are_one_finding() -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": 0.0002, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}}
-    found = only({"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "optimizer": optimizer, **ZERO_2}, HF)
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}}
+    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+    found = only({**batch, "optimizer": optimizer, **ZERO_2}, HF)
     assert found.rule.code == "DSC712"
-    for argument in ("per_device_train_batch_size", "learning_rate", "weight_decay", "adam_beta1"):
+    for argument in ("per_device_train_batch_size", "weight_decay", "adam_beta1"):
         assert argument in found.message
     assert "max_grad_norm" not in found.message
     assert "adam_epsilon" not in found.message
@@ -274,6 +282,19 @@ def test_what_was_missed_is_found_once(
     assert {rule.severity for rule in RULES if rule.code == code} == {severity}
 
 
+def test_who_fixes_everything_means_it() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0002, "weight_decay": 0.1}}
+    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    assert codes({**batch, "optimizer": optimizer, **ZERO_2}, HF) == []
+    assert "train_batch_size" in only({**batch, "train_batch_size": 64, **ZERO_2}, HF).message
+
+
+def test_adam_is_adamw_in_the_trainer_too() -> None:
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": 0.1}}}
+    assert codes(AUTO | ZERO_2 | adam, HF) == ["DSC712"]
+    assert "DSC509" in codes(BATCH | ZERO_2 | adam)
+
+
 def test_hjson_under_hugging_face_is_one_finding_a_kind() -> None:
     text = json.dumps(AUTO | ZERO_2, indent=1).replace("{", "{ // one", 1).replace('"stage"', "// two\n'stage'")
     assert codes(text, HF) == ["DSC004", "DSC004"]
@@ -320,7 +341,9 @@ def test_what_accelerate_drops_is_said_and_not_examined(tmp_path: Path) -> None:
         "  train_micro_batch_size_per_gpu: 0\n  zero_force_ds_cpu_optimizer: false\n"
     )
     found = in_directory(tmp_path)
-    assert [(finding.rule.code, finding.start[0]) for finding in found] == [("DSC731", line) for line in (5, 6, 7)]
+    assert [(finding.rule.code, finding.start[0]) for finding in found] == [("DSC731", 5)]
+    for key in ("optimizer", "train_micro_batch_size_per_gpu", "zero_force_ds_cpu_optimizer"):
+        assert key in found[0].message
 
 
 @pytest.mark.parametrize(("beside", "line"), [("  zero_stage: 3\n", 5), ("mixed_precision: bf16\n", 5)])

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from deepspeed_compress.lint.document import Document
+from deepspeed_compress.lint.document import Document, Member
 from deepspeed_compress.lint.embedded import NAME, PLACES, SECTION, file_name, named_file, settings
 from deepspeed_compress.lint.hit import Hit
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
@@ -50,13 +50,20 @@ def _beside_file(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _dropped(document: Document, context: Context) -> Iterator[Hit]:
-    for member in settings(document):
-        never = member.key not in PLACES and member.key not in _LAUNCHED
-        unsent = member.key in _PATHS and member.value.value not in (None, "none") and file_name(document) is None
-        if never or unsent:
-            what = f"Accelerate passes {show(member.key)} on to nobody: DeepSpeed never sees it"
-            write = f"it into a configuration of DeepSpeed, named by {NAME}, or remove it"
-            yield Hit((SECTION, member.key), what, write, "key", span=member.key_span)
+    """One finding for all of them: a configuration of DeepSpeed that was put into that of Accelerate."""
+    dropped = [member for member in settings(document) if _is_dropped(document, member)]
+    if dropped:
+        several = len(dropped) > 1
+        keys, them = ", ".join(show(member.key) for member in dropped), "them" if several else "it"
+        what = f"Accelerate passes {keys} on to nobody: DeepSpeed never sees {them}"
+        write = f"{them} into a configuration of DeepSpeed, named by {NAME}, or remove {them}"
+        yield Hit((SECTION, dropped[0].key), what, write, "key", span=dropped[0].key_span)
+
+
+def _is_dropped(document: Document, member: Member) -> bool:
+    if member.key in _PATHS:
+        return member.value.value not in (None, "none") and file_name(document) is None
+    return member.key not in PLACES and member.key not in _LAUNCHED
 
 
 def _missing(document: Document, context: Context) -> Iterator[Hit]:

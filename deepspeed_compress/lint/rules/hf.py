@@ -23,6 +23,8 @@ from deepspeed_compress.lint.rules.common import (
 
 _FAMILY = "hugging-face"
 _HF = {"framework": "hf"}
+_WHOLE_BATCH: Path = ("train_batch_size",)
+_CLIPPING: Path = ("gradient_clipping",)
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _ARGUMENTS: Mapping[Path, tuple[str, object]] = {
@@ -67,12 +69,8 @@ def _no_hidden_size(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _fixed(document: Document, context: Context) -> Iterator[Hit]:
-    """One finding for all of them: whether they are wrong, the command line decides.
-
-    Where the precision alone is fixed, the file is for programs in that precision.
-    """
-    found = [path for path in _ARGUMENTS if context.framework == "hf" and _differs(document, path)]
-    found = [] if all(path in _HALVES for path in found) else found
+    """One finding for all of them: whether they are wrong, the command line decides."""
+    found = [path for path in _ARGUMENTS if context.framework == "hf" and _is_doubtful(document, path)]
     if found:
         values = ", ".join(f"{name(path)} {show(document.get(*path))} ({_ARGUMENTS[path][0]})" for path in found)
         what = f"the Trainer stops unless its arguments are equal to {values}"
@@ -80,10 +78,17 @@ def _fixed(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit(found[0], what, '"auto", which takes them from there', fix=correction)
 
 
-def _differs(document: Document, path: Path) -> bool:
-    """Whether a value is not what the Trainer has by itself; text is a matter of other rules."""
-    value = document.get(*path)
-    return value is not None and not isinstance(value, str) and value != _ARGUMENTS[path][1]
+def _is_doubtful(document: Document, path: Path) -> bool:
+    """Whether a value is not what the Trainer has by itself, beside others that are left to it.
+
+    Who fixes everything of a kind means it, but for the whole batch, in which the number of ranks counts. Text is a
+    matter of other rules.
+    """
+    value, kind = document.get(*path), path[:-1]
+    if path in _HALVES or value is None or isinstance(value, str) or value == _ARGUMENTS[path][1]:
+        return False
+    beside = [document.get(*other) for other in _ARGUMENTS if other[:-1] == kind and other != _CLIPPING]
+    return path == _WHOLE_BATCH or (path != _CLIPPING and AUTO in beside)
 
 
 def _dummies(document: Document, context: Context) -> Iterator[Hit]:
@@ -198,9 +203,11 @@ RULES = (
         "hf-fixed-value",
         "info",
         _FAMILY,
-        "Values that the Trainer compares with its arguments, and that are not its defaults.",
-        'The Trainer stops where the two differ (transformers/integrations/deepspeed.py); "auto" takes its own.',
-        _hf(train_micro_batch_size_per_gpu=4),
+        "Values that the Trainer compares with its arguments, beside others that are left to it.",
+        'The Trainer stops where the two differ (transformers/integrations/deepspeed.py); "auto" takes its own. A file '
+        "that fixes all batch sizes, or all of the optimizer, is taken to mean it; train_batch_size holds for one "
+        "number of ranks only.",
+        _hf(gradient_accumulation_steps=4),
         _hf(),
         _fixed,
         raises("mismatch TrainingArguments"),

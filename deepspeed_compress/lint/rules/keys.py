@@ -7,7 +7,7 @@ from deepspeed_compress.lint.edits import fix, move, rename
 from deepspeed_compress.lint.hit import Fix, Hit, Path
 from deepspeed_compress.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
 from deepspeed_compress.lint.rule import Context, Rule, ignores, raises
-from deepspeed_compress.lint.rules.common import config, name, trained, zero
+from deepspeed_compress.lint.rules.common import config, hugging_face, name, trained, zero
 
 _FAMILY = "keys"
 _SAME_AS = {
@@ -40,38 +40,59 @@ _NAMES_OF_OURS = frozenset(
     }
 )
 _NEARLY = 0.9
-_MANY, _SHOWN = 10, 3
+_MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 
 
-def _unknown(document: Document, *, strict: bool) -> Iterator[Hit]:
-    found: list[Hit] = []
+def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
+    """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
+    strange: dict[Path, list[str]] = {}
+    close: list[tuple[Path, Section, str]] = []
     for path, section in unknown_keys(document, strict=strict):
-        place = _ours(document, path)
+        place, key = _ours(document, path), str(path[-1])
         if place is not None and path[:-1] == place[:-1]:
             yield _ours_by_another_name(document, path)
-        elif place is None and not _elsewhere(path, section):
-            found.append(_unknown_hit(document, path, section))
-    yield from found if len(found) <= _MANY else [_of_another_program(found)]
+        elif place is not None or _elsewhere(path, section) or _unread(section, context):
+            continue
+        elif key in _SAME_AS:
+            yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
+        elif meant := _close(key, section):
+            close.append((path, section, meant))
+        else:
+            strange.setdefault(section.path, []).append(key)
+    for where, keys in strange.items():
+        yield _strange(where, keys)
+    for path, section, meant in close:
+        # Of another program's many keys some look like one of DeepSpeed's.
+        if len(strange.get(section.path, ())) <= _MANY:
+            yield _misspelled(document, path, section, meant)
 
 
-def _of_another_program(found: list[Hit]) -> Hit:
-    """One finding for a file that has more in it than DeepSpeed's configuration."""
-    names = ", ".join(f'"{hit.path[-1]}"' for hit in found[:_SHOWN])
-    what = f"{names} and {len(found) - _SHOWN} more are no keys of DeepSpeed: is this a file of another program?"
-    return Hit(found[0].path, what, "the configuration of DeepSpeed into a file of its own", "key")
+def _unread(section: Section, context: Context) -> bool:
+    """Whether another rule says that nobody reads the whole section."""
+    return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
-def _unknown_hit(document: Document, path: Path, section: Section) -> Hit:
-    key = str(path[-1])
-    where = name(section.path) or "the configuration"
+def _called(section: Path) -> str:
+    return name(section) or "the configuration"
+
+
+def _close(key: str, section: Section) -> str | None:
     # Our own section is a key that DeepSpeed leaves alone.
-    names = section.keys if section.path else {**section.keys, OUR_SECTION: None}
-    close = None if key in _SAME_AS else closest(key, names)
-    what = f'"{key}" is no key of {where}' + (f' (did you mean "{close}"?)' if close else "")
-    if close is None:
-        return Hit(path, what, _SAME_AS.get(key, "nothing: remove the key"), "key")
+    return closest(key, section.keys if section.path else {**section.keys, OUR_SECTION: None})
+
+
+def _misspelled(document: Document, path: Path, section: Section, close: str) -> Hit:
+    what = f'"{path[-1]}" is no key of {_called(section.path)} (did you mean "{close}"?)'
     return Hit(path, what, f'"{close}", if you meant that', "key", _renamed(document, path, close))
+
+
+def _strange(section: Path, keys: list[str]) -> Hit:
+    shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
+    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_called(section)}"
+    many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
+    write = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
+    return Hit((*section, keys[0]), what, write, "key")
 
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
@@ -137,11 +158,11 @@ def _ours_elsewhere(document: Document, path: Path, place: Path) -> Hit:
 
 
 def _unknown_ignored(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _unknown(document, strict=False)
+    yield from _unknown(document, context, strict=False)
 
 
 def _unknown_refused(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _unknown(document, strict=True)
+    yield from _unknown(document, context, strict=True)
 
 
 def _misplaced_ignored(document: Document, context: Context) -> Iterator[Hit]:

@@ -134,7 +134,9 @@ def _adamw_mode(document: Document, context: Context) -> Iterator[Hit]:
 def _adam_decay(document: Document, context: Context) -> Iterator[Hit]:
     decay = number(document.get(*_PARAMS, "weight_decay"))
     given = document.has(*_PARAMS, "adam_w_mode")
-    if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not given:
+    # The Trainer's own optimizer is AdamW, whose weight decay it writes here.
+    meant = given or context.framework == "hf"
+    if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
         yield Hit(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
 

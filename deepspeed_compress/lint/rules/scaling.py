@@ -43,18 +43,19 @@ def _window(document: Document, context: Context) -> Iterator[Hit]:
             yield Hit(("fp16", key), what, "1000" if key == "loss_scale_window" else "1")
 
 
-_DYNAMIC_ONLY = (
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-)
+_DYNAMIC_ONLY = {
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+"""Keys of a dynamic scale, and their defaults, which tell nothing."""
 
 
 def _static(document: Document, context: Context) -> Iterator[Hit]:
     scale = number(document.get("fp16", "loss_scale"))
-    unused = [key for key in _DYNAMIC_ONLY if key in section(document, "fp16")]
+    unused = [key for key, value in section(document, "fp16").items() if _DYNAMIC_ONLY.get(key, value) != value]
     if scale is not None and scale > 0 and unused:
         what = f"{show(scale)} is a fixed scale, with which {', '.join(unused)} have no effect (allowed: 0)"
         yield Hit(("fp16", "loss_scale"), what, "0 for a dynamic scale, or leave the others out")
@@ -120,8 +121,8 @@ RULES = (
         _FAMILY,
         "A fixed loss scale beside settings of the dynamic one.",
         "With loss_scale above 0 the dynamic scaler is not made (runtime/engine.py), and its settings have no effect.",
-        trained(fp16={"enabled": True, "loss_scale": 128, "initial_scale_power": 16}),
-        trained(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}),
+        trained(fp16={"enabled": True, "loss_scale": 128, "initial_scale_power": 8}),
+        trained(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 8}),
         _static,
         accepts("the settings of the dynamic scale have no effect"),
     ),

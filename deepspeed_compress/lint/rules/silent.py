@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.edits import fix, remove
 from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.keys import closest
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, warns
 from deepspeed_compress.lint.rules.common import (
     AUTO,
@@ -42,7 +43,8 @@ _OPTIONAL = (
 def _not_enabled(document: Document, context: Context) -> Iterator[Hit]:
     for part in _OPTIONAL:
         settings = section(document, part)
-        if settings and "enabled" not in settings:
+        # A misspelled "enabled" has a finding of its own.
+        if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
             yield Hit((part,), what, '"enabled": true besides', "key")
 

@@ -1,5 +1,6 @@
 """ZeRO: settings that contradict the stage, the optimizer, or the number of ranks."""
 
+import sys
 from collections.abc import Iterator
 
 from deepspeed_compress.lint.document import Document
@@ -106,15 +107,26 @@ def _odd_bucket(document: Document, context: Context) -> Iterator[Hit]:
 
 
 _BUCKET = 500_000_000
-_DEFAULT = 1_000_000_000
-"""Of sub_group_size: it stands in files for every stage and changes nothing."""
-_ONLY_STAGE_3 = ("sub_group_size", "memory_efficient_linear", "module_granularity_threshold")
+_ONLY_STAGE_3 = {
+    "sub_group_size": 1_000_000_000,
+    "memory_efficient_linear": True,
+    "module_granularity_threshold": 0,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_model_persistence_threshold": sys.maxsize,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_use_all_reduce_for_fetch_params": False,
+    "stage3_allgather_sequential": False,
+}
+"""Keys of stage 3, and their defaults. How a model is saved is no matter of the stage: nothing is in parts below 3."""
 
 
 def _stage3_keys(document: Document, context: Context) -> Iterator[Hit]:
-    """One finding for all keys of stage 3: configurations for several stages are common."""
+    """One finding for all keys of stage 3 that ask for something: configurations for several stages are common."""
     given = section(document, ZERO).items()
-    found = [key for key, value in given if key.startswith("stage3_") or (key in _ONLY_STAGE_3 and value != _DEFAULT)]
+    found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
     if found and stage(document) in (1, 2):
         what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {stage(document)}"
         yield Hit((ZERO, found[0]), what, "stage 3, or remove what belongs to it", "key")
@@ -284,8 +296,8 @@ RULES = (
         _FAMILY,
         "Keys of stage 3 with stage 1 or 2.",
         "Only the optimizer of stage 3 is given these settings (runtime/engine.py).",
-        zero(2, stage3_max_live_parameters=1000000000),
-        zero(3, stage3_max_live_parameters=1000000000),
+        zero(2, stage3_max_live_parameters=200000000),
+        zero(3, stage3_max_live_parameters=200000000),
         _stage3_keys,
         accepts("the keys have no effect"),
     ),
