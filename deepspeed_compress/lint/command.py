@@ -22,7 +22,7 @@ from deepspeed_compress.lint.outputs import Report, plural, render
 from deepspeed_compress.lint.rule import Context
 from deepspeed_compress.lint.rules import RULES
 from deepspeed_compress.lint.runner import lint_document
-from deepspeed_compress.lint.selection import Selection, check_codes, ignored_inside
+from deepspeed_compress.lint.selection import Selection, check_codes, ignored_by_remarks
 from deepspeed_compress.lint.settings import Settings, find_settings, read_settings
 
 CLEAN, FOUND, FAILED = 0, 1, 2
@@ -116,7 +116,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
     for result in linted:
         document = result.source.document
         try:
-            check_codes(ignored_inside(document), RULES, document.path)
+            check_codes(ignored_by_remarks(document), RULES, document.path)
         except ConfigError as error:
             yield f"warning: {error}"
     for framework, teller in _TOLD_BY.items():

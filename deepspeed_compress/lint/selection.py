@@ -49,14 +49,16 @@ def _match(rule: Rule, code: str) -> int:
 
 
 def ignored_inside(document: Document) -> tuple[str, ...]:
-    """What the file itself says: under `deepspeed_compress.lint.ignore`, or in a remark `ds-compress: noqa: DSC201`.
-
-    A remark may stand in a comment, or in JSON, which has none, in the value of a key such as "//".
-    """
+    """What the file itself says, under `deepspeed_compress.lint.ignore` or in a remark."""
     ignore = document.get("deepspeed_compress", "lint", "ignore")
     section = [code for code in ignore if isinstance(code, str)] if isinstance(ignore, list) else []
-    remarks = [re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text)]
-    return (*section, *(code for codes in remarks for code in codes))
+    return (*section, *ignored_by_remarks(document))
+
+
+def ignored_by_remarks(document: Document) -> tuple[str, ...]:
+    """What `ds-compress: noqa: DSC201` says in a comment, or in JSON, which has none, under a key such as "//"."""
+    remarks = (re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text))
+    return tuple(code for codes in remarks for code in codes)
 
 
 def check_codes(codes: Iterable[str], rules: Iterable[Rule], place: str) -> tuple[str, ...]:
