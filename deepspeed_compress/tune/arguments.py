@@ -18,8 +18,16 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
 
     Raises ConfigError when there is none.
     """
-    changed = _each_value(arguments, lambda option, value: str(replacement) if _names(value, config) else value)
-    if changed == list(arguments):
+    named: list[str] = []
+
+    def replaced(option: str, value: str) -> str:
+        if not _names(value, config):
+            return value
+        named.append(value)
+        return str(replacement)
+
+    changed = _each_value(arguments, replaced)
+    if not named:
         raise ConfigError(
             f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
             f"(allowed: any option). Write it where the script or the launcher reads it, such as SCRIPT --deepspeed "

@@ -38,6 +38,12 @@ def test_every_mention_is_replaced() -> None:
     ]
 
 
+def test_a_path_that_stands_there_already_is_a_mention(tmp_path: Path) -> None:
+    """The command is checked with the file in its own place."""
+    given = ["train.py", "--deepspeed", str(tmp_path / "ds.json")]
+    assert with_config(given, tmp_path / "ds.json", tmp_path / "ds.json") == given
+
+
 def test_no_mention_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--config ds.json: no argument .* SCRIPT --deepspeed ds.json"):
         with_config(["train.py", "--lr", "1", "eyJhIjogMX0=", "x" * 5000], Path("ds.json"), FILE)
