@@ -132,6 +132,25 @@ def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> I
         yield Problem("/optimizer/params/momentum", what, '"momentum": 0.0')
 
 
+def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Problem | None:
+    """What the file leaves to the program, where a method of `section` needs an optimizer without a first moment.
+
+    Trainer's Adam has one of 0.9, for "auto" and where the file has no optimizer.
+    """
+    optimizer, method = ds_config.get("optimizer"), section.gradients.method
+    if method not in OWN_MOMENTUM:
+        return None
+    if optimizer is None:
+        what = f'is missing, which leaves open whether there is a momentum besides the one of "{method}"'
+        return Problem("/optimizer", f"{what} (allowed: none)", f'"betas": [0.0, 0.999] of Adam{WITH_TRAINER}')
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    betas = params.get("betas") if isinstance(params, dict) else None
+    if betas != "auto" and not (isinstance(betas, list) and betas[:1] == ["auto"]):
+        return None
+    what = f'{show(betas)} leaves open whether there is a momentum besides the one of "{method}" (allowed: none)'
+    return Problem("/optimizer/params/betas", what, f'"betas": [0.0, 0.999]{WITH_TRAINER}')
+
+
 def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]:
     hierarchy = getattr(section.gradients, "hierarchy", None)
     if hierarchy is not None and (world_size % hierarchy.ranks_per_node or world_size < 2 * hierarchy.ranks_per_node):

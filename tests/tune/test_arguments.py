@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tune.arguments import for_trial, with_config
+from deepspeed_compress.tune.arguments import excludes_momentum, for_trial, with_config
 
 TRIAL = Path("/results/exps/int4")
 FILE = TRIAL / "ds_config.json"
@@ -71,3 +71,19 @@ def test_the_placeholder_is_the_directory() -> None:
         f"--logs={TRIAL}/logs",
         str(TRIAL),
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "excludes"),
+    [
+        ("--adam_beta1 0", True),
+        ("--adam_beta1=0.0 --x 1", True),
+        ("--adam-beta1 .0", True),
+        ("--adam_beta1 0 --adam_beta1 0.5", False),
+        ("--adam_beta1 0.9", False),
+        ("--adam_beta2 0", False),
+        ("", False),
+    ],
+)
+def test_a_command_may_exclude_momentum(given: str, excludes: bool) -> None:
+    assert excludes_momentum(["train.py", *given.split()]) is excludes
