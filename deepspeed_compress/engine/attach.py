@@ -31,6 +31,7 @@ from deepspeed_compress.config import (
     total_steps,
 )
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
+from deepspeed_compress.engine.announce import announce
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
@@ -107,6 +108,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     engine.compression = session
     if engine.global_rank == 0:
         write_configuration(config.monitor.path, engine.config)
+    announce(engine, session, parameters, kind)
     return engine
 
 

@@ -99,6 +99,11 @@ class Session:
         return chosen.plain if self._plan.dense else chosen.compressed
 
     @property
+    def chosen(self) -> Reducer:
+        """The reducer of the settings that the configuration has chosen, whatever is in force."""
+        return self._reduction_of(self.config.gradients).compressed
+
+    @property
     def settings(self) -> str:
         """What is in force in the running step, in short form: "blockwise bits=4"."""
         return self._plan.text

@@ -97,7 +97,8 @@ def test_a_trial_that_fails_leaves_the_end_of_its_log(start: Any) -> None:
 
 LISTS = r"""
 import sys
-sys.stderr.write("[rank0]: Traceback ...\n[rank0]: pkg.errors.ConfigError: 2 problems in the DeepSpeed configuration:\n")
+sys.stderr.write("[rank0]: Traceback ...\n")
+sys.stderr.write("[rank0]: pkg.errors.ConfigError: 2 problems in the DeepSpeed configuration:\n")
 sys.stderr.write("[rank0]:   - /a: wrong. Write b.\n[rank0]:   - /c: wrong.\n[rank0]:   - /a: wrong. Write b.\n")
 print("[ERROR] [launch.py] exits with return code = 1 - bad", flush=True)
 sys.exit(1)
