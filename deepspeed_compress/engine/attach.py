@@ -33,6 +33,7 @@ from deepspeed_compress.config import (
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.announce import announce
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
+from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
 from deepspeed_compress.engine.norms import Norms
@@ -100,7 +101,8 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
     elif config.weights.method != "none":
         weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
-        weight_bytes, synchronise = lambda: 0, weights.synchronise
+        session.exact = attach_exact(engine, weights.synchronise)
+        weight_bytes, synchronise = lambda: 0, session.exact.renew
     hears = Norms(engine, session.policy.skips) if session.policy.guards else None
     follow_steps(engine, session, hears, weight_bytes, synchronise, parallel.count_parallel(engine, meter))
     attach_checkpoint(engine, session, synchronise)
