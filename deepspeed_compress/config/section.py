@@ -83,9 +83,16 @@ def _patch_problems(section: CompressConfig) -> list[Problem]:
     return problems
 
 
+def find_missing(ds_config: Mapping[str, Any]) -> Problem | None:
+    """That there is no section, and what was probably meant by it; None where there is one."""
+    return None if SECTION in ds_config else _missing_section(ds_config)
+
+
 def _missing_section(ds_config: Mapping[str, Any]) -> Problem:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
-    what = "the section is missing" + (f' (did you mean it by "{close[0]}"?)' if close else "")
+    inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
+    meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
+    what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
     return Problem(pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
 
 

@@ -2,19 +2,23 @@
 
 import contextlib
 import sys
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from deepspeed_compress.buckets import even_partition
 from deepspeed_compress.build import Parameters
-from deepspeed_compress.config import CompressConfig, brief
+from deepspeed_compress.config import CompressConfig, brief, find_missing
 from deepspeed_compress.engine.expected import mean_cost, uncompressed
+from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.methods import compressor_from
 
-__all__ = ["announce", "announcement"]
+__all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
@@ -25,6 +29,15 @@ def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -
     # Whoever cannot read it is not to be stopped by it.
     with contextlib.suppress(OSError, ValueError):
         print(f"deepspeed_compress: {text}", file=sys.stderr, flush=True)
+
+
+def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
+    """CompressWarning, on rank 0, that `engine` trains without compression, as `ds_config` has no section."""
+    problem = find_missing(ds_config)
+    if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
+        meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
+        text = f"an engine is not compressed: {problem} {meant}"
+        warnings.warn(text, CompressWarning, stacklevel=3)
 
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:

@@ -132,6 +132,44 @@ def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("content", "options", "text"),
+    [
+        ({"compress": {}}, "--deepspeed {}", 'did you mean it by "compress"?'),
+        ({"zero_optimization": {SECTION: {}}}, "--deepspeed_config={}", f'by "zero_optimization/{SECTION}"?'),
+        ({"train_batch_size": 1}, "--deepspeed_config_file {}", "the section is missing."),
+        ({SECTION: {}}, "--deepspeed {}", ""),
+        ({"train_batch_size": 1}, "--other {}", ""),
+    ],
+)
+def test_a_file_without_the_section_is_told_at_the_start(
+    content: Any,
+    options: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["run", "train.py", *options.format(file).split()])
+    told = capsys.readouterr().err
+    assert text in told
+    assert (f"warning: {file}: nothing will be compressed" in told) is bool(text)
+
+
+def test_what_is_no_configuration_is_the_programs_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["run", "train.py", "--deepspeed", str(tmp_path / "broken.json"), "--deepspeed", "missing.json"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("environment", "started"),
     [
         ({}, False),
