@@ -64,7 +64,7 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition, total = even_partition(sizes, group.size()), sum(numel for _, numel in sizes)
     reducer, raw = session.chosen, uncompressed(session.chosen, partition)
-    every = [override.every for override in session.config.gradients.overrides]
+    every = [override.every for override in getattr(session.config.gradients, "overrides", ())]
     found = mean_cost(reducer, partition, everywhere, every)
     # ZeRO 2 and 3 reduce in every micro-step; of ZeRO 3 alone, and not on gloo, DeepSpeed reduces to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
@@ -81,9 +81,10 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
 
 def _weights(engine: Any, config: CompressConfig, parameters: Parameters, kind: str) -> str:
     ranks, itemsize = engine.seq_data_parallel_group.size(), engine.get_data_types()[0].itemsize
+    settings: Any = config.weights
     numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [size for name, size in numels.items() if name in parameters.exempt or size < config.weights.min_numel]
-    coded = compressor_from(config.weights).payload_bytes(sum(numels.values()) - sum(raw))
+    raw = [size for name, size in numels.items() if name in parameters.exempt or size < settings.min_numel]
+    coded = compressor_from(settings).payload_bytes(sum(numels.values()) - sum(raw))
     sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
     alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
     when = "each time they are gathered" if kind == "zero_3" else "a step"
