@@ -56,7 +56,7 @@ TABLE = {
     "idle": allow("errors"),
     "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),
     "engine": allow(
-        "build buckets builds config errors feedback kernels methods monitor naming policy reducers residuals state",
+        "build buckets builds config errors feedback kernels monitor naming policy reducers residuals state",
         "torch deepspeed packaging",
     ),
     "naming": allow(),

@@ -9,14 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_compress.buckets import even_partition
-from deepspeed_compress.build import Parameters
+from deepspeed_compress.build import Parameters, message_compressor
 from deepspeed_compress.config import CompressConfig, brief, find_missing
 from deepspeed_compress.engine.expected import mean_cost, uncompressed
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.methods import compressor_from
 
 __all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
@@ -84,7 +83,7 @@ def _weights(engine: Any, config: CompressConfig, parameters: Parameters, kind: 
     settings: Any = config.weights
     numels = {name: parameters.numel(name) for name in parameters.shapes}
     raw = [size for name, size in numels.items() if name in parameters.exempt or size < settings.min_numel]
-    coded = compressor_from(settings).payload_bytes(sum(numels.values()) - sum(raw))
+    coded = message_compressor(settings).payload_bytes(sum(numels.values()) - sum(raw))
     sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
     alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
     when = "each time they are gathered" if kind == "zero_3" else "a step"
