@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.buckets import even_partition
 from deepspeed_compress.build import Parameters, message_compressor
 from deepspeed_compress.config import CompressConfig, brief, find_missing
-from deepspeed_compress.engine.expected import mean_cost, uncompressed
+from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -61,7 +60,8 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
     group, everywhere = engine.seq_data_parallel_group, kind == "zero_0"
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
-    partition, total = even_partition(sizes, group.size()), sum(numel for _, numel in sizes)
+    partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
+    total = sum(numel for _, numel in sizes)
     reducer, raw = session.chosen, uncompressed(session.chosen, partition)
     every = [override.every for override in getattr(session.config.gradients, "overrides", ())]
     found = mean_cost(reducer, partition, everywhere, every)

@@ -1,7 +1,7 @@
 """What one optimizer step will send for gradients, and what will be remembered, worked out before there is one.
 
-All parameters are taken for a single bucket that is cut evenly, so figures are those of large buckets: of small ones
-more is spent on what each message needs besides.
+All parameters are taken for a single bucket, so figures are those of large buckets: of small ones more is spent on
+what each message needs besides.
 """
 
 import math
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.buckets import Partition
+from deepspeed_compress.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.build import RAW
 from deepspeed_compress.feedback import MomentumCorrection
 from deepspeed_compress.reducers import ClippingReducer, PayloadReducer, PowerSGDReducer, Reducer, TwoLevelReducer
 from deepspeed_compress.reducers.plan import Piece, make_plans
 from deepspeed_compress.residuals import Residuals
 
-__all__ = ["Cost", "cost", "mean_cost", "uncompressed"]
+__all__ = ["Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
 
 LATE = 10**9
 """An optimizer step in which no density is still on its way."""
@@ -34,6 +34,18 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.sent + other.sent, self.kept + other.kept)
+
+
+def one_bucket(sizes: Sequence[tuple[str, int]], ranks: int, apart: bool) -> Partition:
+    """All parameters, given as (name, numel), in one bucket that is cut evenly; `apart`: each parameter by itself."""
+    if not apart:
+        return even_partition(sizes, ranks)
+    return partition_by_sizes([(name, _shares(numel, ranks)) for name, numel in sizes], ranks)
+
+
+def _shares(numel: int, ranks: int) -> list[tuple[int, int]]:
+    share = -(-numel // ranks)
+    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
 def mean_cost(reducer: Reducer, partition: Partition, everywhere: bool, every: Sequence[int] = ()) -> Cost:
