@@ -16,6 +16,7 @@ from deepspeed_compress.errors import (
     StateError,
     UnsupportedError,
 )
+from deepspeed_compress.leaving import look_when_leaving
 from deepspeed_compress.version import __version__
 
 __all__ = [
@@ -44,3 +45,6 @@ def __getattr__(name: str) -> Any:
     if name in _LOADED_ON_USE:
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+look_when_leaving()

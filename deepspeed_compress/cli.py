@@ -228,11 +228,25 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from deepspeed_compress.integrations.files import find_uncompressed
     from deepspeed_compress.integrations.launch import launch_command
 
     command = launch_command(options.launcher, options.arguments[1:])
+    for text in find_uncompressed(options.arguments[1:]):
+        print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
+    _say_what_is_locked()
     # The launcher takes the place of this process, so that signals and exit codes need no hands to go through.
     os.execv(command[0], command)
+
+
+def _say_what_is_locked() -> None:
+    from deepspeed_compress.builds import warn_of_abandoned_locks
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_abandoned_locks()
+    for warning in caught:
+        print(f"ds-compress: warning: {warning.message}", file=sys.stderr, flush=True)
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,6 +259,7 @@ def _tune(options: argparse.Namespace) -> int:
     from deepspeed_compress.tune.command import run
 
     options.arguments = options.arguments[1:]
+    _say_what_is_locked()
     return run(options)
 
 

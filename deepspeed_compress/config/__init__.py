@@ -25,7 +25,7 @@ from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hie
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
-from deepspeed_compress.config.section import find_problems, parse_section
+from deepspeed_compress.config.section import find_missing, find_problems, parse_section
 
 __all__ = [
     "SECTION",
@@ -49,6 +49,7 @@ __all__ = [
     "brief",
     "check_world",
     "expand",
+    "find_missing",
     "find_notices",
     "find_problems",
     "json_schema",

@@ -85,11 +85,13 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
     parallelism, weights = section.parallelism or Parallelism(), section.weights
     stage = STAGE.effective(ds_config, parallelism)
     place, what = STAGE.place(parallelism), f'method "{weights.method}" cannot be combined with '
-    if weights.method == "none" or (stage == 0 and _bf16(ds_config)):
+    if weights.method == "none" or (stage == 0 and _bf16(ds_config) and parallelism.pipeline > 1):
         return
     if stage == 0:
-        why = "because there every rank updates all weights by itself (allowed: stages 1, 2 and 3)"
-        yield _problem(("weights",), f"{what}{place}: 0, {why}", f'"method": "none", or another stage as {place}')
+        why = "because there every rank updates all weights by itself (allowed: stages 1, 2 and 3; pipelines in bf16)"
+        write = f'"method": "none", or another stage as {place}'
+        write += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}' if _bf16(ds_config) else ""
+        yield _problem(("weights",), f"{what}{place}: 0, {why}", write)
     elif stage == 3 and (weights.method != "blockwise" or weights.bits < 4 or weights.rounding != "nearest"):
         settings = show(weights.model_dump(include={"method", "bits", "rounding"}))
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
@@ -102,6 +104,9 @@ def _bf16(ds_config: Mapping[str, Any]) -> bool:
     found = ds_config.get("bf16", ds_config.get("bfloat16"))
     return isinstance(found, dict) and bool(found.get("enabled", False))
 
+
+WITH_TRAINER = '; with Hugging Face Trainer "betas": "auto", and give the script --adam_beta1 0'
+"""Trainer fills in its own betas, and stops where those of the file are others."""
 
 _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adamax", "nadam", "radam", "sparseadam"})
 """Optimizers that have a first moment, of factor 0.9, unless `params.betas` says otherwise."""
@@ -121,10 +126,29 @@ def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> I
             f"{show(betas)} of {name} adds a momentum to the one of {method}: "
             f'"{section.gradients.method}" (allowed: a first value of 0)'
         )
-        yield Problem("/optimizer/params/betas", what, f'"betas": {show([0.0, betas[1]])}')
+        yield Problem("/optimizer/params/betas", what, f'"betas": {show([0.0, betas[1]])}{WITH_TRAINER}')
     elif isinstance(momentum, int | float) and momentum:
         what = f'{show(momentum)} adds to the momentum of {method}: "{section.gradients.method}" (allowed: 0)'
         yield Problem("/optimizer/params/momentum", what, '"momentum": 0.0')
+
+
+def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Problem | None:
+    """What the file leaves to the program, where a method of `section` needs an optimizer without a first moment.
+
+    Trainer's Adam has one of 0.9, for "auto" and where the file has no optimizer.
+    """
+    optimizer, method = ds_config.get("optimizer"), section.gradients.method
+    if method not in OWN_MOMENTUM:
+        return None
+    if optimizer is None:
+        what = f'is missing, which leaves open whether there is a momentum besides the one of "{method}"'
+        return Problem("/optimizer", f"{what} (allowed: none)", f'"betas": [0.0, 0.999] of Adam{WITH_TRAINER}')
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    betas = params.get("betas") if isinstance(params, dict) else None
+    if betas != "auto" and not (isinstance(betas, list) and betas[:1] == ["auto"]):
+        return None
+    what = f'{show(betas)} leaves open whether there is a momentum besides the one of "{method}" (allowed: none)'
+    return Problem("/optimizer/params/betas", what, f'"betas": [0.0, 0.999]{WITH_TRAINER}')
 
 
 def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]:

@@ -138,6 +138,8 @@ class Monitor(Model):
     cosine_every: int = Field(default=0, ge=0)
     """Optimizer steps between comparisons with the true mean gradient, each of which costs one uncompressed
     all-reduce of a bucket; 0 makes none."""
+    announce: bool = True
+    """Whether a line at the start says what is compressed, and what that is expected to send and to keep."""
 
 
 class Lint(Model):

@@ -17,6 +17,7 @@ from deepspeed_compress.config.patches import merged, patch_places
 from deepspeed_compress.config.planned import find_planned
 from deepspeed_compress.config.problems import Path, Problem, listed, pointer, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe
+from deepspeed_compress.config.unsupported import find_unsupported
 from deepspeed_compress.errors import CompressWarning
 
 # Places that a message names at most.
@@ -46,13 +47,13 @@ def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
     problems = _section_problems(ds_config)
     prefix = pointer((SECTION, "parallelism"))
     section = ds_config.get(SECTION)
-    valid = not problems
+    parsed = None if problems else CompressConfig.model_validate(section)
     if isinstance(section, dict) and not any(p.pointer.startswith(prefix) for p in problems):
         parallelism = Parallelism.model_validate(section.get("parallelism") or {})
         problems += find_conflicts(ds_config, parallelism, world_size)
-    if valid:
-        problems += find_mismatches(ds_config, CompressConfig.model_validate(section), world_size)
-    return problems
+    if parsed is not None:
+        problems += find_mismatches(ds_config, parsed, world_size)
+    return problems + (find_unsupported(ds_config, parsed) if isinstance(section, dict) else [])
 
 
 def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
@@ -82,9 +83,16 @@ def _patch_problems(section: CompressConfig) -> list[Problem]:
     return problems
 
 
+def find_missing(ds_config: Mapping[str, Any]) -> Problem | None:
+    """That there is no section, and what was probably meant by it; None where there is one."""
+    return None if SECTION in ds_config else _missing_section(ds_config)
+
+
 def _missing_section(ds_config: Mapping[str, Any]) -> Problem:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
-    what = "the section is missing" + (f' (did you mean it by "{close[0]}"?)' if close else "")
+    inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
+    meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
+    what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
     return Problem(pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
 
 

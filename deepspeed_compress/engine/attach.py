@@ -21,6 +21,7 @@ from deepspeed_compress.build import (
     build_weight_gather,
     build_weight_reducer,
 )
+from deepspeed_compress.builds import warn_of_abandoned_locks
 from deepspeed_compress.config import (
     SECTION,
     CompressConfig,
@@ -31,7 +32,9 @@ from deepspeed_compress.config import (
     total_steps,
 )
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
+from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
+from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import (
     engine_kind,
@@ -110,7 +113,8 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     elif config.weights.method != "none":
         make_gather = build_weight_gather(config, parameters, clock, meter)
         weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
-        weight_bytes, synchronise = lambda: 0, weights.synchronise
+        session.exact = attach_exact(engine, weights.synchronise, session.patches)
+        weight_bytes, synchronise = lambda: 0, session.exact.renew
     hears = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, meter, session.patches)
     follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
@@ -120,6 +124,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     session.patches.on_undo(synchronise)
     if engine.global_rank == 0:
         write_configuration(config.monitor.path, engine.config)
+    announce(engine, session, parameters, kind)
     return engine
 
 
@@ -273,6 +278,7 @@ def _initialize(
     if getattr(call.get("args"), "deepspeed_config", None) is not None:
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
+    warn_of_abandoned_locks()
     result = original(**call)
     if wanted(result[0]):
         _attach(result[0], config)
@@ -283,8 +289,9 @@ def install() -> Callable[[], None]:
     """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
 
     For code that calls DeepSpeed by itself (`integrations.install` is for users). Configurations without the section
-    go to DeepSpeed untouched, and engines without an optimizer (evaluation, reference models) are left alone: they have
-    no gradients. Returns a function that undoes it; a second call changes nothing.
+    go to DeepSpeed untouched, with a warning where there are gradients to reduce, and engines without an optimizer
+    (evaluation, reference models) are left alone: they have no gradients. Returns a function that undoes it; a second
+    call changes nothing.
     """
     original = deepspeed.initialize
     if hasattr(original, "_compress_original"):
@@ -296,7 +303,9 @@ def install() -> Callable[[], None]:
         source = _configuration(call)
         ds_config = {} if source is None else read_ds_config(source)
         if SECTION not in ds_config:
-            return original(*args, **options)
+            result = original(*args, **options)
+            warn_of_uncompressed(result[0], ds_config)
+            return result
         return _initialize(original, call, ds_config, wanted=has_optimizer)
 
     wrapper._compress_original = original  # type: ignore[attr-defined]

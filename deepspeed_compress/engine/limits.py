@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config.contradictions import WITH_TRAINER
 from deepspeed_compress.engine.groups import partition_groups
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.kernels import FASTEST
@@ -183,7 +184,7 @@ def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
         yield (
             f"/deepspeed_compress/gradients/method {config.gradients.method} gives the gradients a momentum, and the "
             f"optimizer has one of {max(found)} besides; allowed: none. Write optimizer.params.betas: [0.0, 0.95] for "
-            "Adam, or optimizer.params.momentum: 0.0 for SGD"
+            f"Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
         )
 
 

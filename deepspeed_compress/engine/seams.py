@@ -86,6 +86,7 @@ WEIGHTS = (
     Seam("deepspeed.runtime.bf16_optimizer:all_gather_dp_groups", _GATHER),
     Seam(_Z12 + "step", ("self", "closure")),
     Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.step", ("self", "closure")),
+    Seam(_ENGINE + "save_16bit_model", ("self", "save_dir", "save_filename", "exclude_frozen_parameters")),
 )
 
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_compress.buckets import Partition, gather
 from deepspeed_compress.build import Reduction, Stores
 from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.engine.exact import ExactWeights
 from deepspeed_compress.engine.observer import Losses, Means
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
@@ -86,6 +87,8 @@ class Session:
         """Set after loading the state of another number of ranks: memories of all owners are here."""
         self.last_saved: Path | None = None
         """Directory of the checkpoint that this run has saved last."""
+        self.exact: ExactWeights | None = None
+        """Of compressed weights of which every rank has a copy; None where weights are never behind their masters."""
         self.events = events
         """Decisions in this process so far."""
         self._plan = Plan(config.gradients)
@@ -104,6 +107,11 @@ class Session:
         return chosen.plain if self._plan.dense else chosen.compressed
 
     @property
+    def chosen(self) -> Reducer:
+        """The reducer of the settings that the configuration has chosen, whatever is in force."""
+        return self._reduction_of(self.config.gradients).compressed
+
+    @property
     def settings(self) -> str:
         """What is in force in the running step, in short form: "blockwise bits=4"."""
         return self._plan.text
@@ -117,6 +125,12 @@ class Session:
     def synchronises(self) -> bool:
         """Whether the running step ends with exact weights everywhere."""
         return self._plan.sync
+
+    def synchronise(self) -> None:
+        """Make the weights on all ranks exact, as before a state dict is collected. All ranks must call it; where
+        weights are not compressed it does nothing."""
+        if self.exact is not None:
+            self.exact.synchronise()
 
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
         """From now on `sink` gets the statistics of measured steps, on the ranks that report. Call it on all ranks."""

@@ -1,5 +1,6 @@
 """Hugging Face Trainer: compression in its logs and its progress bar, and what it cannot do, said at once."""
 
+import functools
 import inspect
 import statistics
 from collections.abc import Callable, Mapping
@@ -103,6 +104,12 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         if session is not self._session:
             session.subscribe(self._measured.append)
             self._session = session
+            self._trainer._save_checkpoint = _exactly(session, self._trainer._save_checkpoint)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """All ranks are here: what is saved from now on is exact, by whichever of them."""
+        if self._session is not None:
+            self._session.synchronise()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Only logs of training have a loss of this name; those of evaluation and of the end get nothing."""
@@ -119,6 +126,17 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         for bar in (one.training_bar for one in bars):
             if bar is not None and "compression_ratio" in figures:
                 bar.set_postfix(compressed=f"{figures['compression_ratio']:.1f}x", refresh=False)
+
+
+def _exactly(session: Session, save: Callable[..., None]) -> Callable[..., None]:
+    """`save`, which all ranks call, with exact weights: it collects those of the model before DeepSpeed saves."""
+
+    @functools.wraps(save)
+    def save_exactly(*args: Any, **options: Any) -> None:
+        session.synchronise()
+        save(*args, **options)
+
+    return save_exactly
 
 
 _LAST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(

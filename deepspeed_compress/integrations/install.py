@@ -20,8 +20,9 @@ def install() -> Callable[[], None]:
     undo = [engine.install()]
     if find_spec("accelerate") is not None:
         from deepspeed_compress.integrations.early import check_early
+        from deepspeed_compress.integrations.saving import save_exactly
 
-        undo.append(check_early())
+        undo += [check_early(), save_exactly()]
 
     def uninstall() -> None:
         for action in undo:

@@ -5,10 +5,12 @@ would see without us, a `--local_rank=N` of DeepSpeed's launcher among them.
 """
 
 import gc
+import os
 import runpy
+import socket
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str]) -> None:
     module = given[:1] == ["-m"] and bool(given.pop(0))
     if not given:
         raise SystemExit(USAGE)
+    if not _has_launcher(os.environ):
+        _be_alone(os.environ)
     install()
     methods = _watch()
     sys.argv = [given[0], *injected, *given[1:]]
@@ -53,6 +57,27 @@ def main(arguments: Sequence[str]) -> None:
             f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration (allowed: {{}})'
         )
         warnings.warn(f"{text}. Write it into the file that the script reads.", CompressWarning, stacklevel=1)
+
+
+_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Of MPI and Slurm: processes that run this program."""
+
+
+def _has_launcher(environment: Mapping[str, str]) -> bool:
+    """Whether somebody has started more processes than this one, or says which it is."""
+    return any(name in environment for name in _BY_LAUNCHERS) or any(
+        environment.get(name, "1") != "1" for name in _SIZES
+    )
+
+
+def _be_alone(environment: MutableMapping[str, str]) -> None:
+    """Say that this is the only process: DeepSpeed would ask MPI, and end where mpi4py is not installed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment.update({name: value for name, value in alone.items() if name not in environment})
 
 
 def _run(program: str, module: bool) -> None:

@@ -31,6 +31,9 @@ def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> N
     Weights are those that the model computes with, in their type. They go to rank 0 one at a time, whose disk gets all
     files. `config` is the one that the model was built from.
     """
+    # The engine hands unknown names on to the model, so getattr would not tell.
+    if "compression" in vars(engine):
+        engine.compression.synchronise()
     rank, leaders = dist.get_rank(), _leaders(engine.module)
     if rank == 0:
         writer = _Writer(directory, config)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_compress.builds import warn_of_abandoned_locks
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.data.tokenizer import load_tokenizer
 from deepspeed_compress.errors import CompressError
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     for message, category in FOREIGN_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
+    warn_of_abandoned_locks()
     ranks = start_ranks(options.local_rank)
     status = 0
     try:

@@ -1,16 +1,18 @@
 """The command line of a trial: the user's, with the trial's file and directory in the place of the user's own."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["PLACEHOLDER", "for_trial", "with_config"]
+__all__ = ["PLACEHOLDER", "excludes_momentum", "for_trial", "with_config"]
 
 PLACEHOLDER = "{trial}"
 """Stands for the directory of the trial in any argument."""
 OUTPUTS = ("--output_dir", "--output-dir", "--save_dir", "--save-dir")
 """Options by which scripts are told where to write: a trial must neither touch a run nor go on from it."""
+FIRST_MOMENT = ("--adam_beta1", "--adam-beta1")
 
 
 def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> list[str]:
@@ -18,8 +20,16 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
 
     Raises ConfigError when there is none.
     """
-    changed = _each_value(arguments, lambda option, value: str(replacement) if _names(value, config) else value)
-    if changed == list(arguments):
+    named: list[str] = []
+
+    def replaced(option: str, value: str) -> str:
+        if not _names(value, config):
+            return value
+        named.append(value)
+        return str(replacement)
+
+    changed = _each_value(arguments, replaced)
+    if not named:
         raise ConfigError(
             f"--config {config}: no argument of the command names this file, so trials cannot have files of their own "
             f"(allowed: any option). Write it where the script or the launcher reads it, such as SCRIPT --deepspeed "
@@ -34,6 +44,18 @@ def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory
     output = str(directory / "output")
     moved = _each_value(placed, lambda option, value: output if option in OUTPUTS else value)
     return with_config(moved, config, ds_config)
+
+
+def excludes_momentum(arguments: Sequence[str]) -> bool:
+    """Whether `arguments` tell Trainer's Adam to have no first moment."""
+    given: list[str] = []
+
+    def note(option: str, value: str) -> str:
+        given.extend([value] * (option in FIRST_MOMENT))
+        return value
+
+    _each_value(arguments, note)
+    return bool(given) and re.fullmatch(r"0+\.?0*|\.0+", given[-1]) is not None
 
 
 def _each_value(arguments: Sequence[str], change: Callable[[str, str], str]) -> list[str]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.train.records import write_json
-from deepspeed_compress.tune.arguments import with_config
+from deepspeed_compress.tune.arguments import excludes_momentum, with_config
 from deepspeed_compress.tune.display import Display
 from deepspeed_compress.tune.halving import plan
 from deepspeed_compress.tune.picture import can_draw, draw
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if SECTION in ds_config:
         parse_section(ds_config)
     patches = None if options.space is None else load_space(options.space, ds_config)
-    candidates, left_out = find_candidates(ds_config, patches)
+    candidates, left_out = find_candidates(ds_config, patches, excludes_momentum(options.arguments))
     _check(options, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
     _announce(console, candidates, left_out)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import SECTION, CompressConfig, brief, find_notices, find_problems, parse_section
+from deepspeed_compress.config.contradictions import find_unknown_momentum
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
@@ -42,7 +43,7 @@ SPACE: Mapping[str, Patch] = MappingProxyType(
     }
 )
 """Patches of the section by name. Those that send least send weights of 4 bits too, where weights are gathered.
-`demo` is for optimizers without a first moment."""
+`demo` is for optimizers without a first moment, and is tried where the file says that there is none."""
 
 _OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "seed", "on_missing_state"})
 """Keys of the section that say nothing where nothing is compressed."""
@@ -75,13 +76,13 @@ class LeftOut:
 
 
 def find_candidates(
-    ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None
+    ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None, no_momentum: bool = False
 ) -> tuple[list[Candidate], list[LeftOut]]:
     """The baseline first, then the section of the file if it compresses, then `patches` of it, by default those of
     `SPACE`; and what is left out.
 
     A patch is left out when it contradicts the file, or comes to the same as one before. `ds_config` is the user's
-    file, whose section is valid or missing.
+    file, whose section is valid or missing. `no_momentum`: an optimizer that the file leaves open has none.
     """
     written: Mapping[str, Any] = ds_config.get(SECTION, {})
     sections = {FILE: written} if SECTION in ds_config else {}
@@ -89,6 +90,8 @@ def find_candidates(
     kept, left = [_baseline(written)], []
     for name, section in sections.items():
         reason = _reason(ds_config, section) or _same(Candidate(name, section), kept)
+        if patches is None and name != FILE and not reason and not no_momentum:
+            reason = str(find_unknown_momentum(ds_config, Candidate(name, section).config) or "")
         if reason:
             left.append(LeftOut(name, reason))
         else:

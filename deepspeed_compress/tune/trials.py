@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ PATIENCE = 30.0
 """Seconds between asking the processes to end and ending them."""
 TAIL = 20
 """Lines of a log that are kept."""
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -118,9 +120,14 @@ def _result(name: str, directory: Path, code: int | None, seconds: float) -> Res
 
 
 def _cause(directory: Path, code: int) -> str:
-    """The last error in the log; launchers add lines of their own behind it."""
-    errors = [found[1] for found in map(_ERROR.match, _lines(directory)) if found]
-    return errors[-1] if errors else f"exit code {code}, and no figures"
+    """The last error in the log, with the list of problems behind it; launchers add lines of their own."""
+    lines = [_RANK.sub("", line) for line in _lines(directory)]
+    errors = [place for place, line in enumerate(lines) if _ERROR.match(line)]
+    if not errors:
+        return f"exit code {code}, and no figures"
+    problems = takewhile(lambda line: line.lstrip().startswith("- "), lines[errors[-1] + 1 :])
+    # Ranks that write at once write the same problems.
+    return " ".join([lines[errors[-1]], *dict.fromkeys(line.strip() for line in problems)])
 
 
 def _lines(directory: Path) -> list[str]:

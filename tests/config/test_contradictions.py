@@ -84,6 +84,8 @@ def test_contradictions_come_with_each_other() -> None:
     ("section", "native", "pointer", "words"),
     [
         ({"weights": {}}, {}, f"/{SECTION}/weights", ["/zero_optimization/stage: 0", "stages 1, 2 and 3"]),
+        # An ordinary engine in bf16 gathers none without ZeRO.
+        ({"weights": {}}, {"bf16": {"enabled": True}}, f"/{SECTION}/weights", ['"parallelism": {"pipeline": 2}']),
         (
             {"weights": {"bits": 2}},
             {"zero_optimization": {"stage": 3}},
@@ -107,7 +109,7 @@ def test_contradictions_come_with_each_other() -> None:
             {"gradients": {"method": "demo"}},
             optimizer("Adam", betas=[0.5, 0.95]),
             "/optimizer/params/betas",
-            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]'],
+            ["[0.5, 0.95]", 'Write "betas": [0.0, 0.95]', '"auto", and give the script --adam_beta1 0'],
         ),
         (
             {"gradients": {"method": "demo"}},
@@ -135,7 +137,7 @@ def test_a_section_that_the_file_contradicts(
         ({"weights": {}}, {"zero_optimization": {"stage": 1}}),
         ({"weights": {}, "parallelism": {"zero_stage": 2}}, {}),
         # A pipeline in bf16 has an optimizer that gathers weights under stage 0 as well.
-        ({"weights": {}}, {"bf16": {"enabled": True}}),
+        ({"weights": {}, "parallelism": {"pipeline": 2}}, {"bf16": {"enabled": True}}),
         ({"weights": {"method": "none"}}, {"zero_optimization": {"stage": 3}}),
         ({"gradients": {"method": "demo"}}, {}),
         ({"gradients": {"method": "demo"}}, {"optimizer": {"type": "SGD"}}),
@@ -167,3 +169,65 @@ def test_mismatches_join_the_other_problems_of_the_file() -> None:
     }
     found = [problem.pointer for problem in find_problems(ds_config)]
     assert found == [f"/{SECTION}/parallelism/zero_stage", f"/{SECTION}/weights", "/optimizer/params/betas"]
+
+
+def zero(**keys: object) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+WEIGHTS = {"weights": {"bits": 8}}
+NOTHING = {"gradients": {"method": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "native", "pointer"),
+    [
+        ({}, zero(zero_quantized_gradients=True), "/zero_optimization/zero_quantized_gradients"),
+        ({}, zero(zero_hpz_partition_size=2), "/zero_optimization/zero_hpz_partition_size"),
+        (
+            WEIGHTS,
+            zero(zero_quantized_nontrainable_weights=True),
+            "/zero_optimization/zero_quantized_nontrainable_weights",
+        ),
+        (
+            WEIGHTS,
+            zero(stage3_use_all_reduce_for_fetch_params=True),
+            "/zero_optimization/stage3_use_all_reduce_for_fetch_params",
+        ),
+        (WEIGHTS, zero(zero_quantized_weights=True), "/zero_optimization/zero_quantized_weights"),
+        ({}, zero(zenflow={"topk_ratio": 0.1}), "/zero_optimization/zenflow"),
+        ({}, zero(offload_optimizer={"super_offload": True}), "/zero_optimization/offload_optimizer/super_offload"),
+        ({}, {"compile": {"deepcompile": True}}, "/compile/deepcompile"),
+        ({}, optimizer("Muon"), "/optimizer/type"),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "/torch_autocast/dtype"),
+    ],
+)
+def test_what_cannot_be_attached_to_is_found_in_the_file(
+    section: dict[str, Any], native: dict[str, Any], pointer: str
+) -> None:
+    [problem] = find_problems({**native, SECTION: section})
+    assert problem.pointer == pointer
+    assert "allowed: " in str(problem)
+    assert find_problems({**native, SECTION: NOTHING}) == []
+
+
+def test_it_is_found_beside_a_section_that_is_wrong() -> None:
+    found = find_problems({**zero(zero_quantized_gradients=True), SECTION: {"typo": 1}})
+    assert [problem.pointer for problem in found] == [
+        f"/{SECTION}/typo",
+        "/zero_optimization/zero_quantized_gradients",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "native"),
+    [
+        ({}, zero(zero_quantized_weights=True)),
+        (WEIGHTS, zero(zero_quantized_gradients=False, zero_hpz_partition_size=1, zenflow=None)),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "zero_optimization": {"stage": 1}}),
+        ({}, {"compile": None, "zero_optimization": {"stage": 1, "offload_optimizer": None}}),
+    ],
+)
+def test_what_can_be_attached_to_passes(section: dict[str, Any], native: dict[str, Any]) -> None:
+    assert find_problems({**native, SECTION: section}) == []

@@ -1,6 +1,7 @@
 """The three ways in, and everything that is refused at the door."""
 
 import json
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import deepspeed
 import pytest
 
 import deepspeed_compress
-from deepspeed_compress import ConfigError, SeamError, UnsupportedError
+from deepspeed_compress import CompressWarning, ConfigError, SeamError, UnsupportedError
 from deepspeed_compress.config import CompressConfig, parse_section
 from deepspeed_compress.engine import limits, seams
 from tests.support.forks import RankError, run_forks
@@ -39,6 +40,26 @@ def by_install(rank: int) -> dict:
     plain, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=JOB.config())
     assert "compression" not in vars(plain)
     return weights(engine)
+
+
+def without_section(rank: int) -> list[str]:
+    """Warnings of ours when an engine with an optimizer, and one without, are made after `install`."""
+    deepspeed_compress.install()
+    config = {**Job().config(), "compress": {}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = network()
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        deepspeed.initialize(model=network(), config={"train_batch_size": 2})
+    return [str(one.message) for one in caught if one.category is CompressWarning]
+
+
+def test_an_engine_without_the_section_is_told_by_install() -> None:
+    first, second = run_forks(2, without_section)
+    assert [text[:34] for text in first] == ["an engine is not compressed: /deep"]
+    assert 'did you mean it by "compress"?' in first[0]
+    assert '"method": "none"' in first[0]
+    assert second == []
 
 
 def by_arguments(rank: int, file: str) -> dict:

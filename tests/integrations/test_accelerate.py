@@ -1,6 +1,7 @@
 """A plain Accelerate loop: one call of `install`, and the loop as it was."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 
 import deepspeed_compress
+from deepspeed_compress import CompressWarning
 from deepspeed_compress.config import SECTION
 from tests.integrations.trainers import INT4, collate, network, sentences, weights
 from tests.support.forks import run_forks
@@ -71,3 +73,46 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     """`save_state` and `load_state` restore what was forgotten in between."""
     whole = run_forks(2, loop, 2, INT4)
     assert run_forks(2, loop, 2, INT4, str(tmp_path)) == whole
+
+
+def collect(rank: int) -> tuple[bool, list[str], list[str], float]:
+    """A state dict that rank 0 alone collects, before and after all ranks have met: whether they differ, the warnings,
+    and how far the second is from the optimizer's own weights."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    uninstall = deepspeed_compress.install()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        SECTION: {"weights": {"bits": 4}},
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = network("gpt2")
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(3):
+        accelerator.backward(model(**collate(sentences(BATCH))).loss)
+    told: list[list[str]] = []
+    states = [gathered(accelerator, model, told) if rank == 0 else {}]
+    accelerator.wait_for_everyone()
+    states.append(gathered(accelerator, model, told) if rank == 0 else {})
+    masters = model.optimizer.single_partition_of_fp32_groups[0]
+    held = model.optimizer.parallel_partitioned_bit16_groups[0][rank]
+    uninstall()
+    differ = any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+    return differ, *(told or [[], []]), float((masters - held).abs().max())
+
+
+def gathered(accelerator: Accelerator, model: Any, told: list[list[str]]) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = accelerator.get_state_dict(model)
+    told.append([str(one.message) for one in caught if one.category is CompressWarning])
+    return {name: value.clone() for name, value in state.items()}
+
+
+def test_a_state_dict_is_exact_after_all_have_met() -> None:
+    (differ, before, after, distance), (_, _, _, others) = run_forks(2, collect)
+    assert differ
+    assert [text.partition(":")[0] for text in before] == [f"/{SECTION}/weights"]
+    assert after == []
+    assert distance == others == 0.0

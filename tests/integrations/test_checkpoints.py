@@ -5,8 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
 
-from tests.integrations.trainers import INT4, Job, Outcome, train
+import deepspeed_compress
+from tests.integrations.trainers import INT4, Job, Outcome, train, trainer_of
 from tests.support.forks import run_forks
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -65,3 +68,32 @@ def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None
         assert len(evaluations) == 2
         assert evaluations[0] < evaluations[1]
         assert loaded.parameters == best.parameters
+
+
+def train_and_save(rank: int, job: Job) -> float:
+    """Rank 0 alone saves the model in the end; how far this rank's own weights are from their masters then."""
+    uninstall = deepspeed_compress.install()
+    trainer = trainer_of(job)
+    trainer.train()
+    if rank == 0:
+        trainer.save_model(job.directory)
+    optimizer = trainer.model_wrapped.optimizer
+    uninstall()
+    pairs = zip(optimizer.single_partition_of_fp32_groups, optimizer.parallel_partitioned_bit16_groups, strict=True)
+    return max(float((master.detach() - held[rank]).abs().max()) for master, held in pairs)
+
+
+@pytest.mark.parametrize("saving", ["steps", "no"])
+def test_saved_models_are_exact(saving: str, tmp_path: Path) -> None:
+    """The model of a checkpoint is what DeepSpeed's files beside it have, and the last one what training ended with."""
+    args = {"save_strategy": saving, "save_steps": 2, "max_steps": 4, "logging_steps": 10}
+    section = {"weights": {"bits": 4}}
+    assert run_forks(2, train_and_save, Job(str(tmp_path), section=section, args=args)) == [0.0, 0.0]
+    assert (tmp_path / "model.safetensors").is_file()
+    directories = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(directories) == (2 if saving == "steps" else 0)
+    for directory in directories:
+        exact = get_fp32_state_dict_from_zero_checkpoint(str(directory))
+        saved = load_file(directory / "model.safetensors")
+        assert saved
+        assert max(float((saved[name] - exact[name].detach()).abs().max()) for name in saved) == 0.0

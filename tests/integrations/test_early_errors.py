@@ -87,6 +87,20 @@ def test_what_contradicts(section: dict[str, Any], message: str, tmp_path: Path)
     assert re.search(message, text.replace("\n", " ")), text
 
 
+def without_momentum(rank: int, config: dict[str, Any], directory: str) -> object:
+    """The betas that are filled in where the script is told what the error says."""
+    deepspeed_compress.install()
+    args = TrainingArguments(output_dir=directory, deepspeed=config, use_cpu=True, adam_beta1=0.0)
+    return args.hf_deepspeed_config.config["optimizer"]["params"]["betas"]
+
+
+def test_the_way_out_of_a_second_momentum(tmp_path: Path) -> None:
+    """What the error says to write is right for Trainer too."""
+    demo = config({"gradients": {"method": "demo"}})
+    assert '"betas": "auto", and give the script --adam_beta1 0' in told(demo, tmp_path)
+    assert run_forks(2, without_momentum, demo, str(tmp_path)) == [[0.0, 0.999]] * 2
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_auto_values_and_other_configurations_pass(reader: str, tmp_path: Path) -> None:
     assert told(config({"gradients": {"bits": 4}}), tmp_path, reader) == ""

@@ -131,6 +131,75 @@ def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path)
     assert not any("nothing was compressed" in text for text in told)
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "text"),
+    [
+        ({"compress": {}}, "--deepspeed {}", 'did you mean it by "compress"?'),
+        ({"zero_optimization": {SECTION: {}}}, "--deepspeed_config={}", f'by "zero_optimization/{SECTION}"?'),
+        ({"train_batch_size": 1}, "--deepspeed_config_file {}", "the section is missing."),
+        ({SECTION: {}}, "--deepspeed {}", ""),
+        ({"train_batch_size": 1}, "--other {}", ""),
+    ],
+)
+def test_a_file_without_the_section_is_told_at_the_start(
+    content: Any,
+    options: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["run", "train.py", *options.format(file).split()])
+    told = capsys.readouterr().err
+    assert text in told
+    assert (f"warning: {file}: nothing will be compressed" in told) is bool(text)
+
+
+def test_what_is_no_configuration_is_the_programs_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["run", "train.py", "--deepspeed", str(tmp_path / "broken.json"), "--deepspeed", "missing.json"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [
+        ({}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "MASTER_ADDR": "here"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"RANK": "0"}, True),
+    ],
+)
+def test_who_is_started_by_a_launcher(environment: dict[str, str], started: bool) -> None:
+    assert runner._has_launcher(environment) is started
+
+
+def test_what_is_set_stays() -> None:
+    environment = {"MASTER_ADDR": "here"}
+    runner._be_alone(environment)
+    assert int(environment.pop("MASTER_PORT")) > 0
+    assert environment == {"MASTER_ADDR": "here", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def test_one_process_needs_neither_launcher_nor_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed asks mpi4py where nobody says which process this is."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "ours.py"
+    script.write_text("import deepspeed\ndeepspeed.init_distributed()\n" + USING_OURS)
+    done = start("none", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def start(launcher: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "deepspeed_compress.cli", "run", "--launcher", launcher, *arguments]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tune.arguments import for_trial, with_config
+from deepspeed_compress.tune.arguments import excludes_momentum, for_trial, with_config
 
 TRIAL = Path("/results/exps/int4")
 FILE = TRIAL / "ds_config.json"
@@ -38,6 +38,12 @@ def test_every_mention_is_replaced() -> None:
     ]
 
 
+def test_a_path_that_stands_there_already_is_a_mention(tmp_path: Path) -> None:
+    """The command is checked with the file in its own place."""
+    given = ["train.py", "--deepspeed", str(tmp_path / "ds.json")]
+    assert with_config(given, tmp_path / "ds.json", tmp_path / "ds.json") == given
+
+
 def test_no_mention_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--config ds.json: no argument .* SCRIPT --deepspeed ds.json"):
         with_config(["train.py", "--lr", "1", "eyJhIjogMX0=", "x" * 5000], Path("ds.json"), FILE)
@@ -65,3 +71,19 @@ def test_the_placeholder_is_the_directory() -> None:
         f"--logs={TRIAL}/logs",
         str(TRIAL),
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "excludes"),
+    [
+        ("--adam_beta1 0", True),
+        ("--adam_beta1=0.0 --x 1", True),
+        ("--adam-beta1 .0", True),
+        ("--adam_beta1 0 --adam_beta1 0.5", False),
+        ("--adam_beta1 0.9", False),
+        ("--adam_beta2 0", False),
+        ("", False),
+    ],
+)
+def test_a_command_may_exclude_momentum(given: str, excludes: bool) -> None:
+    assert excludes_momentum(["train.py", *given.split()]) is excludes

@@ -145,6 +145,15 @@ def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, capsys: pyt
     assert tune("--output", "elsewhere") == 0
 
 
+def test_the_file_may_be_named_by_its_whole_path(
+    tune: Tune, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(tmp_path.resolve() / "ds.json")
+    assert tune(results={}) == 0
+    code = main(["tune", "--config", whole, "--output", "other", "--num_gpus", "2", "train.py", "--deepspeed", whole])
+    assert (code, capsys.readouterr().err) == (0, "")
+
+
 def test_a_directory_of_something_else_is_refused(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     Path("mine/notes").write_text("")

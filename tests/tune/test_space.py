@@ -12,6 +12,7 @@ from deepspeed_compress.lint.runner import lint_text
 from deepspeed_compress.tune.space import BASELINE, DENSE_START, FILE, SPACE, Candidate, find_candidates, load_space
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
+TRAINERS = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
 NO_MOMENTUM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.0, 0.95]}}
 
 
@@ -24,6 +25,10 @@ def file(section: Any = None, stage: int = 2, optimizer: Any = NO_MOMENTUM, **ot
         **others,
         **given,
     }
+
+
+def without_optimizer() -> dict[str, Any]:
+    return {key: value for key, value in file().items() if key != "optimizer"}
 
 
 def names(found: list[Candidate]) -> list[str]:
@@ -49,6 +54,8 @@ def test_each_candidate_makes_a_file_without_findings(name: str) -> None:
     ("ds_config", "out", "reason"),
     [
         (file(optimizer=ADAM), {"demo"}, "/optimizer/params/betas"),
+        (file(optimizer=TRAINERS), {"demo"}, '/optimizer/params/betas: "auto" leaves open'),
+        (without_optimizer(), {"demo"}, "/optimizer: is missing"),
         (file(stage=0), {"blockwise4-weights4"}, 'the same as "blockwise4"'),
         (file({"gradients": {"bits": 4}}), {"blockwise4"}, f'the same as "{FILE}"'),
         (file({}), {"blockwise8"}, f'the same as "{FILE}"'),
@@ -60,6 +67,13 @@ def test_what_does_not_fit_the_file_is_left_out(ds_config: dict[str, Any], out: 
     assert {one.name for one in left} == out
     assert all(one.reason.startswith(reason) for one in left)
     assert not out & set(names(kept))
+
+
+@pytest.mark.parametrize("ds_config", [file(optimizer=TRAINERS), without_optimizer()])
+def test_what_the_file_leaves_open_may_be_decided_elsewhere(ds_config: dict[str, Any]) -> None:
+    """By the command, or by a candidate that is the user's own."""
+    assert "demo" in names(find_candidates(ds_config, no_momentum=True)[0])
+    assert "mine" in names(find_candidates(ds_config, {"mine": {"gradients": {"method": "demo"}}})[0])
 
 
 @pytest.mark.parametrize(("stage", "weights"), [(0, "none"), (1, "blockwise"), (3, "blockwise")])

@@ -95,6 +95,21 @@ def test_a_trial_that_fails_leaves_the_end_of_its_log(start: Any) -> None:
     assert start.trials.find(CANDIDATE, RUNG) is None
 
 
+LISTS = r"""
+import sys
+sys.stderr.write("[rank0]: Traceback ...\n")
+sys.stderr.write("[rank0]: pkg.errors.ConfigError: 2 problems in the DeepSpeed configuration:\n")
+sys.stderr.write("[rank0]:   - /a: wrong. Write b.\n[rank0]:   - /c: wrong.\n[rank0]:   - /a: wrong. Write b.\n")
+print("[ERROR] [launch.py] exits with return code = 1 - bad", flush=True)
+sys.exit(1)
+"""
+
+
+def test_the_problems_that_an_error_lists_are_part_of_it(start: Any) -> None:
+    wanted = "pkg.errors.ConfigError: 2 problems in the DeepSpeed configuration: - /a: wrong. Write b. - /c: wrong."
+    assert start(LISTS).error == wanted
+
+
 def test_a_trial_that_says_nothing(start: Any) -> None:
     assert start("raise SystemExit(7)").error == "exit code 7, and no figures"
     assert start("pass").error == "exit code 0, and no figures"

@@ -11,13 +11,7 @@ from deepspeed_compress.lint.hit import Hit, Path
 from deepspeed_compress.lint.keys import OUR_SECTION
 from deepspeed_compress.lint.rule import Context, Rule, raises, warns
 from deepspeed_compress.lint.rules.common import (
-    ZERO,
-    fp16,
-    integer,
-    is_true,
-    optimizer,
     section,
-    stage,
     trained,
     zero,
 )
@@ -46,19 +40,22 @@ def _path(document: Document, pointer: str) -> Path:
 def _wrong(document: Document, context: Context) -> dict[str, list["Problem"]]:
     """What `config` finds, by the rule that reports it."""
     if OUR_SECTION not in document.data:
-        return {"invalid": [], "parallelism": [], "file": []}
+        return {"invalid": [], "parallelism": [], "file": [], "unsupported": []}
     from deepspeed_compress.config import find_problems
     from deepspeed_compress.config.contradictions import find_mismatches
     from deepspeed_compress.config.expand import find_conflicts
+    from deepspeed_compress.config.unsupported import find_unsupported
 
     parsed, parallelism = parsed_section(document), _parsed_parallelism(document)
     mismatches = [] if parsed is None else find_mismatches(document.data, parsed, context.world_size)
+    unsupported = find_unsupported(document.data, parsed)
     conflicts = [] if parallelism is None else find_conflicts(document.data, parallelism, context.world_size)
-    everything = find_problems(document.data, context.world_size)
+    everything, others = find_problems(document.data, context.world_size), [*conflicts, *mismatches, *unsupported]
     return {
-        "invalid": [problem for problem in everything if problem not in conflicts and problem not in mismatches],
+        "invalid": [problem for problem in everything if problem not in others],
         "parallelism": [problem for problem in everything if problem in conflicts],
         "file": [problem for problem in everything if problem in mismatches and problem not in conflicts],
+        "unsupported": [problem for problem in everything if problem in unsupported],
     }
 
 
@@ -107,35 +104,18 @@ def _notices(document: Document, context: Context) -> Iterator[Hit]:
         yield from _hits(document, find_notices(parsed))
 
 
-_UNSUPPORTED: tuple[tuple[Path, str], ...] = (
-    ((ZERO, "zero_quantized_gradients"), "ZeRO++ quantizes gradients already"),
-    (("compile", "deepcompile"), "DeepCompile reduces gradients inside the compiled graph"),
-    ((ZERO, "offload_optimizer", "super_offload"), "SuperOffload reduces gradients on a path of its own"),
-)
-
-
 def _unsupported(document: Document, context: Context) -> Iterator[Hit]:
-    if not isinstance(document.get(OUR_SECTION), dict):
-        return
-    for path, reason in _UNSUPPORTED:
-        if is_true(document, *(str(part) for part in path)):
-            yield Hit(path, f"true beside {OUR_SECTION}: {reason}", f"false, or remove the section {OUR_SECTION}")
-    if isinstance(document.get(ZERO, "zenflow"), dict):
-        what = f"ZenFlow reduces gradients on a path of its own, beside {OUR_SECTION}"
-        yield Hit((ZERO, "zenflow"), what, "nothing: remove the key", "key")
-    if (integer(document.get(ZERO, "zero_hpz_partition_size")) or 1) > 1:
-        what = f"ZeRO++ reduces over other groups than {OUR_SECTION}"
-        yield Hit((ZERO, "zero_hpz_partition_size"), what, "1")
-    if optimizer(document) == "muon":
-        yield Hit(("optimizer", "type"), '"Muon" needs whole gradient matrices, which are not sent', '"AdamW" or "SGD"')
+    found = _hits(document, _wrong(document, context)["unsupported"])
+    yield from (hit for hit in found if hit.path != _AUTOCAST)
 
 
 def _scaled_autocast(document: Document, context: Context) -> Iterator[Hit]:
-    half = document.get("torch_autocast", "dtype") in ("fp16", "float16", "half", "torch.float16")
-    autocast = is_true(document, "torch_autocast", "enabled") and half
-    if autocast and isinstance(document.get(OUR_SECTION), dict) and stage(document) == 0 and not fp16(document):
-        what = f"in fp16 without ZeRO the loss is scaled where {OUR_SECTION} cannot see it"
-        yield Hit(("torch_autocast", "dtype"), what, '"bf16", or ZeRO stage 1 to 3')
+    found = _hits(document, _wrong(document, context)["unsupported"])
+    yield from (hit for hit in found if hit.path == _AUTOCAST)
+
+
+_AUTOCAST: Path = ("torch_autocast", "dtype")
+"""`config.unsupported` finds it; it has a rule of its own."""
 
 
 def with_section(**keys: object) -> dict[str, object]:

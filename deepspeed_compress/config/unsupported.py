@@ -1,0 +1,110 @@
+"""Features of DeepSpeed that the file asks for, and that compression cannot be right with.
+
+The engine would be refused when it is attached to (`engine.limits`): this says so before there is one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
+from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.problems import Path, Problem, pointer, show
+
+__all__ = ["find_unsupported"]
+
+
+def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Problem]:
+    """Features of DeepSpeed in the file that reduce gradients or gather weights on ways that cannot be compressed.
+
+    An engine with them is refused when it is attached to. Nothing where `section` compresses nothing; None is one that
+    is not valid, and is taken for the defaults.
+    """
+    section = CompressConfig() if section is None else section
+    if section.gradients.method == section.weights.method == "none":
+        return []
+    problems = [
+        Problem(pointer(path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write)
+        for path, applies, why, write in _UNSUPPORTED
+        if applies(value := _at(ds_config, path), section)
+    ]
+    return problems + list(_scaled_outside(ds_config, section))
+
+
+_ZERO = "zero_optimization"
+_Unsupported = tuple[Path, Callable[[Any, CompressConfig], bool], str, str]
+_UNSUPPORTED: tuple[_Unsupported, ...] = (
+    (
+        (_ZERO, "zero_quantized_gradients"),
+        lambda value, _: value is True,
+        "ZeRO++ quantizes gradients already (allowed: false)",
+        "false",
+    ),
+    (
+        (_ZERO, "zero_quantized_weights"),
+        lambda value, section: value is True and section.weights.method != "none",
+        "ZeRO++ quantizes weights already (allowed: false)",
+        f'false, or {SECTION}.weights.method "none"',
+    ),
+    (
+        (_ZERO, "zero_quantized_nontrainable_weights"),
+        lambda value, section: value is True and section.weights.method != "none",
+        "ZeRO++ quantizes frozen weights already (allowed: false)",
+        f'false, or {SECTION}.weights.method "none"',
+    ),
+    (
+        (_ZERO, "stage3_use_all_reduce_for_fetch_params"),
+        lambda value, section: value is True and section.weights.method != "none",
+        "weights that are fetched by an all-reduce are not compressed (allowed: false)",
+        f'false, or {SECTION}.weights.method "none"',
+    ),
+    (
+        (_ZERO, "zero_hpz_partition_size"),
+        lambda value, _: isinstance(value, int) and value > 1,
+        "ZeRO++ reduces over groups of its own (allowed: 1)",
+        "1",
+    ),
+    (
+        (_ZERO, "zenflow"),
+        lambda value, _: isinstance(value, dict),
+        "ZenFlow reduces gradients on a path of its own (allowed: null)",
+        "nothing: remove the key",
+    ),
+    (
+        (_ZERO, "offload_optimizer", "super_offload"),
+        lambda value, _: value is True,
+        "SuperOffload reduces gradients on a path of its own (allowed: false)",
+        "false",
+    ),
+    (
+        ("compile", "deepcompile"),
+        lambda value, _: value is True,
+        "DeepCompile reduces gradients inside the compiled graph (allowed: false)",
+        "false",
+    ),
+    (
+        ("optimizer", "type"),
+        lambda value, _: str(value).lower() == "muon",
+        "it needs whole gradient matrices, which are not sent (allowed: other optimizers)",
+        '"AdamW" or "SGD"',
+    ),
+)
+"""Places, whether a value there is meant, why not, and what to write."""
+
+
+_AUTOCAST: Path = ("torch_autocast", "dtype")
+
+
+def _at(ds_config: Mapping[str, Any], path: Path) -> Any:
+    found: Any = ds_config
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+    """The gradient scaler of torch works outside of DeepSpeed without ZeRO."""
+    dtype, stage = _at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
+    on = _at(ds_config, ("torch_autocast", "enabled")) is True and _at(ds_config, ("fp16", "enabled")) is not True
+    if on and stage == 0 and dtype in ("fp16", "float16", "half", "torch.float16"):
+        what = f"{show(dtype)} without ZeRO scales the loss where {SECTION} cannot see it (allowed: bfloat16)"
+        yield Problem(pointer(_AUTOCAST), what, '"bfloat16", or ZeRO stage 1 to 3')

@@ -1,0 +1,120 @@
+"""The line at the start: what it expects is what the run then sends and keeps."""
+
+import contextlib
+import io
+import re
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.residuals import Residuals
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM
+
+WHOLE = {"reduce_bucket_size": 10**6}
+FIGURES = re.compile(
+    r"rank 0 sends about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes; "
+    r"residuals take up to ([\d,]+) bytes"
+)
+Seen = tuple[str, dict[str, float]]
+
+
+def begin(job: Job) -> tuple[Any, str]:
+    """An engine, and what its making wrote to standard error of ours."""
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        engine = start(job)
+    return engine, "\n".join(line for line in written.getvalue().splitlines() if line.startswith("deepspeed_compress"))
+
+
+def measure(rank: int, *jobs: Job) -> list[Seen]:
+    """The line, and means over the steps of what was sent and kept."""
+    found = []
+    for job in jobs:
+        engine, line = begin(job)
+        seen: list[Any] = []
+        engine.compression.subscribe(seen.append)
+        run(engine, data(rank, job))
+        kept = sum(map(stored, engine.compression.stores.values()))
+        means = {
+            name: sum(getattr(one, name) for one in seen) / max(1, len(seen))
+            for name in ("bytes_sent", "bytes_uncompressed", "bytes_weights")
+        }
+        found.append((line, {**means, "kept": kept}))
+        engine.destroy()
+    return found
+
+
+def stored(store: Residuals) -> int:
+    slots = store._slots.values()
+    return sum(slot.applied.numel() + (slot.running.numel() if slot.running is not None else 0) for slot in slots)
+
+
+SETTINGS = {
+    **METHODS,
+    **{name: {**one, "density_warmup_steps": 0} for name, one in WITHOUT_MOMENTUM.items()},
+    "clipped": {"method": "dgc", "density": 0.1, "clip_norm": 1.0},
+}
+
+
+def job(stage: int, gradients: Any, **more: Any) -> Job:
+    momentum = NO_MOMENTUM if gradients.get("method") in ("dgc", "demo") else {}
+    return Job(stage=stage, section={"gradients": gradients}, zero=WHOLE, extra=momentum, **{"steps": 6, **more})
+
+
+def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
+    figures = FIGURES.search(line)
+    assert figures is not None, line
+    sent, alone, kept = (float(figure.replace(",", "")) for figure in figures.groups())
+    # Each message ends with a whole block of its own.
+    assert sent == pytest.approx(seen["bytes_sent"], rel=0.05, abs=64 * messages)
+    assert alone == pytest.approx(seen["bytes_uncompressed"], rel=0.01)
+    assert kept == pytest.approx(seen["kept"], rel=0.05, abs=64 * messages)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_method_sends_and_keeps_what_the_line_says(stage: int) -> None:
+    first, second = run_forks(2, measure, *(job(stage, one) for one in SETTINGS.values()), timeout=200)
+    for name, (line, seen) in zip(SETTINGS, first, strict=True):
+        assert f"ZeRO {stage}, 2 data-parallel ranks" in line, name
+        compare(line, seen)
+    assert {line for line, _ in second} == {""}
+
+
+def test_micro_steps_and_nodes_count() -> None:
+    jobs = [job(2, {"bits": 8, "block_size": 32}, accumulation=2), job(0, {"hierarchy": {"ranks_per_node": 2}})]
+    inside = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
+    first, *_ = run_forks(4, measure, *jobs, job(2, inside), timeout=200)
+    for line, seen in first:
+        compare(line, seen, messages=4)
+
+
+def test_weights_and_what_is_exempt() -> None:
+    section = {
+        "gradients": {"bits": 4, "min_numel": 100},
+        "weights": {"bits": 4, "block_size": 32},
+        "schedule": {"warmup_steps": 1},
+    }
+    [(line, seen)], _ = run_forks(2, measure, Job(stage=1, section=section, zero=WHOLE, steps=6))
+    assert line.startswith("deepspeed_compress: gradients blockwise bits=4, weights blockwise bits=4; ZeRO 1, ")
+    assert "2 of 7 parameters are compressed (89.5% of the elements), 5 exempt" in line
+    assert "the first 1 steps are uncompressed" in line
+    figures = re.search(r"about ([\d,]+) bytes of weights a step, uncompressed ([\d,]+) bytes", line)
+    assert figures is not None
+    sent, alone = (float(figure.replace(",", "")) for figure in figures.groups())
+    # One of six steps was uncompressed.
+    assert (5 * sent + alone) / 6 == pytest.approx(seen["bytes_weights"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks", "text"),
+    [
+        ({"gradients": {"method": "none"}}, 2, "gradients none, weights none; ZeRO 1, 2 data-parallel ranks; nothing"),
+        ({"monitor": {"announce": False}}, 2, ""),
+    ],
+)
+def test_nothing_to_say(section: Any, ranks: int, text: str) -> None:
+    first, *_ = run_forks(ranks, measure, Job(stage=1, section=section, zero=WHOLE, steps=1))
+    assert text in first[0][0]
+    assert bool(first[0][0]) is bool(text)
