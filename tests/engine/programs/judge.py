@@ -1,0 +1,96 @@
+"""What becomes of a program: each run held against DeepSpeed's own in the same processes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tests.engine.programs.ranks import Result, Task
+
+EXACT = frozenset({"plain", "none", "raw"})
+"""Sections with which every bit must be DeepSpeed's; with the others ranks must agree where DeepSpeed's agree."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind`: "equal", "ranks equal", "refused", "fails" (an error that is no refusal), "differs". `text`: how."""
+
+    kind: str
+    text: str = ""
+
+    def fulfils(self, other: "Outcome") -> bool:
+        return self.kind == other.kind and other.text in self.text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+def wanted(task: Task) -> Outcome:
+    """Of messages a part."""
+    program, stage = task.program, task.stage
+    if stage in program.fails:
+        return Outcome("fails", program.fails[stage])
+    refusals: Mapping[str, Mapping[int, str]] = {
+        "raw": program.refused,
+        "4 bits": program.refused,
+        "weights": {**program.refused_weights, **program.refused},
+    }
+    if stage in refusals.get(task.section, {}):
+        return Outcome("refused", refusals[task.section][stage])
+    return Outcome("equal" if task.section in EXACT else "ranks equal")
+
+
+def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
+    """What happened to `task`, beside what happened without the package."""
+    ours, plain = results[task], results[Task(task.program, task.stage, "plain")]
+    failures = [result for result in ours if result.error]
+    if failures:
+        # A rank whose neighbour ended says so; what ended the neighbour comes first.
+        first = min(failures, key=lambda result: any(part in result.error for part in ("onnection closed", "imed out")))
+        return Outcome("refused" if first.refused else "fails", first.error)
+    if any(result.error for result in plain):
+        return Outcome("differs", "runs, which DeepSpeed alone does not")
+    exact = task.section in EXACT
+    difference = (differing if exact else diverging)(ours, plain)
+    return Outcome("differs", difference) if difference else Outcome("equal" if exact else "ranks equal")
+
+
+def differing(ours: Sequence[Result], plain: Sequence[Result]) -> str:
+    """The first record that is not DeepSpeed's to the bit; "" if there is none."""
+    for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        if [label for label, _ in mine.records] != [label for label, _ in theirs.records]:
+            return f"rank {rank}: other records: {unlike(mine, theirs)}"
+        for (label, value), (_, expected) in zip(mine.records, theirs.records, strict=True):
+            if not same(value, expected):
+                return f"rank {rank}: {label} differs by {distance(value, expected)}"
+    return ""
+
+
+def unlike(mine: Result, theirs: Result) -> str:
+    pairs = zip([*mine.records, ("nothing", None)], [*theirs.records, ("nothing", None)], strict=False)
+    return next(f"{one} for {other}" for (one, _), (other, _) in pairs if one != other)
+
+
+def diverging(ours: Sequence[Result], plain: Sequence[Result]) -> str:
+    """The first record in which ranks differ where DeepSpeed's do not, or that is not finite where DeepSpeed's is."""
+    for index, (label, expected) in enumerate(plain[0].records):
+        values = [result.records[index][1] for result in ours]
+        for rank, (one, other) in enumerate(pairwise(values)):
+            agreed = same(plain[rank].records[index][1], plain[rank + 1].records[index][1])
+            if agreed and not same(one, other):
+                return f"ranks {rank}, {rank + 1}: {label} differs by {distance(one, other)}"
+        if torch.isfinite(expected).all() and not torch.isfinite(values[0]).all():
+            return f"{label} is not finite"
+    return ""
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def distance(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape:
+        return f"shape {tuple(one.shape)} for {tuple(other.shape)}"
+    return f"{float((one.double() - other.double()).abs().max()):.3g}"
