@@ -10,7 +10,7 @@ from tests.engine.programs.ranks import run_tasks, tasks_of
 def unexpected(directory, stage: int, sections: tuple[str, ...]) -> list[str]:
     """Every program of the stage that ended otherwise than it should, and how."""
     tasks = tasks_of(PROGRAMS, stage, sections)
-    results = run_tasks(tasks, directory)
+    results = dict(run_tasks(tasks, directory))
     outcomes = {task: found(task, results) for task in tasks}
     return [
         f"{task.program.name}, {task.section}: {outcome}"

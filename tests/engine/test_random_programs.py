@@ -20,7 +20,7 @@ in_lists = settings(properties, phases=[Phase.generate])
 def check(stage: int, drawn: list) -> None:
     tasks = tasks_of(drawn, stage, ALL)
     with tempfile.TemporaryDirectory() as directory:
-        results = run_tasks(tasks, Path(directory))
+        results = dict(run_tasks(tasks, Path(directory)))
     outcomes = {task: found(task, results) for task in tasks}
     able = {task.program for task, outcome in outcomes.items() if task.section == "plain" and outcome.kind == "equal"}
     wrong = [

@@ -2,11 +2,12 @@
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.engine.programs.catalogue import PROGRAMS
 from tests.engine.programs.judge import found, wanted
-from tests.engine.programs.ranks import SECTIONS, run_tasks, tasks_of
+from tests.engine.programs.ranks import SECTIONS, Result, Task, run_tasks, tasks_of
 
 
 def main() -> None:
@@ -21,15 +22,19 @@ def main() -> None:
     for stage in options.stage or (0, 1, 2, 3):
         tasks = tasks_of(programs, stage, options.section or SECTIONS)
         with tempfile.TemporaryDirectory() as directory:
-            results = run_tasks(tasks, Path(directory))
-        for task in tasks:
-            outcome = found(task, results)
-            good = outcome.fulfils(wanted(task))
-            if good and options.failures:
-                continue
-            print("ok " if good else "RED", stage, repr(task.program.name), task.section, outcome, flush=True)
-            if not good and options.places:
-                print(next((result.place for result in results[task] if result.error), ""), flush=True)
+            results: dict[Task, list[Result]] = {}
+            for task, ranks in run_tasks(tasks, Path(directory)):
+                results[task] = ranks
+                show(task, results, options)
+
+
+def show(task: Task, results: Mapping[Task, list[Result]], options: argparse.Namespace) -> None:
+    outcome = found(task, results)
+    good = outcome.fulfils(wanted(task))
+    if not (good and options.failures):
+        print("ok " if good else "RED", task.stage, repr(task.program.name), task.section, outcome, flush=True)
+    if not good and options.places:
+        print(next((result.place for result in results[task] if result.error), ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import io
 import itertools
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,43 +71,41 @@ def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -
     ]
 
 
-def run_tasks(tasks: Sequence[Task], directory: Path) -> dict[Task, list[Result]]:
-    """Results by rank. After a failure the rest goes on in new ranks; what hangs has the error "hangs"."""
-    results: dict[Task, list[Result]] = {}
-    for batch in _batches(tasks):
-        ranks = batch[0].program.ranks
+def run_tasks(tasks: Sequence[Task], directory: Path) -> Iterator[tuple[Task, list[Result]]]:
+    """Results by rank, in the order of `tasks`. After a failure the rest goes on in new ranks."""
+    for _, together in itertools.groupby(tasks, _shares):
+        batch = list(together)
         while batch:
-            found = list(_finished(batch, ranks, directory / f"{len(results)}-{time.monotonic_ns()}"))
-            if len(found) < len(batch) and not any(result.error for result in (found[-1] if found else [])):
-                found.append([Result([], "hangs")] * ranks)
-            results |= zip(batch, found, strict=False)
-            batch = batch[len(found) :]
-    return results
-
-
-def _batches(tasks: Sequence[Task]) -> Iterator[list[Task]]:
-    """Neighbours that may share their processes."""
-    return (list(batch) for _, batch in itertools.groupby(tasks, _shares))
+            results = _run(batch, directory / str(time.monotonic_ns()))
+            yield from zip(batch, results, strict=False)
+            batch = batch[len(results) :]
 
 
 def _shares(task: Task) -> tuple[int, str]:
     return task.program.ranks, task.program.name if task.program.alone else ""
 
 
-def _finished(batch: list[Task], ranks: int, directory: Path) -> Iterator[list[Result]]:
-    """Results of the tasks that ended on every rank."""
+def _run(batch: list[Task], directory: Path) -> list[list[Result]]:
+    """Results of the tasks that ended, the last of which may have failed. A rank without a result of it hung."""
     directory.mkdir(parents=True)
+    ranks = batch[0].program.ranks
     # Of ranks that died or hung, the tasks that ended have left their results.
     with contextlib.suppress(RankError, TimeoutError):
         run_forks(ranks, _work, batch, directory, timeout=2 * SECONDS + 5 * len(batch))
+    results: list[list[Result]] = []
     for index in range(len(batch)):
-        files = [directory / f"{index}-{rank}.pickle" for rank in range(ranks)]
-        if not all(file.exists() for file in files):
-            return
-        yield [pickle.loads(file.read_bytes()) for file in files]
+        results.append([_read(directory / f"{index}-{rank}.pickle") for rank in range(ranks)])
+        if any(result.error and not result.refused for result in results[-1]):
+            break
+    return results
+
+
+def _read(file: Path) -> Result:
+    return pickle.loads(file.read_bytes()) if file.exists() else Result([], "hangs")
 
 
 def _work(rank: int, batch: list[Task], directory: Path) -> None:
+    sys.stdout = io.StringIO()
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=SECONDS))
     for index, task in enumerate(batch):
         # Nothing of what was imported is garbage: a collection, and DeepSpeed makes many, then takes no time.
