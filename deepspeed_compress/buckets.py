@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "LAYOUTS",
+    "PADDING",
     "Partition",
     "Segment",
     "cut",
@@ -23,6 +25,13 @@ __all__ = [
     "scatter",
     "select",
 ]
+
+PADDING = ""
+"""In place of a parameter's name: elements that fill a buffer up and mean nothing."""
+
+LAYOUTS = 1024
+"""Layouts of buckets for which what was worked out is kept: more than the buckets of a large model, and a bound where
+layers that are used now and then make ever new ones."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], w
     return Partition(tuple(segments), world_size)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LAYOUTS)
 def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> Partition:
     """A buffer that has, for one owner after the other, its share of every parameter: (name, numel of a share)."""
     segments: list[Segment] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.buckets import PADDING
 from deepspeed_compress.codec import Codec, Silence
 from deepspeed_compress.compressors import Cast, Compressor
 from deepspeed_compress.config import CompressConfig
@@ -161,18 +162,20 @@ def build_weight_gather(
 
 def build_weight_reducer(
     config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter
-) -> Callable[[ProcessGroup], PayloadReducer]:
-    """What makes the reducer that gathers rounded weights over a group, without memory.
+) -> Callable[[ProcessGroup, torch.dtype], PayloadReducer]:
+    """What makes the reducer that gathers rounded weights over a group, without memory. What is not rounded travels
+    in the given type.
 
     Every parameter has a codec of its own, though they are all the same, so that its blocks, and with them its
     rounding, do not depend on what is gathered along with it.
     """
     raw = parameters.exempt | _small(parameters, config.weights)
     place = {name: index for index, name in enumerate(parameters.shapes, 1)}
-    codecs = (Codec(Cast(parameters.dtype)), *[Codec(compressor_from(config.weights))] * len(place))
-    memories = [WithoutFeedback()] * len(codecs)
+    rounded = [Codec(compressor_from(config.weights))] * len(place)
+    memories = [WithoutFeedback()] * (1 + len(rounded))
 
-    def make(group: ProcessGroup) -> PayloadReducer:
+    def make(group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
+        codecs = (Codec(Cast(dtype)), *rounded)
         return PayloadReducer(
             group,
             lambda step: codecs,
@@ -370,7 +373,7 @@ class _Builder:
                 index for index, override in enumerate(overrides) if re.search(override.parameters, called(name))
             )
             found = next(matches, None)
-            if name in raw or (found is not None and found not in own):
+            if name in raw or name == PADDING or (found is not None and found not in own):
                 return RAW
             return 1 if found is None else 2 + own.index(found)
 

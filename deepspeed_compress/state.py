@@ -122,9 +122,19 @@ def read_description(file: Path) -> Description:
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
         return Description(**{**found, "position": Position(**found["position"]), "layouts": layouts})
     except FileNotFoundError as error:
-        raise StateError(f"{path} does not exist (was the checkpoint written without this package?)") from error
+        raise StateError(f"{path} does not exist{_why_missing(path.parent)}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StateError(f"{path} is damaged or not a state of this package ({error!r})") from error
+
+
+def _why_missing(directory: Path) -> str:
+    """What made a checkpoint without a state, as far as its directory tells."""
+    if (directory / "zero").is_dir():
+        return (
+            ": this is a universal checkpoint, and DeepSpeed's converter leaves the state of this package behind; copy "
+            "the files deepspeed_compress_rank_* of the checkpoint that was converted into it"
+        )
+    return " (was the checkpoint written without this package?)"
 
 
 def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:

@@ -27,21 +27,25 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
         value = native.given(parallelism)
         if value is not None and (native is not TENSOR or _splits_by_itself(parallelism)):
             expanded.setdefault(native.section, {})[native.key] = value
-    if _reduces_by_hooks(expanded, section):
+    if _may_overlap(expanded, section):
         expanded["zero_optimization"].setdefault("overlap_comm", True)
     return expanded
 
 
-def _reduces_by_hooks(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
-    """Whether DeepSpeed can reduce during backward, which it does under ZeRO 1 with `overlap_comm` alone."""
+def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
+    """Whether DeepSpeed's streams can reduce during backward and every program stays right.
+
+    Not under ZeRO 1: there `overlap_comm` reduces nothing but what the last micro-step has gradients of, each once.
+    """
     zero, pipeline = ds_config.get("zero_optimization"), (section.parallelism or Parallelism()).pipeline
     return (
         section.gradients.method != "none"
         and isinstance(zero, dict)
-        and zero.get("stage") in (1, 2)
+        and zero.get("stage") == 2
         and zero.get("contiguous_gradients", True) is True
         and pipeline == 1
         and not zero.get("offload_optimizer")
+        and ds_config.get("managed_gradient_accumulation", True) is True
     )
 
 

@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +33,13 @@ from deepspeed_compress.config import (
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
 from deepspeed_compress.engine.groups import make_groups
-from deepspeed_compress.engine.limits import engine_kind, has_optimizer, refuse_unsupported, shared_parameters
+from deepspeed_compress.engine.limits import (
+    engine_kind,
+    find_limits,
+    has_optimizer,
+    refuse_unsupported,
+    shared_parameters,
+)
 from deepspeed_compress.engine.norms import Norms
 from deepspeed_compress.engine.observer import Losses, largest_of_all
 from deepspeed_compress.engine.probing import Prober
@@ -94,7 +100,10 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     clock, meter = StepClock(), Meter()
     parameters = _parameters(engine, kind)
     session = _session(engine, config, parameters, clock, meter)
-    weight_bytes, synchronise = _ATTACH[kind](engine, session), _nothing
+    uncounted = find_limits(engine)
+    if uncounted:
+        _warn_uncounted(uncounted)
+    weight_bytes, synchronise = (_ATTACH[kind](engine, session) if not uncounted else _no_bytes), _nothing
     if config.weights.method != "none" and kind == "zero_3":
         attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
     elif config.weights.method != "none":
@@ -108,6 +117,16 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     if engine.global_rank == 0:
         write_configuration(config.monitor.path, engine.config)
     return engine
+
+
+def _warn_uncounted(reasons: Sequence[str]) -> None:
+    """Only method "none" comes as far: nothing is changed, and figures that nobody knows are not made up."""
+    text = f"{SECTION}: bytes of gradients and weights are not counted in this engine, and written as 0: "
+    warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
+
+
+def _no_bytes() -> int:
+    return 0
 
 
 def _nothing() -> None:

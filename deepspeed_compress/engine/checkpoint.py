@@ -31,6 +31,9 @@ def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], N
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **options: Any) -> Any:
         given = inspect.signature(save).bind(*args, **options).arguments
+        if not given["save_dir"]:
+            # DeepSpeed says what is wrong with it, before anything is written.
+            return save(*args, **options)
         tag = given.get("tag")
         directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
         synchronise()
@@ -135,4 +138,8 @@ def _on_all_ranks(work: Callable[[], None]) -> str:
 
 def loss_scale(engine: Any) -> float:
     """The factor that gradients carry; 1.0 for optimizers without one."""
+    # fp16 autocast under ZeRO has a scaler of torch.
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
     return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.build import Groups
@@ -12,14 +13,39 @@ from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.state import Position
 
-__all__ = ["find_position", "make_groups", "ranks_per_node", "split_by_node"]
+__all__ = [
+    "find_position",
+    "make_groups",
+    "partition_groups",
+    "ranks_per_node",
+    "reduction_group",
+    "split_by_node",
+]
 
 _POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
 
 
+def reduction_group(engine: Any) -> ProcessGroup:
+    """The ranks over which the gradients of `engine` are averaged.
+
+    Under ZeRO 3 a parameter may have been divided over other ranks than those of the engine's data-parallel group: by
+    `deepspeed.zero.Init` before tensor parallelism was known, or over those of a sequence-parallel group too. All
+    parameters that are trained must share a group: `limits` refuses others.
+    """
+    return next(iter(partition_groups(engine)), engine.seq_data_parallel_group)
+
+
+def partition_groups(engine: Any) -> list[ProcessGroup]:
+    """The groups that ZeRO 3 divides trained parameters over, in order of parameters; none under other stages."""
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return []
+    trained = (parameter for group in engine.optimizer.fp16_groups for parameter in group)
+    return list(dict.fromkeys(parameter.ds_process_group for parameter in trained))
+
+
 def _all_groups(engine: Any) -> list[tuple[int, ...]]:
     """Global ranks of every data-parallel group, the same list on all ranks. A collective call."""
-    mine = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+    mine = tuple(dist.get_process_group_ranks(reduction_group(engine)))
     found: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return sorted(set(found))
@@ -45,7 +71,7 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
 
     Raises ConfigError when the division is impossible or has no effect.
     """
-    whole = engine.seq_data_parallel_group
+    whole = reduction_group(engine)
     on_node = ranks_per_node(config)
     everyone = _all_groups(engine)
     if on_node is None:

@@ -12,10 +12,19 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.engine.groups import partition_groups
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.kernels import FASTEST
 
-__all__ = ["engine_kind", "has_optimizer", "refuse_unsupported", "shared_parameters", "tensor_size"]
+__all__ = [
+    "compresses",
+    "engine_kind",
+    "find_limits",
+    "has_optimizer",
+    "refuse_unsupported",
+    "shared_parameters",
+    "tensor_size",
+]
 
 
 def engine_kind(engine: Any) -> str:
@@ -26,13 +35,27 @@ def engine_kind(engine: Any) -> str:
 
 
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
-    """UnsupportedError naming everything in `engine` that the section cannot be right with."""
-    problems = [problem for applies, problem in _LIMITS if applies(engine)]
-    problems += [*_mismatches(engine, config), *_momentum(engine, config)]
+    """UnsupportedError naming everything in `engine` that the section cannot be right with.
+
+    A section that compresses nothing changes nothing, so it is right with every engine.
+    """
+    problems = [*_mismatches(engine, config), *_momentum(engine, config)]
+    if compresses(config):
+        problems += find_limits(engine)
     if problems:
         raise UnsupportedError(
             "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
         )
+
+
+def find_limits(engine: Any) -> list[str]:
+    """What about `engine` makes its traffic unknown here: it cannot be compressed, and not be counted."""
+    return [problem for applies, problem in _LIMITS if applies(engine)]
+
+
+def compresses(config: CompressConfig) -> bool:
+    """Whether gradients or weights are compressed at all."""
+    return config.gradients.method != "none" or config.weights.method != "none"
 
 
 def shared_parameters(engine: Any) -> list[str]:
@@ -114,6 +137,10 @@ _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
         "DeepCompile reduces gradients inside the compiled graph; set compile.deepcompile to false",
+    ),
+    (
+        lambda engine: len(partition_groups(engine)) > 1,
+        "ZeRO 3 divides its parameters over several groups of ranks; make all of them in one deepspeed.zero.Init",
     ),
     (
         _own_quantization,

@@ -56,6 +56,7 @@ ZERO_12 = (
     Seam(_Z12 + "average_tensor", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "gradient_reduction_w_predivide", ("self", "tensor", "communication_data_type")),
     Seam(_Z12 + "reduce_ipg_grads", ("self", "comm_dtype")),
+    Seam(_Z12 + "reduce_gradients", ("self", "pipeline_parallel")),
     Seam(_Z12 + "get_gradient_for_reduction", ("self", "param")),
     Seam(_Z12 + "_use_compact_grad_partition_buffer", ("self", "group_idx")),
     Seam(

@@ -18,7 +18,7 @@ from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
 from deepspeed_compress.monitor import Event, Meter, StepStatistics
 from deepspeed_compress.policy import Observation, Plan, Policy
-from deepspeed_compress.reducers import Done, Pending, Reducer, StepClock, cosine_with_truth, true_sum
+from deepspeed_compress.reducers import Done, PayloadReducer, Pending, Reducer, StepClock, cosine_with_truth, true_sum
 from deepspeed_compress.residuals import Residuals
 from deepspeed_compress.state import OWNED
 
@@ -77,6 +77,7 @@ class Session:
         self.meter = meter
         self.clock = clock
         self.stores: Mapping[str, Residuals] = stores.by_name
+        self._transactional = stores.transactional
         self.prune_owned = False
         """Set after loading the state of another number of ranks: memories of all owners are here."""
         self.last_saved: Path | None = None
@@ -135,6 +136,29 @@ class Session:
             own = partition.owned_by(reducer.group.rank())
             self.meter.cosine = cosine_with_truth(reducer.group, bucket, truth, own)
 
+    @property
+    def early_reducer(self) -> PayloadReducer | None:
+        """The reducer of the running step if reductions may begin before it is certain that they are asked for: it
+        leaves buckets alone, and what it writes into memories can be forgotten. None in steps that are measured."""
+        reducer = self.reducer
+        alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
+        if alone or not self._transactional or self._plan.probe or self._compares():
+            return None
+        assert isinstance(reducer, PayloadReducer)
+        return reducer
+
+    def forget_step(self) -> None:
+        """What the running step has written into memories was written in vain."""
+        for store in self.stores.values():
+            store.rollback()
+
+    def start_early(self, bucket: Tensor, partition: Partition, scale: float, number: int) -> Pending:
+        """`start` by the `early_reducer`, with messages from `number` on; `bucket` stays as it is."""
+        reducer = self.early_reducer
+        assert reducer is not None, "nothing may begin early in this step"
+        self._count_uncompressed(partition, everywhere=False)
+        return reducer.start_reduce_scatter(bucket, partition, scale, number)
+
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
         if self._sampled():
@@ -153,10 +177,14 @@ class Session:
         if self.meter.timed:
             self.meter.bytes_raw += uncompressed_bytes(self.reducer, partition, everywhere)
 
-    def _sampled(self) -> bool:
-        """Whether to compare this bucket: the first one of every `cosine_every`-th step."""
+    def _compares(self) -> bool:
+        """Whether the running step, every `cosine_every`-th, compares one of its buckets with the truth."""
         every = self.config.monitor.cosine_every
-        return every > 0 and (self.clock.step + 1) % every == 0 and self.meter.cosine is None and not self.dense
+        return every > 0 and (self.clock.step + 1) % every == 0 and not self.dense
+
+    def _sampled(self) -> bool:
+        """Whether to compare this bucket: the first one."""
+        return self._compares() and self.meter.cosine is None
 
     def finish(self, finished: FinishedStep) -> bool:
         """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""

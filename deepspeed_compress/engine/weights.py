@@ -19,6 +19,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.buckets import PADDING
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.reducers.gather import DifferenceGather
 
@@ -29,7 +30,7 @@ class GatherFactory(Protocol):
     """Makes the gather of one flat buffer: the first three parameters of `DifferenceGather`."""
 
     def __call__(self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype) -> DifferenceGather:
-        """`sizes`: (name, numel) in the order of the buffer; padding has the name ""."""
+        """`sizes`: (name, numel) in the order of the buffer; padding has the name `PADDING`."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,6 @@ def _sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, st
     for parameter in sorted((view for view in parameters if view.numel()), key=lambda view: view.data_ptr()):
         offset = (parameter.data_ptr() - held.data_ptr()) // held.element_size()
         assert end <= offset <= held.numel() - parameter.numel(), f"{names[parameter]} is not a part of its buffer"
-        sizes += [("", offset - end), (names[parameter], parameter.numel())]
+        sizes += [(PADDING, offset - end), (names[parameter], parameter.numel())]
         end = offset + parameter.numel()
-    return [(name, numel) for name, numel in [*sizes, ("", held.numel() - end)] if numel]
+    return [(name, numel) for name, numel in [*sizes, (PADDING, held.numel() - end)] if numel]

@@ -13,33 +13,43 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import partition_by_owners
-from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.reducers import Landing, PayloadReducer
 
 __all__ = ["attach_weights_3", "check_weights_3"]
 
-MakeReducer = Callable[[ProcessGroup], PayloadReducer]
+MakeReducer = Callable[[ProcessGroup, torch.dtype], PayloadReducer]
+
+_OFF = (
+    ("zero_hpz_partition_size", "zero_hpz_partition_size", 1),
+    ("zero_quantized_weights", "zero_quantized_weights", False),
+    ("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights", False),
+    ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", False),
+)
+"""Attributes of DeepSpeed's configuration, their keys, and the values with which it gathers by `_dist_allgather_fn`."""
 
 
 def check_weights_3(engine: Any) -> None:
     """UnsupportedError where `engine` gathers weights in a way that is not known here."""
     config = engine._config.zero_config
-    for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_weights", False)):
-        if getattr(config, key) != off:
+    for name, key, off in _OFF:
+        found = getattr(config, name)
+        if found != off:
             raise UnsupportedError(
-                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {getattr(config, key)} "
-                f"(allowed: {off}); remove one of the two"
+                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {found} (allowed: "
+                f"{off}); remove one of the two"
             )
 
 
 def attach_weights_3(engine: Any, make_reducer: MakeReducer, dense: Callable[[], bool]) -> None:
     """Compress the weights that forward and backward gather, except in steps in which `dense` says not to.
 
-    `make_reducer` gives what sends weights over a group. `dense` must answer alike on all ranks.
+    `make_reducer` gives what sends weights of a type over a group. `dense` must answer alike on all ranks.
     """
     check_weights_3(engine)
     gathers = _Gathers(engine, make_reducer)
@@ -85,11 +95,11 @@ class _Gathers:
         def all_gather_coalesced(params: Any, *args: Any, **options: Any) -> Any:
             if not self.compressing:
                 return counted(params, *args, **options)
-            parameters = sorted(params, key=lambda parameter: parameter.ds_id)
+            waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
             theirs = partition_parameters._dist_allgather_fn
-            partition_parameters._dist_allgather_fn = functools.partial(self._start, parameters)
+            partition_parameters._dist_allgather_fn = functools.partial(self._start, waiting)
             try:
-                return original(parameters, *args, **options)
+                return original(list(waiting.values()), *args, **options)
             finally:
                 partition_parameters._dist_allgather_fn = theirs
 
@@ -97,14 +107,43 @@ class _Gathers:
 
     @torch.no_grad()
     def _start(
-        self, parameters: Sequence[Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
+        self, waiting: dict[int, Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
     ) -> _Arriving:
-        """Send this rank's shares of `parameters`, side by side in `input_tensor`, and begin to receive the others'."""
+        """Send this rank's shares of parameters, side by side in `input_tensor`, and begin to receive the others'."""
         rank, share = group.rank(), input_tensor.numel()
+        parameters = _take(waiting, share, output_tensor.dtype, group)
         sizes = [(self._names[one], one.ds_tensor.ds_numel) for one in parameters]
-        assert share == sum(numel for _, numel in sizes), "a gather of other parameters than it was called with"
         mine = output_tensor[rank * share : (rank + 1) * share]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
+        _clear_padding(mine, parameters, rank)
         partition = partition_by_owners(tuple(sizes), group.size())
-        return _Arriving(self._reducer(group).start_all_gather(output_tensor, partition))
+        return _Arriving(self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition))
+
+
+def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:
+    """DeepSpeed never writes the elements that fill up the last shares; what lies there would spoil their blocks."""
+    for share, parameter in zip(shares.split([one.ds_tensor.ds_numel for one in parameters]), parameters, strict=True):
+        share[max(0, parameter.ds_numel - rank * share.numel()) :] = 0
+
+
+def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: ProcessGroup) -> list[Any]:
+    """The parameters whose shares are gathered now, taken out of those `waiting` for it, by their ids.
+
+    DeepSpeed gathers what belongs to one group and travels in one type at once, or one parameter after the other
+    (`stage3_allgather_sequential`, and where there is only one).
+    """
+    alike = [
+        parameter
+        for parameter in waiting.values()
+        if parameter.ds_process_group is group and get_allgather_dtype(parameter, parameter.ds_tensor) == dtype
+    ]
+    taken = alike[:1] if alike and alike[0].ds_tensor.ds_numel == share else alike
+    found = sum(parameter.ds_tensor.ds_numel for parameter in taken)
+    if found != share:
+        raise SeamError(
+            f"partition_parameters._dist_allgather_fn gathers {share} elements where {found} are waited for"
+        )
+    for parameter in taken:
+        del waiting[parameter.ds_id]
+    return taken

@@ -1,19 +1,24 @@
 """Without ZeRO, and for the bf16 optimizer that keeps fp32 gradients: `DeepSpeedEngine.allreduce_bucket`.
 
-DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the flat mean back.
+DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the flat mean back. Sparse gradients (of
+`nn.Embedding(sparse=True)`) go another way, `sparse_all_gather`, which is DeepSpeed's own and only counted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
-from deepspeed_compress.buckets import even_partition
+from deepspeed_compress.buckets import PADDING, even_partition
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 
 __all__ = ["attach_zero_0"]
+
+Contents = Sequence[tuple[str, int]]
+"""(parameter, numel) of what lies in a flat tensor, in its order; padding is named `PADDING`."""
 
 
 def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
@@ -31,23 +36,48 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
         if session.config.gradients.method == "none":
             session.meter.bytes_sent = session.meter.bytes_uncompressed
             return original(bucket, dp_group, dp_world_size)  # type: ignore[no-any-return]
-        names = dict(_gradient_names(engine))
+        contents = _contents(engine)
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        sizes = [(names[tensor.data_ptr()], tensor.numel()) for tensor in bucket]
+        sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
         divisor = (dp_world_size or ranks) if engine.gradient_average else 1.0
         session.reduce(flat, even_partition(sizes, ranks), 1.0 / divisor, everywhere=True)
         return flat
 
     engine.allreduce_bucket = allreduce_bucket
+    _count_sparse(engine, session)
     flats = getattr(engine.optimizer, "bf16_groups_flat", [])
     return lambda: sum(ring_all_gather(flat.nbytes, engine.seq_data_parallel_group.size()) for flat in flats)
 
 
-def _gradient_names(engine: Any) -> Iterator[tuple[int, str]]:
-    """Address of each gradient that DeepSpeed may put into a bucket, and the name of its parameter."""
-    names = engine.param_names
-    for parameter in engine.module.parameters():
-        if parameter.grad is not None:
-            yield parameter.grad.data_ptr(), names[parameter]
-        if getattr(parameter, "_hp_grad", None) is not None:
-            yield parameter._hp_grad.data_ptr(), names[parameter]
+def _contents(engine: Any) -> dict[int, Contents]:
+    """What lies in each tensor that DeepSpeed may put into a bucket, by its address."""
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return dict(_contents_of_groups(engine.optimizer, engine.param_names))
+    return {
+        parameter.grad.data_ptr(): [(engine.param_names[parameter], parameter.numel())]
+        for parameter in engine.module.parameters()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
+    }
+
+
+def _contents_of_groups(optimizer: Any, names: Any) -> Any:
+    """The bf16 optimizer has one buffer of gradients for each of its groups (`get_grads_for_reduction`)."""
+    for flat, group in zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True):
+        sizes = [(names[parameter], parameter.numel()) for parameter in group]
+        padding = flat.numel() - sum(numel for _, numel in sizes)
+        yield flat.data_ptr(), [*sizes, (PADDING, padding)]
+
+
+def _count_sparse(engine: Any, session: Session) -> None:
+    """Rows of sparse gradients are gathered, padded to those of the rank that has most."""
+    original = engine.sparse_all_gather
+
+    def sparse_all_gather(value: Tensor, dp_group: Any) -> list[Tensor]:
+        gathered: list[Tensor] = original(value, dp_group)
+        sent = (dp_group.size() - 1) * max(one.nbytes for one in gathered)
+        session.meter.bytes_uncompressed += sent
+        session.meter.bytes_sent += sent
+        session.meter.bytes_raw += sent
+        return gathered
+
+    engine.sparse_all_gather = sparse_all_gather

@@ -6,7 +6,8 @@ slice to its owner once. Slices that a rank does not own keep its local gradient
 
 On GPU DeepSpeed's streams let this overlap with backward. On CPU, where the backend sends by threads of its own,
 buckets are only sent off there, and what arrives is waited for and put into the gradients when the last bucket is
-closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed reads the gradients.
+closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed reads the gradients. Under ZeRO 1, where
+DeepSpeed reduces when backward is over, reductions begin early (`early`).
 """
 
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition, Segment, partition_by_sizes
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, partition_by_sizes
+from deepspeed_compress.engine.early import EarlyReductions, Key
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 from deepspeed_compress.reducers import Pending
@@ -26,9 +29,6 @@ __all__ = ["attach_zero_12"]
 BUCKETS = 8
 """That a model is sent in, if the size of a bucket stays within bounds."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
-
-Key = tuple[int, int, int]
-"""A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
 
 
 def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
@@ -44,19 +44,21 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         optimizer.reduce_bucket_size = _bucket_size(optimizer)
     ranks = optimizer.dp_process_group.size()
     scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
-    partition_of = lru_cache(maxsize=4096)(lambda keys: _partition(optimizer, keys, ranks))
+    partition_of = lru_cache(maxsize=LAYOUTS)(lambda keys: _partition(optimizer, keys, ranks))
 
     later = _Later(optimizer) if _may_wait(optimizer) else None
+    early = EarlyReductions(engine, session, partition_of, scale) if later and _waits_for_backward(engine) else None
 
     def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         if tensor.numel():
             size = tensor.numel() * communication_data_type.itemsize
             session.meter.bytes_uncompressed += ring_all_reduce(size, ranks)
-            partition = partition_of(tuple(optimizer.ipg_buckets[communication_data_type].params))
+            keys = tuple(optimizer.ipg_buckets[communication_data_type].params)
             if later is None:
-                session.reduce(tensor, partition, scale, everywhere=False)
+                session.reduce(tensor, partition_of(keys), scale, everywhere=False)
             else:
-                later.pending.append(session.start(tensor, partition, scale))
+                begun = early.take(communication_data_type, tensor, keys) if early else None
+                later.pending.append(begun or session.start(tensor, partition_of(keys), scale))
         return tensor
 
     def buffered_reduce_fallback(
@@ -71,6 +73,8 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
 
     if later is not None:
         optimizer.reduce_ipg_grads = later.reduce_ipg_grads
+    if early is not None:
+        optimizer.reduce_gradients = early.reduce_gradients
     optimizer.reduce_scatter = False
     optimizer.gradient_reduction_w_predivide = gradient_reduction_w_predivide
     optimizer.buffered_reduce_fallback = buffered_reduce_fallback
@@ -90,6 +94,12 @@ def _may_wait(optimizer: Any) -> bool:
     compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
     return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
+
+
+def _waits_for_backward(engine: Any) -> bool:
+    """Whether DeepSpeed reduces nothing before backward is over: ZeRO 1, unless its own overlap was asked for."""
+    optimizer = engine.optimizer
+    return not (optimizer.partition_gradients or optimizer.overlap_comm or isinstance(engine, PipelineEngine))
 
 
 class _Later:
@@ -148,7 +158,12 @@ def _count_only(optimizer: Any, session: Session) -> None:
 
 
 def _reduce_separate(optimizer: Any, grads: list[Tensor], dtype: torch.dtype) -> None:
-    """`contiguous_gradients` off: the bucket is a list of tensors, so flatten, reduce as usual, copy back."""
+    """`contiguous_gradients` off: the bucket is a list of tensors, so flatten, reduce as usual, copy back.
+
+    It is empty where the first gradient alone is larger than a bucket, and where no gradient is there.
+    """
+    if not grads:
+        return
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     optimizer.average_tensor(flat, dtype)
     if optimizer.overlap_comm and flat.is_cuda:

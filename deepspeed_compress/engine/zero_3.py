@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition, partition_by_sizes
+from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.monitor import Meter
@@ -29,10 +31,10 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
     Returns a function that gives the bytes for weights which remain to be counted after an optimizer step.
     """
-    optimizer = engine.optimizer
-    ranks = optimizer.dp_process_group.size()
+    optimizer, group = engine.optimizer, reduction_group(engine)
+    ranks = group.size()
     # gloo reduce-scatters by an all-reduce of everything.
-    all_reduces = dist.get_backend(optimizer.dp_process_group) == "gloo"
+    all_reduces = dist.get_backend(group) == "gloo"
     originals = {
         name: getattr(optimizer, _PREFIX + name) for name in ("avg_scatter_grads", "avg_scatter_contiguous_grads")
     }
@@ -45,13 +47,13 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
     def avg_scatter_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         count(params_to_reduce, communication_data_type, contiguous=False)
-        return _reduced_shares(optimizer, session, params_to_reduce, 1.0 / ranks)
+        return _reduced_shares(optimizer, session, params_to_reduce, 1.0 / ranks, group)
 
     def avg_scatter_contiguous_grads(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
         parameters = optimizer.ipg_buckets[communication_data_type].params
         count(parameters, communication_data_type, contiguous=True)
         # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
-        return _reduced_shares(optimizer, session, parameters, optimizer.sequence_parallel_size / ranks)
+        return _reduced_shares(optimizer, session, parameters, optimizer.sequence_parallel_size / ranks, group)
 
     def count_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
         count(params_to_reduce, communication_data_type, contiguous=False)
@@ -74,12 +76,14 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
     return lambda: 0  # counted already, gather by gather
 
 
-def _reduced_shares(optimizer: Any, session: Session, parameters: Sequence[Any], scale: float) -> list[Tensor]:
+def _reduced_shares(
+    optimizer: Any, session: Session, parameters: Sequence[Any], scale: float, group: ProcessGroup
+) -> list[Tensor]:
     """This rank's share of the mean gradient of each parameter, padded to its partition.
 
     Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
     """
-    ranks, rank = optimizer.dp_process_group.size(), optimizer.dp_process_group.rank()
+    ranks, rank = group.size(), group.rank()
     bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
     session.reduce(bucket, _partition(optimizer, parameters, ranks), scale, everywhere=False)
     shares = []

@@ -127,6 +127,10 @@ class Messages:
     _number: int = 0
 
     def next(self) -> int:
-        self._number = self._number + 1 if self._begun == self.clock.begun else 1
-        self._begun = self.clock.begun
+        self.skip(1)
         return self._number
+
+    def skip(self, count: int) -> None:
+        """As if `count` messages had been numbered."""
+        self._number = self._number + count if self._begun == self.clock.begun else count
+        self._begun = self.clock.begun

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition, Segment, elements, gather, scatter
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, elements, gather, scatter
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors.base import message_key
 from deepspeed_compress.reducers.contracts import (
@@ -111,19 +111,31 @@ class PayloadReducer:
         self._sender = group.rank() if sender is None else sender
         self._rank: int = group.rank()
         # Not a method of this object: a cycle would keep the process group until the garbage is collected.
-        self._planned = lru_cache(maxsize=4096)(partial(_make_plans, codec_of, chunk_numel))
+        self._planned = lru_cache(maxsize=LAYOUTS)(partial(_make_plans, codec_of, chunk_numel))
 
     def plans(self, partition: Partition) -> tuple[Plan, ...]:
         """The message layouts of this step for `partition`, one a round."""
         return self._planned(partition, self.codecs_at(self.clock.step))
 
-    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """See `Reducer`. `bucket`: flat fp32, bf16 or fp16 [partition.numel]."""
+    def start_reduce_scatter(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
+    ) -> Pending:
+        """See `Reducer`. `bucket`: flat fp32, bf16 or fp16 [partition.numel].
+
+        `number`: of the first message, one a round; None takes the next ones. Numbers that are given are not counted:
+        see `skip_messages`.
+        """
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
         if self.group.size() == 1:
             return reduce_at_once(self, bucket, partition, scale)
         plans = self.plans(partition)
-        return _Started(self, plans, [self._send_parts(bucket, plan) for plan in plans], scale)
+        numbers = [self._messages.next() for _ in plans] if number is None else range(number, number + len(plans))
+        rounds = [self._send_parts(bucket, plan, one) for plan, one in zip(plans, numbers, strict=True)]
+        return _Started(self, plans, rounds, scale)
+
+    def skip_messages(self, count: int) -> None:
+        """As if this step had sent `count` messages more."""
+        self._messages.skip(count)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.
@@ -156,7 +168,7 @@ class PayloadReducer:
             return
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
         plans = self.plans(partition)
-        rounds = [self._send_parts(bucket, plan) for plan in plans]
+        rounds = [self._send_parts(bucket, plan, self._messages.next()) for plan in plans]
         # One by one: the mean of a round is on its way before the parts of the next are waited for.
         sums = (
             self.sum(_gather_pieces(bucket, plan.pieces[self._rank]), sent, plan, scale, deliver=False)
@@ -168,9 +180,9 @@ class PayloadReducer:
         delivery = self.deliveries.get(piece.codec)
         return total if delivery is None else delivery.deliver(total, piece.segments, self.clock.step)
 
-    def _send_parts(self, bucket: Tensor, plan: Plan) -> _Round:
+    def _send_parts(self, bucket: Tensor, plan: Plan, message: int) -> _Round:
         """Encode this rank's part of every other owner's elements, and begin to exchange."""
-        message, ranks = self._messages.next(), range(len(plan.sizes))
+        ranks = range(len(plan.sizes))
         with self.meter.phase("compress", bucket.device):
             outgoing = [
                 self._encode(bucket, plan, owner, message) if owner != self._rank else _room(bucket.device)

@@ -7,13 +7,14 @@ Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Di
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition, Segment, gather, scatter
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, gather, scatter
 from deepspeed_compress.compressors.base import random_key
 from deepspeed_compress.kernels import for_device
 from deepspeed_compress.reducers.contracts import Pending, Reducer, reduce_at_once
@@ -71,15 +72,17 @@ class PowerSGDReducer:
     ) -> None:
         self.others = others
         self.factors = factors
-        self.shapes = shapes
-        self.rank = rank
         self.residuals = residuals
         self.warm = warm
         self.chosen = chosen
         self.seed = seed
-        self.min_saving = min_saving
-        self._plans: dict[Partition, LowRankPlan] = {}
-        self._starts: dict[Partition, Tensor] = {}
+        self._starts: dict[str, Tensor] = {}
+        """Random bases by matrix: few numbers each, and no more than the model has matrices."""
+        wanted = chosen if others.group.size() > 1 else _nobody
+        self.plan: Callable[[Partition], LowRankPlan] = lru_cache(maxsize=LAYOUTS)(
+            partial(_make_plan, shapes, wanted, rank, min_saving, others.group.rank())
+        )
+        """How a partition is divided."""
 
     @property
     def group(self) -> ProcessGroup:
@@ -108,14 +111,6 @@ class PowerSGDReducer:
             _reduce_rest(self.others.all_reduce, bucket, partition, plan, scale)
         if plan.whole:
             scatter(self._approximated(bucket, partition).mul_(scale * self.group.size()), plan.whole, bucket)
-
-    def plan(self, partition: Partition) -> LowRankPlan:
-        """How `partition` is divided, computed once."""
-        if partition not in self._plans:
-            chosen = self.chosen if self.group.size() > 1 else lambda name: False
-            matrices = find_matrices(partition, self.shapes, chosen, self.rank, self.min_saving)
-            self._plans[partition] = make_low_rank_plan(partition, matrices, self.group.rank())
-        return self._plans[partition]
 
     def _approximated(self, bucket: Tensor, partition: Partition) -> Tensor:
         """The mean of the matrices, flat fp32, stack after stack; moves both stores on.
@@ -151,17 +146,37 @@ class PowerSGDReducer:
     def _start_bases(self, partition: Partition, device: torch.device) -> list[Tensor]:
         """An orthonormal basis for each matrix to begin with: Q of the step before, or random where there is none."""
         plan = self.plan(partition)
-        if partition not in self._starts:
-            self._starts[partition] = torch.cat([self._start(segment, device) for segment in plan.warm])
         warm = stacks(self.warm.read(plan.warm, device), plan.q_shapes)
-        fresh = stacks(self._starts[partition], plan.q_shapes)
+        fresh = stacks(torch.cat([self._start(segment, device) for segment in plan.warm]), plan.q_shapes)
         return [orthonormal(revived(before, start)) for before, start in zip(warm, fresh, strict=True)]
 
     def _start(self, segment: Segment, device: torch.device) -> Tensor:
-        """Independent normal numbers (Box-Muller), which depend on the seed and the name alone: fp32 [numel]."""
-        key = random_key(self.seed, zlib.crc32(segment.parameter.encode()))
-        first, second = for_device(device).uniform(2 * segment.numel, key, device).view(2, -1)
-        return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
+        """Independent normal numbers, which depend on the seed and the name alone: fp32 [numel]."""
+        if segment.parameter not in self._starts:
+            key = random_key(self.seed, zlib.crc32(segment.parameter.encode()))
+            self._starts[segment.parameter] = _normal(segment.numel, key, device)
+        return self._starts[segment.parameter]
+
+
+def _normal(numel: int, key: int, device: torch.device) -> Tensor:
+    """By the method of Box and Muller: fp32 [numel]."""
+    first, second = for_device(device).uniform(2 * numel, key, device).view(2, -1)
+    return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
+
+
+def _nobody(name: str) -> bool:
+    return False
+
+
+def _make_plan(
+    shapes: Mapping[str, tuple[int, ...]],
+    chosen: Callable[[str], bool],
+    rank: int,
+    min_saving: float,
+    own: int,
+    partition: Partition,
+) -> LowRankPlan:
+    return make_low_rank_plan(partition, find_matrices(partition, shapes, chosen, rank, min_saving), own)
 
 
 def _reduce_rest(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition, Segment, gather, relabel, scatter, select
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, gather, relabel, scatter, select
 from deepspeed_compress.reducers.contracts import Pending, Reducer, reduce_at_once
 from deepspeed_compress.reducers.payload import PayloadReducer
 
@@ -49,7 +49,7 @@ class TwoLevelReducer:
         # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         shape = (node.group.size(), across.group.size(), node.group.rank())
-        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=4096)(partial(_make_levels, *shape))
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
 
     def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """See `Reducer`; it is over at once, because every phase needs the one before."""

@@ -1,0 +1,182 @@
+"""Reductions of ZeRO 1 that begin during backward: used where they prove right, else as if they had not been."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_compress.engine.early import EarlyReductions
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, weights
+
+SMALL = {"reduce_bucket_size": 200}
+"""The network's gradients make four buckets."""
+RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32}}
+"""Random numbers depend on the numbers of messages."""
+INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
+
+
+def reductions(engine: Any) -> EarlyReductions:
+    found: EarlyReductions = engine.optimizer.reduce_gradients.__self__
+    return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`under_way`: buckets that were sent when backward was over, by step; `agreed`: whether they were right."""
+
+    losses: list[str]
+    parameters: dict[str, list[float]]
+    under_way: list[int]
+    agreed: list[bool]
+
+
+def watch(engine: Any) -> tuple[list[int], list[bool]]:
+    early, under_way, agreed = reductions(engine), [], []
+    agree = early._agree
+
+    def watched(step: Any, reducer: Any) -> bool:
+        under_way.append(len(step.sent))
+        agreed.append(agree(step, reducer))
+        return agreed[-1]
+
+    early._agree = watched  # type: ignore[method-assign]
+    return under_way, agreed
+
+
+def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+    engine = start(job)
+    if not early:
+        reductions(engine)._trust.patience = 10**9
+    under_way, agreed = watch(engine)
+    losses = program(engine, rank, job)
+    seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed)
+    engine.destroy()
+    return seen
+
+
+def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
+    return run(engine, data(rank, job))
+
+
+def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
+    """A NaN in a batch of one rank, in a step that reduces early."""
+    batches = data(rank, job)
+    if rank == 0:
+        batches[-3][0][0, 0] = float("nan")
+    return run(engine, batches)
+
+
+def touched_by_a_hook(engine: Any, rank: int, job: Job) -> list[float]:
+    """In every third step the user halves a gradient behind autograd's back, after it was sent."""
+    steps = iter(range(10**6))
+
+    def halve(parameter: torch.Tensor) -> None:
+        if next(steps) % 3 == 2 and parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+    engine.module[2].weight.register_post_accumulate_grad_hook(halve)
+    return run(engine, data(rank, job))
+
+
+def of_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
+    """A rank whose backward goes twice through the model in one step, and so touches what it has sent."""
+    losses = []
+    for step, (x, y) in enumerate(data(rank, job)):
+        with checkpointed_twice(engine, step == 4 and rank == 1) as forward:
+            loss = (forward(x) - y).square().mean()
+            engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@contextmanager
+def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """The model's forward; with reentrant checkpoints each part has a backward pass of its own."""
+    if not really:
+        yield engine
+        return
+    first = engine.module[0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        again = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=True)
+        handle = first.register_forward_hook(lambda layer, inputs, output: (output + again) / 2)
+        try:
+            return engine(x)
+        finally:
+            handle.remove()
+
+    yield forward
+
+
+PROGRAMS = {"ordinary": ordinary, "overflow": overflowing, "hook": touched_by_a_hook, "one rank": of_one_rank}
+
+
+@pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_was_sent_early_changes_no_bit(name: str, section: dict[str, Any]) -> None:
+    job = Job(1, section, SMALL, steps=8)
+    ranks = run_forks(2, both, job, name)
+    for early, late in ranks:
+        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+        assert late.agreed == []
+    first, second = (early for early, _ in ranks)
+    assert first.agreed == second.agreed
+    assert first.parameters == second.parameters
+    assert set(first.agreed) == ({True} if name in ("ordinary", "overflow") else {True, False})
+
+
+def both(rank: int, job: Job, name: str) -> tuple[Seen, Seen]:
+    return train(rank, job, True, PROGRAMS[name]), train(rank, job, False, PROGRAMS[name])
+
+
+def test_all_buckets_are_under_way_when_backward_is_over() -> None:
+    """From the second step on: the first shows which they are."""
+    for early, _ in run_forks(2, both, Job(1, INT4, SMALL, steps=5), "ordinary"):
+        assert early.under_way == [4] * 4
+
+
+def test_disappointments_are_rare() -> None:
+    """Every one doubles the number of equal steps that are asked for: 2 + 4 + 8 + 16 of 40 after the first four."""
+    for early, _ in run_forks(2, both, Job(1, INT4, SMALL, steps=40), "hook"):
+        assert 1 <= early.agreed.count(False) <= 5
+
+
+def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    run(engine, batches[4:])
+    straight = weights(engine)
+    engine.destroy()
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, batches[4:])
+    return straight, weights(engine)
+
+
+def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(tmp_path: Path) -> None:
+    for straight, resumed in run_forks(2, save_and_go_on, Job(1, RANDOM, SMALL, steps=8), str(tmp_path)):
+        assert straight == resumed
+
+
+def chosen(rank: int, *jobs: Job) -> list[bool]:
+    found = []
+    for job in jobs:
+        engine = start(job)
+        found.append("reduce_gradients" in vars(engine.optimizer))
+        engine.destroy()
+    return found
+
+
+def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
+    """ZeRO 2 reduces during backward by itself, and so does `overlap_comm`; `none` leaves everything alone."""
+    overlap = Job(1, INT4, {"overlap_comm": True})
+    none = Job(1, {"gradients": {"method": "none"}})
+    assert run_forks(2, chosen, Job(1, INT4), Job(2, INT4), overlap, none) == [[True, False, False, False]] * 2
