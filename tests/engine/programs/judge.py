@@ -1,8 +1,10 @@
 """What becomes of a program: each run held against DeepSpeed's own in the same processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ EXACT = frozenset({"plain", "none", "raw"})
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind`: "equal", "ranks equal", "refused", "fails" (an error that is no refusal), "differs". `text`: how."""
+    """`kind`: one of `COMPARISONS`, "refused", "fails" (an error that is no refusal), or "differs". `text`: how."""
 
     kind: str
     text: str = ""
@@ -39,7 +41,13 @@ def wanted(task: Task) -> Outcome:
     }
     if stage in refusals.get(task.section, {}):
         return Outcome("refused", refusals[task.section][stage])
-    return Outcome("equal" if task.section in EXACT else "ranks equal")
+    return Outcome(kind(task))
+
+
+def kind(task: Task) -> str:
+    if task.section == "raw" and task.program.rounded:
+        return "near"
+    return "equal" if task.section in EXACT else "ranks equal"
 
 
 def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
@@ -52,18 +60,17 @@ def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
         return Outcome("refused" if first.refused else "fails", first.error)
     if any(result.error for result in plain):
         return Outcome("differs", "runs, which DeepSpeed alone does not")
-    exact = task.section in EXACT
-    difference = (differing if exact else diverging)(ours, plain)
-    return Outcome("differs", difference) if difference else Outcome("equal" if exact else "ranks equal")
+    difference = COMPARISONS[kind(task)](ours, plain)
+    return Outcome("differs", difference) if difference else Outcome(kind(task))
 
 
-def differing(ours: Sequence[Result], plain: Sequence[Result]) -> str:
-    """The first record that is not DeepSpeed's to the bit; "" if there is none."""
+def differing(ours: Sequence[Result], plain: Sequence[Result], tolerance: float = 0.0) -> str:
+    """The first record that is not DeepSpeed's, to the bit without `tolerance`; "" if there is none."""
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         if [label for label, _ in mine.records] != [label for label, _ in theirs.records]:
             return f"rank {rank}: other records: {unlike(mine, theirs)}"
         for (label, value), (_, expected) in zip(mine.records, theirs.records, strict=True):
-            if not same(value, expected):
+            if not same(value, expected, tolerance):
                 return f"rank {rank}: {label} differs by {distance(value, expected)}"
     return ""
 
@@ -86,11 +93,18 @@ def diverging(ours: Sequence[Result], plain: Sequence[Result]) -> str:
     return ""
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+def same(one: Tensor, other: Tensor, tolerance: float = 0.0) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def distance(one: Tensor, other: Tensor) -> str:
     if one.shape != other.shape:
         return f"shape {tuple(one.shape)} for {tuple(other.shape)}"
     return f"{float((one.double() - other.double()).abs().max()):.3g}"
+
+
+COMPARISONS: Mapping[str, Callable[[Sequence[Result], Sequence[Result]], str]] = MappingProxyType(
+    {"equal": differing, "near": partial(differing, tolerance=1e-2), "ranks equal": diverging}
+)

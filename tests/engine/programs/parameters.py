@@ -12,6 +12,8 @@ from tests.engine.programs.program import WIDTH, Program, Run
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "torch_adam": None}}, "zero_allow_untested_optimizer": True}
 TWO = {"gradient_accumulation_steps": 2}
 
+REDUCED_TWICE = {2: "has already been reduced"}
+
 
 class Branching:
     """Steps of as many micro-steps as there are `takes`: the branches that each takes."""
@@ -196,12 +198,12 @@ PROGRAMS = (
     Program("LoRA", Learning(Adapted)),
     Program("LoRA in a reentrant checkpoint", Learning(Adapted, 17, True)),
     Program("LoRA in a checkpoint", Learning(Adapted, 17, False)),
-    Program("layer shared between reentrant checkpoints", Learning(Checkpointed, True)),
+    Program("layer shared between reentrant checkpoints", Learning(Checkpointed, True), fails=REDUCED_TWICE),
     Program("layer shared between checkpoints", Learning(Checkpointed, False)),
-    Program("several reentrant checkpoints", Learning(Checkpointed, True, 3)),
+    Program("several reentrant checkpoints", Learning(Checkpointed, True, 3), fails=REDUCED_TWICE),
     Program("tied embedding", tied),
     Program("module registered twice, nested", Learning(Nested)),
-    Program("sparse embedding", sparse_embedding),
+    Program("sparse embedding", sparse_embedding, fails=dict.fromkeys((1, 2, 3), "Sparse")),
     Program("sparse embedding, SparseAdam", sparse_adam, stages=(0,)),
     Program("huge first gradient", huge_first_gradient),
     Program(

@@ -24,7 +24,8 @@ class Program:
     `config` is merged into the ds_config. `alone`: it changes state of DeepSpeed that outlives an engine, so it gets
     processes of its own. `fails`: the ZeRO stages at which DeepSpeed itself cannot run it, and a
     part of its message. `refused`: stages at which compressed gradients (`refused_weights`: weights too) are refused
-    by name before the first step, and a part of that message.
+    by name before the first step, and a part of that message. `rounded`: DeepSpeed rounds
+    gradients before it adds them, and ours do not (or adds them in another order).
     """
 
     name: str
@@ -33,6 +34,7 @@ class Program:
     config: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 2
     alone: bool = False
+    rounded: bool = False
     fails: Mapping[int, str] = field(default_factory=dict)
     refused: Mapping[int, str] = field(default_factory=dict)
     refused_weights: Mapping[int, str] = field(default_factory=dict)
@@ -94,6 +96,10 @@ class Run:
         engine.step()
         if engine.get_global_grad_norm() is not None:
             self.keep("gradient norm", engine.get_global_grad_norm())
+
+    def fresh(self) -> bool:
+        """Whether the engine of which there is talk has not stepped yet."""
+        return not self.records or self.engines[-1].global_steps == 0
 
     def keep(self, label: str, value: Any) -> None:
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)

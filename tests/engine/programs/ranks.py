@@ -51,7 +51,7 @@ class Task:
 class Result:
     """Of one rank: what it recorded, the message of the error that ended it, and its place in the code.
 
-    `refused`: the error is ours, and came before any step.
+    `refused`: the error is ours, and came before the first step of an engine.
     """
 
     records: Records
@@ -128,7 +128,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
         dist.barrier()
         return Result(run.records)
     except Exception as error:
-        refused = isinstance(error, CompressError) and not run.records
+        refused = isinstance(error, CompressError) and run.fresh()
         message = f"{type(error).__name__}: {error}"
         return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
     finally:
