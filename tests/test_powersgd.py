@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _orthogonalize, powerSGD_hook
 
-from deepspeed_compress.buckets import Partition, Segment, even_partition, gather
+from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, even_partition, gather, relabel
 from deepspeed_compress.codec import Codec
 from deepspeed_compress.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.feedback import WithFeedback, WithoutFeedback
@@ -609,3 +609,23 @@ def test_the_first_basis_depends_on_the_seed_and_the_name() -> None:
         assert abs(sample.std() - 1) < 0.03
         assert abs((sample.abs() < 1).float().mean() - 0.6827) < 0.02
     assert abs(a @ b) / 40_000 < 0.03
+
+
+def test_layouts_that_never_come_back_are_forgotten() -> None:
+    """As layers that are used now and then make them: any part of the parameters may be in a bucket."""
+    names = list(SHAPES)
+    layouts = [layout(1, [name for bit, name in enumerate(names) if number >> bit & 1]) for number in range(1, 64)]
+
+    def work(group: ProcessGroup, rank: int) -> tuple[int, int, int | None]:
+        built = build(group)
+        for _ in range(2):
+            for cut in [relabel(one, lambda owner: owner, 2) for one in layouts]:
+                built.reducer.all_reduce(normal(rank, cut.numel), cut, 0.5)
+                built.settle()
+        held = sum(numel for (_, _, numel), _ in built.warm.items())
+        return len(built.reducer._starts), held, built.reducer.plan.cache_parameters()["maxsize"]
+
+    for starts, held, bound in run_threads(2, work):
+        assert starts == len(LOW_RANK)
+        assert held == sum(2 * math.prod(SHAPES[name][1:]) for name in LOW_RANK)
+        assert bound == LAYOUTS

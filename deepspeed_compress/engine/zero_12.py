@@ -97,9 +97,10 @@ def _may_wait(optimizer: Any) -> bool:
 
 
 def _waits_for_backward(engine: Any) -> bool:
-    """Whether DeepSpeed reduces nothing before backward is over: ZeRO 1, unless its own overlap was asked for."""
-    optimizer = engine.optimizer
-    return not (optimizer.partition_gradients or optimizer.overlap_comm or isinstance(engine, PipelineEngine))
+    """Whether DeepSpeed reduces nothing before backward is over, and nobody wants it so: ZeRO 1 where `overlap_comm` is
+    not in the file."""
+    optimizer, written = engine.optimizer, engine.config.get("zero_optimization", {}).get("overlap_comm")
+    return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
 
 
 class _Later:

@@ -17,7 +17,8 @@ def expanded(native: dict, parallelism: dict | None) -> dict:
 
 
 OVERLAP = {"overlap_comm": True}
-"""DeepSpeed then reduces during backward under ZeRO 1, too."""
+"""DeepSpeed's streams then reduce during backward."""
+UNMANAGED = {"managed_gradient_accumulation": False}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,8 @@ OVERLAP = {"overlap_comm": True}
             {"zero_optimization": {"contiguous_gradients": False, "stage": 2}},
         ),
         ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
-        ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1, **OVERLAP}}),
+        ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1}}),
+        (UNMANAGED, {"zero_stage": 2}, {**UNMANAGED, "zero_optimization": {"stage": 2}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, {"tensor_parallel": {"autotp_size": 2}}),
         ({"tensor_parallel": {"autotp_size": 0}}, {"tensor": 1}, {"tensor_parallel": {"autotp_size": 0}}),

@@ -177,6 +177,7 @@ def chosen(rank: int, *jobs: Job) -> list[bool]:
 
 def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
     """ZeRO 2 reduces during backward by itself, and so does `overlap_comm`; `none` leaves everything alone."""
-    overlap = Job(1, INT4, {"overlap_comm": True})
+    written = [Job(1, INT4, {"overlap_comm": overlap}) for overlap in (True, False)]
     none = Job(1, {"gradients": {"method": "none"}})
-    assert run_forks(2, chosen, Job(1, INT4), Job(2, INT4), overlap, none) == [[True, False, False, False]] * 2
+    found = run_forks(2, chosen, Job(1, INT4), Job(2, INT4), *written, none)
+    assert found == [[True, False, False, False, False]] * 2

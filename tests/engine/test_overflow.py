@@ -71,3 +71,33 @@ def test_residuals_follow_the_loss_scale(stage):
         assert overflow["after"]["residuals"] == {
             piece: [factor * value for value in values] for piece, values in overflow["before"]["residuals"].items()
         }
+
+
+AUTOCAST = {
+    "torch_autocast": {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+}
+
+
+def autocast_run(rank: int, *stages: int) -> list[list[dict]]:
+    """Residuals and torch's own scale before and after every step of fp16 autocast."""
+    found = []
+    for stage in stages:
+        job = Job(stage=stage, section=INT4, extra=AUTOCAST, steps=4)
+        engine = start(job)
+        scaler = engine.optimizer.torch_autocast_gradscaler
+        scaler._init_scale, scaler._growth_interval = 4.0, 2
+        seen = []
+        for batch in data(rank, job):
+            run(engine, [batch])
+            seen.append({"scale": scaler.get_scale(), "clock": engine.compression.clock.loss_scale})
+        found.append(seen)
+        engine.destroy()
+    return found
+
+
+def test_the_scale_of_fp16_autocast_is_seen():
+    """It grows after every second step, and memories are in its units from then on."""
+    for stages in run_forks(2, autocast_run, 1, 2, 3):
+        for seen in stages:
+            assert seen[-1]["scale"] > seen[0]["scale"]
+            assert [step["clock"] for step in seen] == [step["scale"] for step in seen]

@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from torch.func import functional_call
 
+from deepspeed_compress.engine.weights_3 import check_weights_3
+from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, train, weights
+from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
 
 INT8 = {"method": "blockwise", "bits": 8, "block_size": 32}
 ROUNDED = Job(3, {"gradients": {"method": "none"}, "weights": INT8})
@@ -27,6 +31,46 @@ def test_uncompressed_messages_are_what_deepspeed_does(zero: dict[str, int], dty
     alone, ours = (replace(job, zero=zero, extra=dtype) for job in (Job(3), RAW))
     for deepspeed_alone, with_us in run_forks(2, train, alone, ours):
         assert with_us == deepspeed_alone
+
+
+AUTOCAST = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+ONE_BY_ONE = {"stage3_allgather_sequential": True}
+WAYS = [({}, {}), (ONE_BY_ONE, {}), ({}, {"torch_autocast": AUTOCAST}), (ONE_BY_ONE, {"torch_autocast": AUTOCAST})]
+"""In which weights are gathered: together or one by one, in fp32 or what autocast needs in bf16."""
+
+
+def test_however_weights_are_gathered() -> None:
+    """Uncompressed messages are DeepSpeed's; rounded weights depend neither on the way nor on what padding holds."""
+    jobs = [replace(job, zero=zero, extra=extra, steps=3) for zero, extra in WAYS for job in (Job(3), RAW, ROUNDED)]
+    for outcomes in run_forks(2, train_with_spoilt_padding, *jobs):
+        alone, raw, rounded = outcomes[::3], outcomes[1::3], outcomes[2::3]
+        assert raw == alone
+        assert rounded[0] == rounded[1]
+        assert rounded[2] == rounded[3]
+        for one, exact in zip(rounded, alone, strict=True):
+            assert one != exact
+            torch.testing.assert_close(one.losses, exact.losses, rtol=0.02, atol=1e-3)
+
+
+def train_with_spoilt_padding(rank: int, *jobs: Job) -> list[Outcome]:
+    """What DeepSpeed never writes is NaN."""
+    outcomes = []
+    for job in jobs:
+        engine = start(job)
+        for parameter in engine.module.parameters():
+            share = parameter.ds_tensor
+            share.data[max(0, parameter.ds_numel - rank * share.numel()) :] = float("nan")
+        losses = run(engine, data(rank, job))
+        outcomes.append(Outcome(losses, weights(engine)))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("key", ["stage3_use_all_reduce_for_fetch_params", "zero_quantized_nontrainable_weights"])
+def test_ways_that_are_not_known_are_refused(key: str) -> None:
+    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=DeepSpeedZeroConfig(**{key: True})))
+    with pytest.raises(UnsupportedError, match=rf"/zero_optimization/{key}: True \(allowed: False\)"):
+        check_weights_3(engine)
 
 
 @dataclass(frozen=True)

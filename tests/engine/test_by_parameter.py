@@ -1,0 +1,92 @@
+"""Gradients without ZeRO are told apart by parameter, whatever DeepSpeed puts them into."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import nn
+
+import deepspeed_compress
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, start, weights
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+CHOSEN = {"bits": 4, "block_size": 32, "overrides": [{"parameters": "bias|^0", "method": "none"}]}
+
+
+def remembered(rank: int, job: Job) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements of which residuals are kept, by parameter, and those of all parameters."""
+    engine = start(job)
+    assert isinstance(engine.optimizer, BF16_Optimizer)
+    run(engine, data(rank, job))
+    ends: dict[str, int] = {}
+    for store in engine.compression.stores.values():
+        for (name, begin, numel), _ in store.items():
+            ends[name] = max(ends.get(name, 0), begin + numel)
+    return ends, {name: parameter.numel() for name, parameter in engine.module.named_parameters()}
+
+
+def test_the_bf16_optimizer_has_many_parameters_in_a_buffer() -> None:
+    for ends, sizes in run_forks(2, remembered, Job(1, {"gradients": CHOSEN}, extra=BF16, steps=2)):
+        chosen = {name: numel for name, numel in sizes.items() if "bias" not in name and not name.startswith("0")}
+        assert ends == chosen
+
+
+class Words(nn.Module):
+    """Rows of a sparse embedding; every rank sees others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.rest = nn.Embedding(50, 12, sparse=True), network()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.rest(self.embedding(words))
+        return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    losses: list[float]
+    parameters: dict[str, list[float]]
+    sent: int
+    """Bytes of the last step."""
+
+
+def train_words(rank: int, *sections: dict[str, Any] | None) -> list[Seen]:
+    return [train_once(rank, section) for section in sections]
+
+
+def train_once(rank: int, section: dict[str, Any] | None) -> Seen:
+    job = Job(0, section, extra={"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    model = Words()
+    make = deepspeed.initialize if section is None else deepspeed_compress.initialize
+    engine = make(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+    losses, sent = [], 0
+    for step in range(4):
+        words = torch.randint(50, (3 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(words).square().mean()
+        engine.backward(loss)
+        sent = engine.compression.meter.bytes_sent if section is not None else 0
+        engine.step()
+        losses.append(float(loss.detach()))
+    seen = Seen(losses, weights(engine), sent)
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_sparse_gradients_go_deepspeeds_way() -> None:
+    raw = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
+    none, int4 = ({"gradients": gradients} for gradients in ({"method": "none"}, {"bits": 4, "block_size": 32}))
+    ranks = run_forks(2, train_words, None, none, raw, int4)
+    for plain, ours, uncompressed, compressed in ranks:
+        assert (ours.losses, ours.parameters) == (plain.losses, plain.parameters)
+        assert (uncompressed.losses, uncompressed.parameters) == (plain.losses, plain.parameters)
+        # The other rank gets four rows of 12 numbers at most, and their indices.
+        rows = 4 * (12 * 4 + 8)
+        assert 0 < compressed.sent - rows < (uncompressed.sent - rows) / 2
+    assert ranks[0][3].parameters == ranks[1][3].parameters
