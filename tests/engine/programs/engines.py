@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from tests.engine.programs.models import network
 from tests.engine.programs.program import WIDTH, Program, Run
 
-REDUCED_TWICE = {2: "has already been reduced"}
-
 
 def generator() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 17), nn.Tanh(), nn.Linear(17, WIDTH))
@@ -109,7 +107,12 @@ def one_after_the_other(run: Run) -> None:
 
 
 PROGRAMS = (
-    Program("GAN, through the discriminator's engine", gan, stages=(1, 2, 3), fails=REDUCED_TWICE),
+    Program(
+        "GAN, through the discriminator's engine",
+        gan,
+        stages=(1, 2, 3),
+        fails={2: "has already been reduced", 3: "NoneType"},
+    ),
     Program("GAN, the discriminator frozen meanwhile", gan_with_frozen_judge),
     Program("actor and critic, alternating", alternating),
     Program("two engines, interleaved", interleaved),

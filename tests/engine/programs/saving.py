@@ -162,14 +162,6 @@ def made_anew(run: Run) -> None:
     run.learn(engine)
 
 
-def states_offloaded(run: Run) -> None:
-    engine = run.start(network())
-    run.learn(engine)
-    engine.offload_states()
-    engine.reload_states()
-    run.learn(engine)
-
-
 def partition_cache_emptied(run: Run) -> None:
     engine = run.start(network())
     for _ in range(3):
@@ -195,6 +187,5 @@ PROGRAMS = (
         "universal checkpoint", universal, stages=(1, 2, 3), refused=dict.fromkeys((1, 2, 3), "universal checkpoint")
     ),
     Program("engine ended, another made", made_anew),
-    Program("offload_states, reload_states", states_offloaded, stages=(3,)),
     Program("empty_partition_cache", partition_cache_emptied, stages=(3,)),
 )
