@@ -375,13 +375,6 @@ def learning_rate_zero(run: Run) -> None:
     run.learn(run.start(network(), {"optimizer": {"params": {"lr": 0.0, "weight_decay": 0.0}}}))
 
 
-def step_without_backward(run: Run) -> None:
-    engine = run.start(network())
-    run.learn(engine, steps=2)
-    engine.step()
-    run.learn(engine, steps=1)
-
-
 PROGRAMS = (
     Program("plain steps", plain_steps),
     Program("two micro-steps", two_micro_steps),
@@ -423,5 +416,4 @@ PROGRAMS = (
     Program("set_train_batch_size in mid-run", batch_size_changed),
     Program("a batch given up after forward", interrupted),
     Program("learning rate 0", learning_rate_zero),
-    Program("step without backward", step_without_backward, fails=dict.fromkeys((0, 1, 2, 3), "Error: ")),
 )

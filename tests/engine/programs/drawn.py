@@ -18,7 +18,7 @@ HIDDEN = 17
 class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale + self.shift

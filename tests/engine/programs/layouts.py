@@ -167,6 +167,7 @@ def model_parallel(run: Run) -> None:
 
 
 NO_FP32_SUMS = {0: "unsupported mix of model_dtype"}
+NOT_IN_ZERO_3 = {3: "not supported with ZeRO Stage 3"}
 NO_EXPERTS = dict.fromkeys((0, 1, 2, 3), "mixture-of-experts")
 OF_FOUR = {"ranks": 4, "alone": True}
 
@@ -206,6 +207,6 @@ PROGRAMS = (
         rounded=True,
         **OF_FOUR,
     ),
-    Program("experts on each rank", experts_on_each_rank, alone=True, refused=NO_EXPERTS),
-    Program("experts spread over ranks", experts_spread, alone=True, refused=NO_EXPERTS),
+    Program("experts on each rank", experts_on_each_rank, alone=True, fails=NOT_IN_ZERO_3, refused=NO_EXPERTS),
+    Program("experts spread over ranks", experts_spread, alone=True, fails=NOT_IN_ZERO_3, refused=NO_EXPERTS),
 )

@@ -32,6 +32,26 @@ class Branches(nn.Module):
         return self.head(x)
 
 
+class Chosen(nn.Module):
+    """One of its layers, by a number of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return torch.tanh(self.layers[number % 2](x))
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.chosen, self.head = nn.Linear(WIDTH, 17), Chosen(), nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.head(self.chosen(self.body(x), number))
+
+
 class Late(nn.Module):
     """The first layer, and so the first parameter, gets no gradient."""
 

@@ -3,10 +3,23 @@
 import random
 from typing import Any
 
+import deepspeed
 import torch
 from torch import nn
 
-from tests.engine.programs.models import Adapted, Branches, Checkpointed, Late, Nested, Odd, Returning, Words, network
+from tests.engine.programs.models import (
+    Adapted,
+    Branches,
+    Checkpointed,
+    Choosing,
+    Chosen,
+    Late,
+    Nested,
+    Odd,
+    Returning,
+    Words,
+    network,
+)
 from tests.engine.programs.program import WIDTH, Program, Run
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "torch_adam": None}}, "zero_allow_untested_optimizer": True}
@@ -41,6 +54,16 @@ def other_branch_on_each_rank(run: Run) -> None:
     engine = run.start(Branches(2))
     for _ in range(3):
         engine.backward(run.loss(engine, take=(run.rank,)))
+        run.step(engine)
+
+
+def leaf_module(run: Run) -> None:
+    """Under ZeRO 3 ranks may take other branches within a leaf module."""
+    model = Choosing()
+    deepspeed.utils.set_z3_leaf_modules(model, [Chosen])
+    engine = run.start(model)
+    for step in range(4):
+        engine.backward(run.loss(engine, number=step + run.rank))
         run.step(engine)
 
 
@@ -190,6 +213,7 @@ PROGRAMS = (
     ),
     Program("another branch in each step", other_branch_each_step),
     Program("another branch on each rank", other_branch_on_each_rank, stages=(0,)),
+    Program("another branch on each rank, leaf module", leaf_module, stages=(3,)),
     Program("layer drop", layer_drop),
     Program("first parameter without gradient", first_parameter_without_gradient),
     Program("frozen", frozen),
