@@ -23,6 +23,7 @@ def check(stage: int, drawn: list) -> None:
         results = dict(run_tasks(tasks, Path(directory)))
     outcomes = {task: found(task, results) for task in tasks}
     able = {task.program for task, outcome in outcomes.items() if task.section == "plain" and outcome.kind == "equal"}
+    assert len(able) >= len(drawn) / 2, "too few of the programs are right with DeepSpeed alone"
     wrong = [
         f"{task.section}: {outcome}\n{task.program.name}"
         for task, outcome in outcomes.items()
@@ -36,7 +37,7 @@ def check(stage: int, drawn: list) -> None:
 @settings(in_lists, max_examples=2)
 @given(data=st.data())
 def test_random_programs(stage, data):
-    check(stage, data.draw(st.lists(programs(stage), min_size=6, max_size=6)))
+    check(stage, data.draw(st.lists(programs(stage), min_size=5, max_size=5)))
 
 
 @pytest.mark.slow

@@ -20,11 +20,11 @@ def gan(run: Run) -> None:
         loss = nn.functional.softplus(-judging(real)).mean() + nn.functional.softplus(judging(fake.detach())).mean()
         run.keep("loss of the discriminator", loss)
         judging.backward(loss)
-        judging.step()
+        run.step(judging)
         loss = nn.functional.softplus(-judging(fake)).mean()
         run.keep("loss of the generator", loss)
         making.backward(loss)
-        making.step()
+        run.step(making)
         judging.zero_grad()
 
 
@@ -34,12 +34,12 @@ def gan_with_frozen_judge(run: Run) -> None:
     for _ in range(3):
         real, fake = run.batch()[0], making(run.batch()[0])
         judging.backward((judging(real) - judging(fake.detach())).square().mean())
-        judging.step()
+        run.step(judging)
         judging.module.requires_grad_(False)
         loss = judging.module(fake).square().mean() if run.stage < 3 else judging(fake).square().mean()
         run.keep("loss of the generator", loss)
         making.backward(loss)
-        making.step()
+        run.step(making)
         judging.module.requires_grad_(True)
 
 

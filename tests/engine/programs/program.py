@@ -49,6 +49,7 @@ class Run:
         self.program, self.stage, self.rank, self.section, self.directory = program, stage, rank, section, directory
         self.records: Records = []
         self.engines: list[Any] = []
+        self.steps = 0
         self._generator = torch.Generator().manual_seed(100 + rank)
         torch.manual_seed(0)
 
@@ -71,6 +72,7 @@ class Run:
             options.setdefault("model_parameters", list(model.parameters()))
         engine = deepspeed.initialize(model=model, config=self.config(**(extra or {})), **options)[0]
         self.engines.append(engine)
+        self.steps = 0
         return engine
 
     def batch(self, size: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -93,13 +95,11 @@ class Run:
             self.step(engine)
 
     def step(self, engine: Any) -> None:
+        """`steps` counts those since an engine was made."""
         engine.step()
+        self.steps += 1
         if engine.get_global_grad_norm() is not None:
             self.keep("gradient norm", engine.get_global_grad_norm())
-
-    def fresh(self) -> bool:
-        """Whether the engine of which there is talk has not stepped yet."""
-        return not self.records or self.engines[-1].global_steps == 0
 
     def keep(self, label: str, value: Any) -> None:
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)

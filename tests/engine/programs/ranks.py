@@ -128,7 +128,7 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
         dist.barrier()
         return Result(run.records)
     except Exception as error:
-        refused = isinstance(error, CompressError) and run.fresh()
+        refused = isinstance(error, CompressError) and run.steps == 0
         message = f"{type(error).__name__}: {error}"
         return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
     finally:
