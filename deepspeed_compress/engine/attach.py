@@ -45,7 +45,7 @@ from deepspeed_compress.engine.observer import Losses, largest_of_all
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.session import Session, Watch
-from deepspeed_compress.engine.step import follow_steps
+from deepspeed_compress.engine.step import Steps, follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.engine.zero_0 import attach_zero_0
@@ -105,12 +105,14 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         _warn_uncounted(uncounted)
     weight_bytes, synchronise = (_ATTACH[kind](engine, session) if not uncounted else _no_bytes), _nothing
     if config.weights.method != "none" and kind == "zero_3":
-        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), lambda: session.dense)
+        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), session)
     elif config.weights.method != "none":
-        weights = attach_weights(engine, build_weight_gather(config, parameters, clock, meter), lambda: session.dense)
+        make_gather = build_weight_gather(config, parameters, clock, meter)
+        weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
         weight_bytes, synchronise = lambda: 0, weights.synchronise
     hears = Norms(engine, session.policy.skips) if session.policy.guards else None
-    follow_steps(engine, session, hears, weight_bytes, synchronise, parallel.count_parallel(engine, meter))
+    ended = parallel.count_parallel(engine, meter, session.patches)
+    follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
     attach_checkpoint(engine, session, synchronise)
     session.begin(engine.global_steps, loss_scale(engine))
     engine.compression = session

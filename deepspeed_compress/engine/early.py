@@ -105,6 +105,7 @@ class EarlyReductions:
         self._step = _Step(-1)
         for parameter in self._parameters():
             handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            session.patches.on_undo(handle.remove)
             # DeepSpeed removes them with its own.
             engine.optimizer._grad_acc_hooks.append(handle)
 

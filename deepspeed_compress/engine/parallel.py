@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.engine.limits import tensor_size
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 from deepspeed_compress.monitor import KINDS, Meter
@@ -146,7 +147,7 @@ def _leave(backend: Any, listener: _Listener, account: _Account, handle: Any) ->
                 delattr(backend, name)
 
 
-def count_parallel(engine: Any, meter: Meter) -> Callable[[], None]:
+def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
     """Count in `meter` what this rank sends for pipeline and tensor parallelism, until the engine is destroyed.
 
     Returns what is to be called after every optimizer step. Without such traffic nothing is touched.
@@ -169,24 +170,13 @@ def count_parallel(engine: Any, meter: Meter) -> Callable[[], None]:
     handle = engine.module.register_forward_pre_hook(begin)
     leave = weakref.finalize(engine, _leave, backend, listener, account, handle)
     leave.atexit = False
-    _precede(engine, "_backward_prologue", run)
-    _precede(engine, "_take_model_step", run)
-    _precede(engine, "destroy", leave)
+    patches.on_undo(leave)
+    patches.precede(engine, "_backward_prologue", run)
+    patches.precede(engine, "_take_model_step", run)
+    patches.precede(engine, "destroy", leave)
     if isinstance(engine, PipelineEngine):
-        _precede(engine, "train_batch", run)
+        patches.precede(engine, "train_batch", run)
     return rest
-
-
-def _precede(engine: Any, name: str, action: Callable[[], object]) -> None:
-    """Do `action` before the method `name` of this engine."""
-    method = getattr(engine, name)
-
-    @functools.wraps(method)
-    def preceded(*args: Any, **options: Any) -> Any:
-        action()
-        return method(*args, **options)
-
-    setattr(engine, name, preceded)
 
 
 def _fields(engine: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ from deepspeed_compress.buckets import Partition, gather
 from deepspeed_compress.build import Reduction, Stores
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.observer import Losses, Means
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
@@ -78,6 +79,8 @@ class Session:
         self.clock = clock
         self.stores: Mapping[str, Residuals] = stores.by_name
         self._transactional = stores.transactional
+        self.patches = Patches()
+        """What is replaced on the engine."""
         self.prune_owned = False
         """Set after loading the state of another number of ranks: memories of all owners are here."""
         self.last_saved: Path | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.engine.checkpoint import load_last, loss_scale
@@ -9,39 +10,46 @@ from deepspeed_compress.engine.comms_log import log_traffic
 from deepspeed_compress.engine.norms import Norms
 from deepspeed_compress.engine.session import FinishedStep, Session
 
-__all__ = ["follow_steps"]
+__all__ = ["Steps", "follow_steps"]
 
 
-def follow_steps(
-    engine: Any,
-    session: Session,
-    norms: Norms | None,
-    weight_bytes: Callable[[], int],
-    synchronise: Callable[[], None],
-    ended: Callable[[], None],
-) -> None:
-    """Tell `session` the outcome of every optimizer step, do what its policy asks for, and then call `ended`.
+@dataclass(frozen=True)
+class Steps:
+    """Tells `session` the outcome of every optimizer step, does what its policy asks for, and then calls `ended`.
 
-    `norms` hears the norm of the gradients, if anyone wants to know it. `synchronise` makes weights exact everywhere.
-
-    DeepSpeed calls the method at accumulation boundaries alone, whoever decides them, and counts a step that the
-    loss scaler discards in `skipped_steps`.
+    `norms` hears the norm of the gradients, if anyone wants to know it. `weight_bytes`: that this rank sends for
+    weights in a step. `synchronise` makes weights exact everywhere.
     """
-    original = engine._take_model_step
 
-    def _take_model_step(lr_kwargs: Any) -> None:
+    engine: Any
+    session: Session
+    norms: Norms | None
+    weight_bytes: Callable[[], int]
+    synchronise: Callable[[], None]
+    ended: Callable[[], None]
+
+    def take(self, original: Callable[[Any], None], lr_kwargs: Any) -> None:
+        """DeepSpeed's `_take_model_step`.
+
+        DeepSpeed calls it at accumulation boundaries alone, whoever decides them, and counts a step that the loss
+        scaler discards in `skipped_steps`.
+        """
+        engine, session = self.engine, self.session
         scale, skipped = loss_scale(engine), engine.skipped_steps
-        with norms.heard() if norms is not None else nullcontext():
+        with self.norms.heard() if self.norms is not None else nullcontext():
             original(lr_kwargs)
         applied = engine.skipped_steps == skipped
-        session.meter.bytes_weights += weight_bytes() if applied else 0
+        session.meter.bytes_weights += self.weight_bytes() if applied else 0
         if session.synchronises:
-            synchronise()
-        norm = norms.newest if norms is not None else None
+            self.synchronise()
+        norm = self.norms.newest if self.norms is not None else None
         done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)
         log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
-        ended()
+        self.ended()
 
-    engine._take_model_step = _take_model_step
+
+def follow_steps(steps: Steps) -> None:
+    """From now on `steps` follows the steps of its engine."""
+    steps.session.patches.wrap(steps.engine, "_take_model_step", steps.take)

@@ -6,7 +6,6 @@ in, so it is exchanged there while a `step` of this optimizer runs, and serves t
 Outside of `step` (loading a universal checkpoint) DeepSpeed gathers as ever, exactly.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import PADDING
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.reducers.gather import DifferenceGather
 
@@ -64,7 +64,7 @@ def check_weights(engine: Any) -> None:
         )
 
 
-def attach_weights(engine: Any, make_gather: GatherFactory, dense: Callable[[], bool]) -> "Weights":
+def attach_weights(engine: Any, make_gather: GatherFactory, dense: Callable[[], bool], patches: Patches) -> "Weights":
     """Compress the weights that `step` of the engine's optimizer sends, except in steps in which `dense` says not to.
 
     `dense` must answer alike on all ranks. Nothing happens where the data-parallel group is a single rank. Raises
@@ -72,14 +72,7 @@ def attach_weights(engine: Any, make_gather: GatherFactory, dense: Callable[[], 
     """
     check_weights(engine)
     weights = Weights(engine, make_gather, dense)
-    step = engine.optimizer.step
-
-    @functools.wraps(step)
-    def compressed_step(*args: Any, **options: Any) -> Any:
-        with weights.taken_over():
-            return step(*args, **options)
-
-    engine.optimizer.step = compressed_step
+    patches.wrap(engine.optimizer, "step", weights.step)
     return weights
 
 
@@ -124,6 +117,11 @@ class Weights:
         """
         for gather, held, master in self._buffers():
             gather.synchronise(held, master)
+
+    def step(self, original: Any, *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `step`."""
+        with self.taken_over():
+            return original(*args, **options)
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:

@@ -6,9 +6,9 @@ with 8 bits). The function is exchanged while the coordinator of parameters begi
 training. What others gather (`GatheredParameters`, saving, evaluation) is exact.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import partition_by_owners
+from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import SeamError, UnsupportedError
 from deepspeed_compress.reducers import Landing, PayloadReducer
 
@@ -46,27 +47,18 @@ def check_weights_3(engine: Any) -> None:
             )
 
 
-def attach_weights_3(engine: Any, make_reducer: MakeReducer, dense: Callable[[], bool]) -> None:
-    """Compress the weights that forward and backward gather, except in steps in which `dense` says not to.
+def attach_weights_3(engine: Any, make_reducer: MakeReducer, session: Session) -> None:
+    """Compress the weights that forward and backward gather, except in dense steps.
 
-    `make_reducer` gives what sends weights of a type over a group. `dense` must answer alike on all ranks.
+    `make_reducer` gives what sends weights of a type over a group.
     """
     check_weights_3(engine)
-    gathers = _Gathers(engine, make_reducer)
-    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-    fetch = coordinator.fetch_sub_module
-
-    @functools.wraps(fetch)
-    def fetch_sub_module(current_submodule: Any, forward: bool) -> None:
-        gathers.compressing = engine.module.training and not dense()
-        try:
-            fetch(current_submodule, forward=forward)
-        finally:
-            gathers.compressing = False
-
-    coordinator.fetch_sub_module = fetch_sub_module
+    gathers, patches = _Gathers(engine, make_reducer, session), session.patches
+    patches.wrap(engine.optimizer.parameter_offload.get_param_coordinator(), "fetch_sub_module", gathers.fetch)
     for parameter in engine.module.parameters():
-        parameter.all_gather_coalesced = gathers.wrap(parameter.all_gather_coalesced)
+        # `counted` counts what DeepSpeed itself sends, and has the method of DeepSpeed inside.
+        counted = parameter.all_gather_coalesced
+        patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
 
 
 @dataclass(frozen=True)
@@ -80,30 +72,34 @@ class _Arriving:
 
 
 class _Gathers:
-    """`compressing`: whether gathers that begin now are ours."""
+    """The gathers of one engine: ours while a submodule in training is fetched, in steps that are not dense."""
 
-    def __init__(self, engine: Any, make_reducer: MakeReducer) -> None:
-        self.compressing = False
+    def __init__(self, engine: Any, make_reducer: MakeReducer, session: Session) -> None:
+        self._compressing = False
+        self._module = engine.module
         self._names = engine.param_names
-        self._reducer = functools.cache(make_reducer)
+        self._session = session
+        self._reducer = cache(make_reducer)
 
-    def wrap(self, counted: Callable[..., Any]) -> Callable[..., Any]:
-        """`counted` counts what DeepSpeed itself sends, and has the function of DeepSpeed inside."""
-        original: Callable[..., Any] = counted.__wrapped__  # type: ignore[attr-defined]
+    def fetch(self, original: Any, current_submodule: Any, forward: bool) -> None:
+        """DeepSpeed's `fetch_sub_module`."""
+        self._compressing = self._module.training and not self._session.dense
+        try:
+            original(current_submodule, forward=forward)
+        finally:
+            self._compressing = False
 
-        @functools.wraps(original)
-        def all_gather_coalesced(params: Any, *args: Any, **options: Any) -> Any:
-            if not self.compressing:
-                return counted(params, *args, **options)
-            waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
-            theirs = partition_parameters._dist_allgather_fn
-            partition_parameters._dist_allgather_fn = functools.partial(self._start, waiting)
-            try:
-                return original(list(waiting.values()), *args, **options)
-            finally:
-                partition_parameters._dist_allgather_fn = theirs
-
-        return all_gather_coalesced
+    def gather(self, counted: Any, original: Any, params: Any, *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `all_gather_coalesced`."""
+        if not self._compressing:
+            return counted(params, *args, **options)
+        waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
+        theirs = partition_parameters._dist_allgather_fn
+        partition_parameters._dist_allgather_fn = partial(self._start, waiting)
+        try:
+            return original(list(waiting.values()), *args, **options)
+        finally:
+            partition_parameters._dist_allgather_fn = theirs
 
     @torch.no_grad()
     def _start(
@@ -123,7 +119,8 @@ class _Gathers:
 
 def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:
     """DeepSpeed never writes the elements that fill up the last shares; what lies there would spoil their blocks."""
-    for share, parameter in zip(shares.split([one.ds_tensor.ds_numel for one in parameters]), parameters, strict=True):
+    sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
+    for share, parameter in zip(torch.split(shares, sizes), parameters, strict=True):
         share[max(0, parameter.ds_numel - rank * share.numel()) :] = 0
 
 

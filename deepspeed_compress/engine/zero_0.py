@@ -5,6 +5,7 @@ DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the fla
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 
 __all__ = ["attach_zero_0"]
 
+Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]
 """(parameter, numel) of what lies in a flat tensor, in its order; padding is named `PADDING`."""
 
@@ -27,26 +29,36 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
     It becomes an attribute of this engine alone; DeepSpeed's class stays as it is. Returns a function that gives the
     bytes that this rank sends for weights in an optimizer step: the bf16 optimizer partitions its states, and gathers.
     """
-    original = engine.allreduce_bucket
-
-    def allreduce_bucket(bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None) -> Tensor:
-        ranks = dp_group.size()
-        numel = sum(tensor.numel() for tensor in bucket)
-        session.meter.bytes_uncompressed += ring_all_reduce(numel * engine.communication_data_type.itemsize, ranks)
-        if session.config.gradients.method == "none":
-            session.meter.bytes_sent = session.meter.bytes_uncompressed
-            return original(bucket, dp_group, dp_world_size)  # type: ignore[no-any-return]
-        contents = _contents(engine)
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
-        divisor = (dp_world_size or ranks) if engine.gradient_average else 1.0
-        session.reduce(flat, even_partition(sizes, ranks), 1.0 / divisor, everywhere=True)
-        return flat
-
-    engine.allreduce_bucket = allreduce_bucket
-    _count_sparse(engine, session)
+    reduce = _count if session.config.gradients.method == "none" else _reduce
+    session.patches.wrap(engine, "allreduce_bucket", partial(reduce, engine, session))
+    session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats = getattr(engine.optimizer, "bf16_groups_flat", [])
     return lambda: sum(ring_all_gather(flat.nbytes, engine.seq_data_parallel_group.size()) for flat in flats)
+
+
+def _count(
+    engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, *rest: Any, **named: Any
+) -> Any:
+    _count_uncompressed(engine, session, bucket, dp_group)
+    session.meter.bytes_sent = session.meter.bytes_uncompressed
+    return original(bucket, dp_group, *rest, **named)
+
+
+def _reduce(
+    engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
+) -> Tensor:
+    _count_uncompressed(engine, session, bucket, dp_group)
+    contents = _contents(engine)
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
+    divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
+    session.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
+    return flat
+
+
+def _count_uncompressed(engine: Any, session: Session, bucket: Bucket, dp_group: Any) -> None:
+    size = sum(tensor.numel() for tensor in bucket) * engine.communication_data_type.itemsize
+    session.meter.bytes_uncompressed += ring_all_reduce(size, dp_group.size())
 
 
 def _contents(engine: Any) -> dict[int, Contents]:
@@ -68,16 +80,10 @@ def _contents_of_groups(optimizer: Any, names: Any) -> Any:
         yield flat.data_ptr(), [*sizes, (PADDING, padding)]
 
 
-def _count_sparse(engine: Any, session: Session) -> None:
+def _count_sparse(session: Session, original: Any, value: Tensor, dp_group: Any) -> list[Tensor]:
     """Rows of sparse gradients are gathered, padded to those of the rank that has most."""
-    original = engine.sparse_all_gather
-
-    def sparse_all_gather(value: Tensor, dp_group: Any) -> list[Tensor]:
-        gathered: list[Tensor] = original(value, dp_group)
-        sent = (dp_group.size() - 1) * max(one.nbytes for one in gathered)
-        session.meter.bytes_uncompressed += sent
-        session.meter.bytes_sent += sent
-        session.meter.bytes_raw += sent
-        return gathered
-
-    engine.sparse_all_gather = sparse_all_gather
+    gathered: list[Tensor] = original(value, dp_group)
+    sent = (dp_group.size() - 1) * max(one.nbytes for one in gathered)
+    for kind in ("bytes_uncompressed", "bytes_sent", "bytes_raw"):
+        session.meter.count(kind, sent)
+    return gathered

@@ -11,7 +11,7 @@ DeepSpeed reduces when backward is over, reductions begin early (`early`).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,50 +36,74 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
 
     Returns a function that gives the bytes that this rank sends for weights in an optimizer step.
     """
-    optimizer = engine.optimizer
+    optimizer, patches = engine.optimizer, session.patches
     if session.config.gradients.method == "none":
         _count_only(optimizer, session)
-        return lambda: _weight_bytes(optimizer)
+        return partial(_weight_bytes, optimizer)
     if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
-        optimizer.reduce_bucket_size = _bucket_size(optimizer)
-    ranks = optimizer.dp_process_group.size()
-    scale = optimizer.sequence_parallel_size / ranks if optimizer.gradient_average else 1.0
-    partition_of = lru_cache(maxsize=LAYOUTS)(lambda keys: _partition(optimizer, keys, ranks))
+        patches.replace(optimizer, "reduce_bucket_size", _bucket_size(optimizer))
+    buckets = _Buckets(engine, session)
+    patches.replace(optimizer, "reduce_scatter", False)
+    patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
+    patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
+    patches.replace(optimizer, "_buffered_reduce_fallback_preserving_fp32", buckets.reduce_separate_in_fp32)
+    if buckets.later is not None:
+        patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
+    if buckets.early is not None:
+        patches.replace(optimizer, "reduce_gradients", buckets.early.reduce_gradients)
+    return partial(_weight_bytes, optimizer)
 
-    later = _Later(optimizer) if _may_wait(optimizer) else None
-    early = EarlyReductions(engine, session, partition_of, scale) if later and _waits_for_backward(engine) else None
 
-    def gradient_reduction_w_predivide(tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
-        if tensor.numel():
-            size = tensor.numel() * communication_data_type.itemsize
-            session.meter.bytes_uncompressed += ring_all_reduce(size, ranks)
-            keys = tuple(optimizer.ipg_buckets[communication_data_type].params)
-            if later is None:
-                session.reduce(tensor, partition_of(keys), scale, everywhere=False)
-            else:
-                begun = early.take(communication_data_type, tensor, keys) if early else None
-                later.pending.append(begun or session.start(tensor, partition_of(keys), scale))
+class _Buckets:
+    """Reduces the buckets that DeepSpeed fills; `later` and `early` where it need not be at once, and at the end."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._optimizer = optimizer = engine.optimizer
+        self._session = session
+        self._ranks: int = optimizer.dp_process_group.size()
+        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
+        self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
+        self.later = _Later(optimizer) if _may_wait(optimizer) else None
+        self.early: EarlyReductions | None = None
+        if self.later is not None and _waits_for_backward(engine):
+            self.early = EarlyReductions(engine, session, self._partition_of, self._scale)
+
+    def reduce(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        """DeepSpeed's `gradient_reduction_w_predivide`. `tensor`: a flat bucket, perhaps empty."""
+        if not tensor.numel():
+            return tensor
+        size = tensor.numel() * communication_data_type.itemsize
+        self._session.meter.bytes_uncompressed += ring_all_reduce(size, self._ranks)
+        keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
+        if self.later is None:
+            self._session.reduce(tensor, self._partition_of(keys), self._scale, everywhere=False)
+        else:
+            begun = self.early.take(communication_data_type, tensor, keys) if self.early else None
+            self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
         return tensor
 
-    def buffered_reduce_fallback(
-        rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
+    def reduce_separate(
+        self, rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
     ) -> None:
-        _reduce_separate(optimizer, grads, communication_data_type)
+        """DeepSpeed's `buffered_reduce_fallback`: without `contiguous_gradients` a bucket is a list of tensors, so
+        flatten, reduce as usual, copy back.
 
-    def preserving_fp32(
-        grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
+        It is empty where the first gradient alone is larger than a bucket, and where no gradient is there.
+        """
+        if not grads:
+            return
+        optimizer, flat = self._optimizer, torch.cat([grad.reshape(-1) for grad in grads])
+        optimizer.average_tensor(flat, communication_data_type)
+        if optimizer.overlap_comm and flat.is_cuda:
+            torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+    def reduce_separate_in_fp32(
+        self, grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
     ) -> None:
-        _reduce_separate(optimizer, grads, communication_data_type)
-
-    if later is not None:
-        optimizer.reduce_ipg_grads = later.reduce_ipg_grads
-    if early is not None:
-        optimizer.reduce_gradients = early.reduce_gradients
-    optimizer.reduce_scatter = False
-    optimizer.gradient_reduction_w_predivide = gradient_reduction_w_predivide
-    optimizer.buffered_reduce_fallback = buffered_reduce_fallback
-    optimizer._buffered_reduce_fallback_preserving_fp32 = preserving_fp32
-    return lambda: _weight_bytes(optimizer)
+        """DeepSpeed's `_buffered_reduce_fallback_preserving_fp32`."""
+        self.reduce_separate(None, grads, communication_data_type)
 
 
 def _bucket_size(optimizer: Any) -> int:
@@ -101,6 +125,9 @@ def _waits_for_backward(engine: Any) -> bool:
     not in the file."""
     optimizer, written = engine.optimizer, engine.config.get("zero_optimization", {}).get("overlap_comm")
     return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
+
+
+Count = Callable[[int, torch.dtype], None]
 
 
 class _Later:
@@ -135,45 +162,32 @@ class _Later:
 
 
 def _count_only(optimizer: Any, session: Session) -> None:
-    """Wrap the all-reduce of every path, which both flat and separate gradients end in."""
-    ranks = optimizer.dp_process_group.size()
-    original = optimizer.average_tensor
-    original_separate = optimizer.allreduce_bucket
-
-    def count(numel: int, dtype: torch.dtype) -> None:
-        session.meter.bytes_uncompressed += ring_all_reduce(numel * dtype.itemsize, ranks)
-        session.meter.bytes_sent = session.meter.bytes_uncompressed
-
-    def average_tensor(tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        count(tensor.numel(), communication_data_type)
-        original(tensor, communication_data_type)
-
-    def allreduce_bucket(bucket: list[Tensor], communication_data_type: torch.dtype, **options: Any) -> Tensor:
-        count(sum(tensor.numel() for tensor in bucket), communication_data_type)
-        return original_separate(bucket, communication_data_type, **options)  # type: ignore[no-any-return]
-
+    """Count in the all-reduce of every path, which both flat and separate gradients end in."""
+    count = partial(_count, session, optimizer.dp_process_group.size())
     if optimizer.contiguous_gradients:
-        optimizer.average_tensor = average_tensor
+        session.patches.wrap(optimizer, "average_tensor", partial(_average_tensor, count))
     else:
-        optimizer.allreduce_bucket = allreduce_bucket
+        session.patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
 
 
-def _reduce_separate(optimizer: Any, grads: list[Tensor], dtype: torch.dtype) -> None:
-    """`contiguous_gradients` off: the bucket is a list of tensors, so flatten, reduce as usual, copy back.
-
-    It is empty where the first gradient alone is larger than a bucket, and where no gradient is there.
-    """
-    if not grads:
-        return
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    optimizer.average_tensor(flat, dtype)
-    if optimizer.overlap_comm and flat.is_cuda:
-        torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
-    for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(mean.view_as(grad))
+def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None:
+    session.meter.bytes_uncompressed += ring_all_reduce(numel * dtype.itemsize, ranks)
+    session.meter.bytes_sent = session.meter.bytes_uncompressed
 
 
-def _partition(optimizer: Any, keys: tuple[Key, ...], ranks: int) -> Partition:
+def _average_tensor(count: Count, average: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+    count(tensor.numel(), communication_data_type)
+    average(tensor, communication_data_type)
+
+
+def _allreduce_bucket(
+    count: Count, allreduce: Any, bucket: list[Tensor], communication_data_type: torch.dtype, **options: Any
+) -> Any:
+    count(sum(tensor.numel() for tensor in bucket), communication_data_type)
+    return allreduce(bucket, communication_data_type, **options)
+
+
+def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
     """Which rank owns which slice of the bucket, from DeepSpeed's tables (initialize_gradient_partition)."""
     parts = []
     for group, index, parameter_id in keys:

@@ -4,16 +4,15 @@ DeepSpeed reduce-scatters every parameter of a bucket by itself; rank r owns the
 padded with zeros. We send all shares of an owner in one message.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from deepspeed_compress.buckets import Partition, partition_by_sizes
 from deepspeed_compress.engine.groups import reduction_group
@@ -31,69 +30,72 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
     Returns a function that gives the bytes for weights which remain to be counted after an optimizer step.
     """
-    optimizer, group = engine.optimizer, reduction_group(engine)
-    ranks = group.size()
-    # gloo reduce-scatters by an all-reduce of everything.
-    all_reduces = dist.get_backend(group) == "gloo"
-    originals = {
-        name: getattr(optimizer, _PREFIX + name) for name in ("avg_scatter_grads", "avg_scatter_contiguous_grads")
-    }
-
-    def count(parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
-        size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
-        # Without reduce_scatter DeepSpeed all-reduces the contiguous bucket.
-        ring = ring_all_reduce if contiguous or all_reduces else ring_reduce_scatter
-        session.meter.bytes_uncompressed += ring(size, ranks)
-
-    def avg_scatter_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
-        count(params_to_reduce, communication_data_type, contiguous=False)
-        return _reduced_shares(optimizer, session, params_to_reduce, 1.0 / ranks, group)
-
-    def avg_scatter_contiguous_grads(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
-        parameters = optimizer.ipg_buckets[communication_data_type].params
-        count(parameters, communication_data_type, contiguous=True)
-        # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
-        return _reduced_shares(optimizer, session, parameters, optimizer.sequence_parallel_size / ranks, group)
-
-    def count_grads(params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
-        count(params_to_reduce, communication_data_type, contiguous=False)
-        session.meter.bytes_sent = session.meter.bytes_uncompressed
-        return originals["avg_scatter_grads"](params_to_reduce, communication_data_type)
-
-    def count_contiguous(buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
-        count(optimizer.ipg_buckets[communication_data_type].params, communication_data_type, contiguous=True)
-        session.meter.bytes_sent = session.meter.bytes_uncompressed
-        return originals["avg_scatter_contiguous_grads"](buffer_to_reduce, communication_data_type)
-
-    none = session.config.gradients.method == "none"
-    setattr(optimizer, _PREFIX + "avg_scatter_grads", count_grads if none else avg_scatter_grads)
-    setattr(
-        optimizer,
-        _PREFIX + "avg_scatter_contiguous_grads",
-        count_contiguous if none else avg_scatter_contiguous_grads,
-    )
-    _count_weights(optimizer, session.meter)
+    buckets, none = _Buckets(engine, session), session.config.gradients.method == "none"
+    wrap = session.patches.wrap
+    wrap(engine.optimizer, _PREFIX + "avg_scatter_grads", buckets.count if none else buckets.reduce)
+    contiguous = buckets.count_contiguous if none else buckets.reduce_contiguous
+    wrap(engine.optimizer, _PREFIX + "avg_scatter_contiguous_grads", contiguous)
+    _count_weights(engine.optimizer, session)
     return lambda: 0  # counted already, gather by gather
 
 
-def _reduced_shares(
-    optimizer: Any, session: Session, parameters: Sequence[Any], scale: float, group: ProcessGroup
-) -> list[Tensor]:
-    """This rank's share of the mean gradient of each parameter, padded to its partition.
+class _Buckets:
+    """Reduces, or counts, the buckets that DeepSpeed fills: lists of parameters with gradients."""
 
-    Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
-    """
-    ranks, rank = group.size(), group.rank()
-    bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
-    session.reduce(bucket, _partition(optimizer, parameters, ranks), scale, everywhere=False)
-    shares = []
-    for gradient, parameter in zip(torch.split(bucket, [p.ds_numel for p in parameters]), parameters, strict=True):
-        share = math.ceil(parameter.ds_numel / ranks)
-        own = gradient[rank * share : (rank + 1) * share]
-        padded = own.new_zeros(parameter.partition_numel(), dtype=optimizer.gradient_accumulation_dtype)
-        padded[: own.numel()] = own
-        shares.append(padded)
-    return shares
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._optimizer = engine.optimizer
+        self._session = session
+        self._group = reduction_group(engine)
+        # gloo reduce-scatters by an all-reduce of everything.
+        self._all_reduces = dist.get_backend(self._group) == "gloo"
+
+    def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
+        """DeepSpeed's `__avg_scatter_grads`."""
+        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
+        return self._reduced_shares(params_to_reduce, 1.0 / self._group.size())
+
+    def reduce_contiguous(
+        self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """DeepSpeed's `__avg_scatter_contiguous_grads`."""
+        parameters = self._optimizer.ipg_buckets[communication_data_type].params
+        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
+        # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
+        return self._reduced_shares(parameters, self._optimizer.sequence_parallel_size / self._group.size())
+
+    def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
+        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
+        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        return original(params_to_reduce, communication_data_type)
+
+    def count_contiguous(self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
+        parameters = self._optimizer.ipg_buckets[communication_data_type].params
+        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
+        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        return original(buffer_to_reduce, communication_data_type)
+
+    def _count_uncompressed(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
+        size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
+        # Without reduce_scatter DeepSpeed all-reduces the contiguous bucket.
+        ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
+        self._session.meter.bytes_uncompressed += ring(size, self._group.size())
+
+    def _reduced_shares(self, parameters: Sequence[Any], scale: float) -> list[Tensor]:
+        """This rank's share of the mean gradient of each parameter, padded to its partition.
+
+        Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
+        """
+        optimizer, ranks, rank = self._optimizer, self._group.size(), self._group.rank()
+        bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+        self._session.reduce(bucket, _partition(optimizer, parameters, ranks), scale, everywhere=False)
+        shares = []
+        for gradient, parameter in zip(torch.split(bucket, [p.ds_numel for p in parameters]), parameters, strict=True):
+            share = math.ceil(parameter.ds_numel / ranks)
+            own = gradient[rank * share : (rank + 1) * share]
+            padded = own.new_zeros(parameter.partition_numel(), dtype=optimizer.gradient_accumulation_dtype)
+            padded[: own.numel()] = own
+            shares.append(padded)
+        return shares
 
 
 def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partition:
@@ -108,7 +110,7 @@ def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
-def _count_weights(optimizer: Any, meter: Meter) -> None:
+def _count_weights(optimizer: Any, session: Session) -> None:
     """Count the weights that this rank sends, at the functions of each parameter through which DeepSpeed gathers it.
 
     How often that happens in a step cannot be told beforehand: what is needed again soon stays, by the order of layers
@@ -116,18 +118,16 @@ def _count_weights(optimizer: Any, meter: Meter) -> None:
     configuration, so a small model is gathered once a step and a large one forward and backward.
     """
     for parameter in optimizer.module.parameters():
-        parameter.all_gather = _counted(parameter.all_gather, [parameter], meter)
-        parameter.all_gather_coalesced = _counted(parameter.all_gather_coalesced, [parameter], meter)
+        for name in ("all_gather", "all_gather_coalesced"):
+            session.patches.wrap(parameter, name, partial(_counted, [parameter], session.meter))
 
 
-def _counted(gather: Callable[..., Any], own: list[Any], meter: Meter) -> Callable[..., Any]:
-    @functools.wraps(gather)
-    def counted(param_list: Iterable[Any] | None = None, *args: Any, **options: Any) -> Any:
-        parameters = own if param_list is None else list(param_list)
-        meter.bytes_weights += sum(_gather_bytes(parameter) for parameter in parameters)
-        return gather(parameters, *args, **options)
-
-    return counted
+def _counted(
+    own: list[Any], meter: Meter, gather: Any, param_list: Iterable[Any] | None = None, *args: Any, **options: Any
+) -> Any:
+    parameters = own if param_list is None else list(param_list)
+    meter.bytes_weights += sum(_gather_bytes(parameter) for parameter in parameters)
+    return gather(parameters, *args, **options)
 
 
 def _gather_bytes(parameter: Any) -> int:

@@ -89,7 +89,8 @@ def attached(engine: Any, setting: Setting) -> tuple[Weights, Meter]:
             chunk_numel=400,
         )
 
-    return attach_weights(engine, make_gather, lambda: engine.compression.clock.step < setting.dense_steps), meter
+    session = engine.compression
+    return attach_weights(engine, make_gather, lambda: session.clock.step < setting.dense_steps, session.patches), meter
 
 
 def masters(engine: Any) -> list[torch.Tensor]:

@@ -1,0 +1,78 @@
+"""What is replaced on an engine and on what belongs to it, and how to put everything back."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_compress.errors import SeamError
+
+__all__ = ["Patches"]
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """`value` in the place of the attribute `name` of `owner`; `before`: what the instance itself had there."""
+
+    owner: Any
+    name: str
+    value: Any
+    before: Any
+
+    @property
+    def topmost(self) -> bool:
+        return vars(self.owner).get(self.name, _ABSENT) is self.value
+
+    def undo(self) -> None:
+        if self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+class Patches:
+    """Replaced attributes of instances, never of classes, and other things to undo, in order."""
+
+    def __init__(self) -> None:
+        self._undo: list[_Patch | Callable[[], object]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """`owner.name` is `value` until `undo`."""
+        self._undo.append(_Patch(owner, name, value, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Calls of the method `owner.name` become calls of `wrapper`, with the method as the first argument."""
+        method = getattr(owner, name)
+        self.replace(owner, name, functools.wraps(method)(functools.partial(wrapper, method)))
+
+    def precede(self, owner: Any, name: str, action: Callable[[], object]) -> None:
+        """Do `action` before each call of the method `owner.name`."""
+        self.wrap(owner, name, functools.partial(_after, action))
+
+    def on_undo(self, action: Callable[[], object]) -> None:
+        """Call `action` when everything that is replaced from now on has been put back."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Put everything back, the newest first.
+
+        Raises SeamError, and leaves everything as it is, where other code has replaced one of the attributes since.
+        """
+        seen: set[tuple[int, str]] = set()
+        for patch in reversed(self._undo):
+            if isinstance(patch, _Patch) and (id(patch.owner), patch.name) not in seen:
+                seen.add((id(patch.owner), patch.name))
+                if not patch.topmost:
+                    owner = type(patch.owner).__name__
+                    raise SeamError(f"{owner}.{patch.name} was replaced by other code since; undo that first")
+        while self._undo:
+            patch = self._undo.pop()
+            patch.undo() if isinstance(patch, _Patch) else patch()
+
+
+def _after(action: Callable[[], object], method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    action()
+    return method(*args, **options)

@@ -1,0 +1,64 @@
+"""What is replaced on instances can be put back, in any depth, unless others have put something on top."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.engine.patches import Patches
+from deepspeed_compress.errors import SeamError
+
+
+class Engine:
+    def step(self, size: int, *, scale: float = 1.0) -> float:
+        """Doc."""
+        return size * scale
+
+
+def twice(original: Any, size: int, **options: float) -> Any:
+    return 2 * original(size, **options)
+
+
+def test_what_the_class_and_the_instance_had_comes_back() -> None:
+    engine, patches = Engine(), Patches()
+    engine.__dict__["scale"] = 3
+    patches.replace(engine, "scale", 4)
+    patches.replace(engine, "scale", 5)
+    patches.wrap(engine, "step", twice)
+    patches.wrap(engine, "step", twice)
+    assert engine.step(1, scale=0.5) == 2
+    assert vars(engine)["scale"] == 5
+    patches.undo()
+    assert vars(engine) == {"scale": 3}
+    assert engine.step(1) == 1
+    patches.undo()
+
+
+def test_wrapped_methods_look_like_themselves() -> None:
+    engine, patches = Engine(), Patches()
+    patches.wrap(engine, "step", twice)
+    assert inspect.signature(engine.step) == inspect.signature(Engine().step)
+    assert engine.step.__doc__ == "Doc."
+
+
+def test_actions_come_in_order() -> None:
+    engine, patches, done = Engine(), Patches(), []
+    patches.on_undo(lambda: done.append("first made, last undone"))
+    patches.precede(engine, "step", lambda: done.append("before"))
+    patches.on_undo(lambda: done.append("step" in vars(engine)))
+    assert engine.step(1) == 1
+    patches.undo()
+    assert done == ["before", True, "first made, last undone"]
+
+
+def test_nothing_is_undone_below_what_others_have_put_on_top() -> None:
+    engine, patches = Engine(), Patches()
+    patches.replace(engine, "size", 1)
+    patches.wrap(engine, "step", twice)
+    theirs, engine.step = engine.step, lambda size: 0  # type: ignore[method-assign, misc, assignment]
+    with pytest.raises(SeamError, match=r"Engine\.step was replaced by other code"):
+        patches.undo()
+    assert vars(engine)["size"] == 1
+    engine.step = theirs  # type: ignore[method-assign]
+    patches.undo()
+    assert not vars(engine)
