@@ -108,6 +108,7 @@ def zero_init_twice(run: Run) -> None:
 
 NO_FP32_SUMS = {0: "unsupported mix of model_dtype"}
 NOT_ON_CPU = {3: "not been implemented on CPU"}
+ALL_REDUCE = "stage3_use_all_reduce_for_fetch_params"
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 MUON = {"optimizer": {"type": "Muon", "params": {"torch_adam": None}}, **zero(reduce_scatter=False)}
 SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
@@ -128,7 +129,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 OF_STAGE_3: Mapping[str, Mapping[str, Any]] = {
     "stage3_allgather_sequential": zero(stage3_allgather_sequential=True),
-    "stage3_use_all_reduce_for_fetch_params": zero(stage3_use_all_reduce_for_fetch_params=True),
     "persistent small parameters": zero(stage3_param_persistence_threshold=100),
     "small sub-groups": zero(sub_group_size=100),
     "no prefetching": zero(stage3_prefetch_bucket_size=0),
@@ -163,7 +163,12 @@ PROGRAMS = (
         fails=NOT_ON_CPU,
     ),
     Program(
-        "zero_hpz_partition_size", learn, stages=(3,), config=zero(zero_hpz_partition_size=2), refused={3: "ZeRO++"}
+        "zero_hpz_partition_size",
+        learn,
+        stages=(3,),
+        config=zero(zero_hpz_partition_size=2),
+        refused={3: "ZeRO++"},
+        alone=True,
     ),
     Program(
         "zero_quantized_gradients",
@@ -171,7 +176,9 @@ PROGRAMS = (
         stages=(3,),
         config=zero(zero_quantized_gradients=True),
         refused={3: "ZeRO++"},
+        alone=True,
     ),
+    Program(ALL_REDUCE, learn, stages=(3,), config=zero(**{ALL_REDUCE: True}), refused_weights={3: ALL_REDUCE}),
     Program("torch_autocast", learn, config=AUTOCAST, rounded=True),
     Program(
         "torch_autocast, safe modules",
