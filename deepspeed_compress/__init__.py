@@ -28,11 +28,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attach",
+    "detach",
     "initialize",
     "install",
 ]
 
-_LOADED_ON_USE = MappingProxyType({"attach": "engine", "initialize": "engine", "install": "integrations"})
+_LOADED_ON_USE = MappingProxyType(
+    {"attach": "engine", "detach": "engine", "initialize": "engine", "install": "integrations"}
+)
 """Entry points, and the parts that they are in."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage."""
-    options = _parser().parse_args(_separated(sys.argv[1:] if arguments is None else arguments))
+    options, unknown = _parser().parse_known_args(_separated(sys.argv[1:] if arguments is None else arguments))
+    if unknown:
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = options.run(options)
     except (CompressError, OSError) as error:
@@ -56,13 +59,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Compressed gradients for DeepSpeed: lint, check and tune configurations, start runs, report.",
         **_epilog(examples),
     )
+    parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.name, help=command.summary, description=command.summary, **_epilog(command.examples)
         )
         command.arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        # The parser itself would show the usage of `ds-compress`, not of the command.
+        subparser.set_defaults(run=command.run, refuse=subparser.error)
     return parser
 
 

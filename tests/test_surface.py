@@ -21,6 +21,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "attach",
+    "detach",
     "initialize",
     "install",
 ]

@@ -9,9 +9,8 @@ DEFAULT_METHOD = "blockwise"
 
 class Model(BaseModel):
     # strict: "8", 8.0 and true are not 8, so a file means the same to every program that reads it.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
-    )
+    # defer_build: a program that never uses a model does not wait for it.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, defer_build=True)
 
 
 def _demand_method(schema: dict[str, Any]) -> None:

@@ -1,10 +1,17 @@
 """The JSON Schema of the section, and questions that error messages ask of it."""
 
+import ast
+import inspect
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any
 
-from deepspeed_compress.config.methods import DEFAULT_METHOD
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
+
+from deepspeed_compress.config.methods import DEFAULT_METHOD, Model
 from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.problems import Path, listed, show
 
@@ -13,8 +20,37 @@ Node = dict[str, Any]
 
 def json_schema() -> Node:
     """JSON Schema (draft 2020-12) of the section, with descriptions, defaults and allowed values."""
-    schema = CompressConfig.model_json_schema()
+    schema = CompressConfig.model_json_schema(schema_generator=_Described)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+class _Described(GenerateJsonSchema):
+    """Describes each key by the text under its field. Pydantic could, but would read the sources at every start."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        node = super().model_schema(schema)
+        texts = {key: text for base in reversed(schema["cls"].__mro__) for key, text in _texts(base).items()}
+        for key, child in node["properties"].items():
+            child |= {"description": texts[key]} if key in texts else {}
+        return node
+
+
+@cache
+def _texts(model: type) -> Node:
+    """The string below each field that `model` itself has."""
+    if not issubclass(model, Model):
+        return {}
+    [definition] = ast.parse(dedent(inspect.getsource(model))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 # Made once: it takes longer than everything else that reading a configuration needs.
@@ -25,8 +61,11 @@ class SchemaView:
     """The schema as seen by one section: unions resolve to the variant that its `method` chooses."""
 
     def __init__(self, section: object) -> None:
-        self._schema = _generated()
         self._section = section
+
+    @cached_property
+    def _schema(self) -> Node:
+        return _generated()
 
     def at(self, path: Path) -> Node:
         """The schema of the value at `path`, references resolved; {} where there is none."""

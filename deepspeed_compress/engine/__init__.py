@@ -1,5 +1,5 @@
 """DeepSpeed's seams, one file each, and the entry points that attach to them."""
 
-from deepspeed_compress.engine.attach import attach, initialize, install
+from deepspeed_compress.engine.attach import attach, detach, initialize, install
 
-__all__ = ["attach", "initialize", "install"]
+__all__ = ["attach", "detach", "initialize", "install"]

@@ -42,6 +42,7 @@ from deepspeed_compress.engine.limits import (
 )
 from deepspeed_compress.engine.norms import Norms
 from deepspeed_compress.engine.observer import Losses, largest_of_all
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.session import Session, Watch
@@ -57,7 +58,7 @@ from deepspeed_compress.naming import called
 from deepspeed_compress.policy import Policy
 from deepspeed_compress.reducers import StepClock
 
-__all__ = ["attach", "initialize", "install"]
+__all__ = ["attach", "detach", "initialize", "install"]
 
 WeightBytes = Callable[[], int]
 """Bytes that this rank sends for weights in one optimizer step."""
@@ -115,9 +116,26 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
     attach_checkpoint(engine, session, synchronise)
     session.begin(engine.global_steps, loss_scale(engine))
-    engine.compression = session
+    session.patches.replace(engine, "compression", session)
+    session.patches.on_undo(synchronise)
     if engine.global_rank == 0:
         write_configuration(config.monitor.path, engine.config)
+    return engine
+
+
+def detach(engine: Any) -> Any:
+    """Take everything off `engine` that `attach` has put there; returns it. Call it between steps, on all ranks.
+
+    It goes on as DeepSpeed's own: what memories hold is dropped, and compressed weights become those of their masters
+    first. Settings of its configuration that the section brought along (`overlap_comm`, parallelism) stay. Raises
+    ConfigError if nothing is attached, and SeamError, with nothing changed, if other code has wrapped a method since.
+
+    Source: no counterpart in DeepSpeed; it undoes `attach`.
+    """
+    session = vars(engine).get("compression")
+    if session is None:
+        raise ConfigError("nothing is attached to this engine; detach takes an engine of attach, initialize or install")
+    session.patches.undo()
     return engine
 
 
@@ -172,12 +190,17 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock:
     # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
     stores = Stores(transactional=hasattr(engine.optimizer, "overflow") or policy.guards)
     reduction_of = _reductions(engine, config, parameters, stores, clock, meter)
-    watch = Watch(Losses(engine), functools.partial(largest_of_all, device=engine.device)) if policy.observes else None
+    patches = Patches()
+    watch = (
+        Watch(Losses(engine, patches), functools.partial(largest_of_all, device=engine.device))
+        if policy.observes
+        else None
+    )
     prober = None
     if policy.adaptation is not None:
         adaptive, itemsize = policy.adaptation.adaptive, parameters.dtype.itemsize
         prober = Prober(adaptive, parameters.called, itemsize, engine.device)
-    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober)
+    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober, patches)
 
 
 def _reductions(

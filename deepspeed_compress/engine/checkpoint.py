@@ -3,10 +3,10 @@
 `client_state` is written by one rank alone, so state that differs between ranks needs files of its own.
 """
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +26,42 @@ def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], N
     `synchronise` makes the weights of all ranks those of their masters: they may be behind where weights are
     compressed. It is done before saving, so that saved weights are exact and a resumed run goes on as this one does.
     """
-    save, load = engine.save_checkpoint, engine.load_checkpoint
+    session.patches.wrap(engine, "save_checkpoint", partial(_save, engine, session, synchronise))
+    session.patches.wrap(engine, "load_checkpoint", partial(_load, engine, session, synchronise))
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **options: Any) -> Any:
-        given = inspect.signature(save).bind(*args, **options).arguments
-        if not given["save_dir"]:
-            # DeepSpeed says what is wrong with it, before anything is written.
-            return save(*args, **options)
-        tag = given.get("tag")
-        directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
+
+def _save(
+    engine: Any, session: Session, synchronise: Callable[[], None], save: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    given = inspect.signature(save).bind(*args, **options).arguments
+    if not given["save_dir"]:
+        # DeepSpeed says what is wrong with it, before anything is written.
+        return save(*args, **options)
+    tag = given.get("tag")
+    directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
+    synchronise()
+    # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
+    position = find_position(engine, session.config)
+    problems = _on_all_ranks(partial(_save_state, engine, directory, position))
+    if problems:
+        raise StateError(f"compression state is not saved: {problems}")
+    saved = save(*args, **options)
+    session.last_saved = directory
+    return saved
+
+
+def _load(
+    engine: Any, session: Session, synchronise: Callable[[], None], load: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    given = inspect.signature(load).bind(*args, **options).arguments
+    path, client_state = load(*args, **options)
+    if path is not None:
+        session.reset()
+        if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
+            load_state(engine, Path(path).parent)
         synchronise()
-        # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
-        position = find_position(engine, session.config)
-        problems = _on_all_ranks(lambda: _save_state(engine, directory, position))
-        if problems:
-            raise StateError(f"compression state is not saved: {problems}")
-        saved = save(*args, **options)
-        session.last_saved = directory
-        return saved
-
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **options: Any) -> Any:
-        given = inspect.signature(load).bind(*args, **options).arguments
-        path, client_state = load(*args, **options)
-        if path is not None:
-            session.reset()
-            if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
-                load_state(engine, Path(path).parent)
-            synchronise()
-            session.begin(engine.global_steps, loss_scale(engine))
-        return path, client_state
-
-    engine.save_checkpoint = save_checkpoint
-    engine.load_checkpoint = load_checkpoint
+        session.begin(engine.global_steps, loss_scale(engine))
+    return path, client_state
 
 
 def load_state(engine: Any, directory: Path) -> None:

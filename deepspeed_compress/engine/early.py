@@ -13,6 +13,7 @@ before the agreement. The plan is that of earlier steps, which were equal on all
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -106,8 +107,9 @@ class EarlyReductions:
         for parameter in self._parameters():
             handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
             session.patches.on_undo(handle.remove)
-            # DeepSpeed removes them with its own.
+            # DeepSpeed's `destroy` removes them with its own.
             engine.optimizer._grad_acc_hooks.append(handle)
+            session.patches.on_undo(partial(engine.optimizer._grad_acc_hooks.remove, handle))
 
     def _parameters(self) -> Iterator[Any]:
         return (one for group in self._optimizer.bit16_groups for one in group if one.requires_grad)

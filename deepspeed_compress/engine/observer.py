@@ -1,16 +1,17 @@
 """What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them."""
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.seams import Seam
 
 __all__ = ["SEAMS", "Losses", "Means", "gather_busy", "largest_of_all"]
@@ -48,16 +49,27 @@ class _UnderWay:
 class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, patches: Patches) -> None:
         self._handles: list[Any] = []
         # What is under way when the interpreter ends may abort it.
         weakref.finalize(self, _wait, self._handles)
         self._sums = torch.zeros(6, dtype=torch.float64, device=engine.device)
         self._under_way: _UnderWay | None = None
+        patches.on_undo(partial(_wait, self._handles))
         if isinstance(engine, PipelineEngine):
-            _follow(engine, "train_batch", lambda given, result: self._add(0, result))
+            patches.wrap(engine, "train_batch", self._hear_train_batch)
         else:
-            _follow(engine, "backward", lambda given, result: self._add(0, given))
+            patches.wrap(engine, "backward", self._hear_backward)
+
+    def _hear_train_batch(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        loss = original(*args, **options)
+        self._add(0, loss)
+        return loss
+
+    def _hear_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
+        result = original(loss, *args, **options)
+        self._add(0, loss)
+        return result
 
     def _add(self, place: int, value: Any) -> None:
         self._sums[place] += torch.as_tensor(value).detach().mean().to(self._sums)
@@ -92,19 +104,6 @@ def _wait(handles: list[Any]) -> None:
     with contextlib.suppress(RuntimeError):
         for handle in handles:
             handle.wait()
-
-
-def _follow(engine: Any, name: str, hear: Callable[[Any, Any], None]) -> None:
-    """Tell `hear` the first argument and the result of every call of the method `name` of this engine."""
-    method = getattr(engine, name)
-
-    @functools.wraps(method)
-    def followed(*args: Any, **options: Any) -> Any:
-        result = method(*args, **options)
-        hear(args[0] if args else next(iter(options.values()), None), result)
-        return result
-
-    setattr(engine, name, followed)
 
 
 def largest_of_all(value: float, device: Any) -> float:

@@ -72,6 +72,7 @@ class Session:
         events: Sequence[Event] = (),
         watch: Watch | None = None,
         prober: Prober | None = None,
+        patches: Patches | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -79,7 +80,7 @@ class Session:
         self.clock = clock
         self.stores: Mapping[str, Residuals] = stores.by_name
         self._transactional = stores.transactional
-        self.patches = Patches()
+        self.patches = patches or Patches()
         """What is replaced on the engine."""
         self.prune_owned = False
         """Set after loading the state of another number of ranks: memories of all owners are here."""

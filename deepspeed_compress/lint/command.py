@@ -1,28 +1,34 @@
 """The command `ds-compress lint`."""
 
 import argparse
+import io
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.lint.document import Document
-from deepspeed_compress.lint.files import STDIN, Source, sources
+from deepspeed_compress.lint.files import STDIN, YAML, Search, Source, check_regular, sources
 from deepspeed_compress.lint.finding import Finding
 from deepspeed_compress.lint.fixes import Fixed, apply, diff
+from deepspeed_compress.lint.frameworks import told_framework
+from deepspeed_compress.lint.options import SEVERITIES, Framework
 from deepspeed_compress.lint.outputs import Report, plural, render
 from deepspeed_compress.lint.rule import Context
 from deepspeed_compress.lint.rules import RULES
 from deepspeed_compress.lint.runner import lint_document
-from deepspeed_compress.lint.selection import Selection, check_codes
-from deepspeed_compress.lint.settings import Settings, find_settings
+from deepspeed_compress.lint.selection import Selection, check_codes, ignored_by_remarks
+from deepspeed_compress.lint.settings import Settings, find_settings, read_settings
 
 CLEAN, FOUND, FAILED = 0, 1, 2
+
+_EXIT_ON = "warning"
+_TOLD_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class Linted:
 
     source: Source
     fixed: Fixed
+    told: Framework | None
+    """The framework, where only the file tells it."""
 
     @property
     def changed(self) -> bool:
@@ -38,7 +46,7 @@ class Linted:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and give the exit code: 0 clean, 1 findings, 2 wrong usage or an internal error."""
+    """Lint, and give the exit code: 0 nothing grave, 1 findings, 2 wrong usage or an internal error."""
     try:
         return _run(options)
     except (CompressError, OSError) as error:
@@ -54,20 +62,75 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.unsafe_fixes and not (options.fix or options.diff):
-        raise ConfigError("--unsafe-fixes has no effect alone. Write it together with --fix or --diff.")
-    if options.diff and options.output_file is not None:
-        raise ConfigError("--output-file has no effect with --diff. Write > FILE to keep the difference.")
-    settings = find_settings(Path.cwd())
-    selection, context = _selection(options, settings), _context(options, settings)
-    linted = [
-        _lint(source, context, selection, options)
-        for source in sources(options.files, settings.exclude, sys.stdin.buffer)
-    ]
-    if not linted:
-        print(f"ds-compress: warning: no DeepSpeed configuration in {', '.join(options.files)}", file=sys.stderr)
-    wrong = _write(linted, options)
+    _check(options)
+    settings = find_settings(Path.cwd()) if options.config is None else read_settings(options.config)
+    selection, context, search = _selection(options, settings), _context(options, settings), _search(options, settings)
+    # A program without standard input has None there.
+    stdin = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
+    if not options.quiet:
+        for note in _notes(linted, options.files, search):
+            print(f"ds-compress: {note}", file=sys.stderr)
+    _write(linted, options)
+    wrong = _is_wrong(linted, options, options.exit_on or settings.exit_on or _EXIT_ON)
     return CLEAN if options.exit_zero or not wrong else FOUND
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ConfigError for options that have no effect together."""
+    yaml = (options.stdin_filename or "").endswith(YAML)
+    for wrong, message in (
+        (
+            options.unsafe_fixes and not (options.fix or options.diff),
+            "--unsafe-fixes has no effect alone. Write it together with --fix or --diff.",
+        ),
+        (
+            options.diff and options.output_file is not None,
+            "--output-file has no effect with --diff. Write > FILE to keep the difference.",
+        ),
+        (options.diff and options.statistics, "--statistics has no effect with --diff. Write one of them."),
+        (
+            options.statistics and options.output_format not in ("full", "concise"),
+            f"--statistics has no {options.output_format} format. Write one of the two options.",
+        ),
+        (
+            options.stdin_filename is not None and STDIN not in options.files,
+            "--stdin-filename has no effect without standard input. Write - as FILE.",
+        ),
+        (yaml and options.fix, "--fix has no effect on YAML. Write --stdin-filename with another name, or no --fix."),
+        (options.exit_zero and options.exit_on, "--exit-on has no effect with --exit-zero. Write one of them."),
+    ):
+        if wrong:
+            raise ConfigError(message)
+
+
+def _search(options: argparse.Namespace, settings: Settings) -> Search:
+    exclude = settings.exclude if options.exclude is None else tuple(options.exclude)
+    return Search(exclude, options.force_exclude or settings.force_exclude, options.stdin_filename or STDIN)
+
+
+def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterator[str]:
+    """What to know of the run besides findings."""
+    if not linted and not search.force:
+        yield f"warning: no DeepSpeed configuration in {', '.join(files)}"
+    for result in linted:
+        document = result.source.document
+        try:
+            check_codes(ignored_by_remarks(document), RULES, document.path)
+        except ConfigError as error:
+            yield f"warning: {error}"
+    for framework, teller in _TOLD_BY.items():
+        paths = [result.source.path for result in linted if result.told == framework]
+        if paths:
+            more = f" and {plural(len(paths) - 1, 'more file')}" if paths[1:] else ""
+            yield f"note: {paths[0]}{more}: framework {framework}, as {teller}; --framework says otherwise"
+
+
+def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
+    """Whether any finding is as grave as `exit_on`, or --fix would correct something that --diff shows."""
+    grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
+    found = any(finding.rule.severity in grave for finding in _findings(linted))
+    return found or (options.diff and any(result.changed for result in linted))
 
 
 def _selection(options: argparse.Namespace, settings: Settings) -> Selection:
@@ -98,6 +161,7 @@ def read_model(path: Path) -> dict[str, Any]:
     """Content of the config.json of a Hugging Face model, given as a file or its directory."""
     file = path / "config.json" if path.is_dir() else path
     try:
+        check_regular(str(file))
         config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
@@ -108,39 +172,39 @@ def read_model(path: Path) -> dict[str, Any]:
 
 
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
-    known = replace(context, **{key: value for key, value in source.hints.items() if getattr(context, key) is None})
+    hints = {"framework": told_framework(source.document), **source.hints}
+    known = replace(context, **{key: value for key, value in hints.items() if getattr(context, key) is None})
+    told = known.framework if context.framework is None else None
 
     def lint(document: Document) -> Iterable[Finding]:
         return lint_document(document, known, selection)
 
     if options.fix or options.diff:
-        return Linted(source, apply(source.document, lint, options.unsafe_fixes))
-    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))))
+        return Linted(source, apply(source.document, lint, options.unsafe_fixes), told)
+    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), told)
 
 
-def _write(linted: list[Linted], options: argparse.Namespace) -> bool:
-    """Write corrections, differences and findings; whether anything is (or, with --diff, was) wrong."""
+def _write(linted: list[Linted], options: argparse.Namespace) -> None:
+    """Write corrections and findings, or differences."""
     changed = [result for result in linted if result.changed]
     if options.diff:
-        _show_differences(changed)
-        return bool(changed) or any(result.fixed.remaining for result in linted)
-    to_stdout = [result for result in linted if options.fix and result.source.path == STDIN]
+        _show_differences(changed, options.quiet)
+        return
+    to_stdout = [result for result in linted if options.fix and result.source.from_stdin]
     for result in changed:
-        if result.source.path != STDIN:
+        if not result.source.from_stdin:
             Path(result.source.path).write_bytes(result.fixed.text.encode())
     for result in to_stdout:
         _print(result.fixed.text, sys.stdout)
-    findings = tuple(_findings(linted))
-    stream = sys.stderr if to_stdout else sys.stdout
-    _report(findings, linted, options, stream)
-    return bool(findings)
+    _report(linted, options, sys.stderr if to_stdout else sys.stdout)
 
 
-def _show_differences(changed: list[Linted]) -> None:
+def _show_differences(changed: list[Linted], quiet: bool) -> None:
     for result in changed:
         _print(diff(result.source.document.text, result.fixed.text, result.source.path), sys.stdout)
     count = sum(result.fixed.count for result in changed)
-    print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
+    if not quiet:
+        print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
 
 
 def _findings(linted: Iterable[Linted]) -> Iterator[Finding]:
@@ -148,10 +212,11 @@ def _findings(linted: Iterable[Linted]) -> Iterator[Finding]:
         yield from result.fixed.remaining
 
 
-def _report(findings: tuple[Finding, ...], linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
+def _report(linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
     fixed = sum(result.fixed.count for result in linted)
     colour = options.output_file is None and _has_colour(stream)
-    text = render(Report(findings, len(linted), RULES, fixed, colour), options.output_format)
+    report = Report(tuple(_findings(linted)), len(linted), RULES, fixed, colour, options.quiet)
+    text = render(report, "statistics" if options.statistics else options.output_format)
     if options.output_file is None:
         _print(text, stream)
     else:

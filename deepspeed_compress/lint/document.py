@@ -24,6 +24,8 @@ class Document:
     """Where it is HJSON and not JSON, in the order of the text."""
     fixable: bool = True
     """Whether edits of `text` make sense: not when it stands for something else, such as base64."""
+    origin: Node | None = None
+    """The configuration of Accelerate that `root` was made of, as it is written."""
 
     @property
     def data(self) -> dict[str, Any]:

@@ -3,26 +3,27 @@
 import base64
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, BinaryIO
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.lint.document import Document, parse
 from deepspeed_compress.lint.hit import Hit, Span
+from deepspeed_compress.lint.selection import file_matches
+from deepspeed_compress.lint.sniffing import is_config, is_telling, may_be_config
 
 STDIN = "-"
 MAX_BYTES = 64 * 2**20
 """Larger files are not read."""
 
-_YAML = (".yaml", ".yml")
-_SUFFIXES = (".json", ".hjson", *_YAML)
+YAML = (".yaml", ".yml")
+_SUFFIXES = (".json", ".hjson", *YAML)
 _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
-_NAMED = ("ds_config*", "ds_zero*", "*deepspeed*")
-_KEYS = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compress")
-_TELLING = re.compile("|".join(_KEYS).encode())
+_OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 
 
@@ -32,31 +33,45 @@ class Source:
 
     document: Document
     hints: Mapping[str, Any] = field(default_factory=dict)
+    from_stdin: bool = False
 
     @property
     def path(self) -> str:
         return self.document.path
 
 
-def sources(arguments: Iterable[str], exclude: tuple[str, ...], stdin: BinaryIO) -> Iterator[Source]:
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is passed over, and how standard input is called."""
+
+    exclude: tuple[str, ...] = ()
+    force: bool = False
+    """Whether files that arguments name are passed over too: excluded ones, and those that are no configurations."""
+    stdin_name: str = STDIN
+
+
+def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterator[Source]:
     """Every configuration that `arguments` mean, each file once; ConfigError for an argument that means nothing."""
     seen: set[str] = set()
     for argument in arguments:
-        for source in _sources(argument, exclude, stdin):
+        for source in _sources(argument, search, stdin):
             real = os.path.realpath(source.path)
-            if argument == STDIN or real not in seen:
+            if source.from_stdin or real not in seen:
                 seen.add(real)
                 yield source
 
 
-def _sources(argument: str, exclude: tuple[str, ...], stdin: BinaryIO) -> Iterator[Source]:
+def _sources(argument: str, search: Search, stdin: BinaryIO) -> Iterator[Source]:
     if argument == STDIN:
-        yield Source(_document(STDIN, stdin.read(MAX_BYTES + 1)))
+        for source in _parsed(search.stdin_name, stdin.read(MAX_BYTES + 1)):
+            yield replace(source, from_stdin=source.path == search.stdin_name)
     elif os.path.isdir(argument):
-        for path in _walk(argument, exclude):
-            yield from _read(path, in_directory=True)
+        for path in _walk(argument, search.exclude):
+            yield from _read(path, found=True)
     elif os.path.exists(argument):
-        yield from _read(argument)
+        check_regular(argument)
+        if not (search.force and is_excluded(argument, search.exclude)):
+            yield from _read(argument, found=search.force)
     elif decoded := decode_base64(argument):
         yield Source(replace(parse(decoded, "base64"), fixable=False))
     else:
@@ -69,7 +84,11 @@ def _sources(argument: str, exclude: tuple[str, ...], stdin: BinaryIO) -> Iterat
 def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:
     """Files below `directory` that may be configurations, in the order of their names."""
     for parent, directories, files in os.walk(directory):
-        directories[:] = sorted(name for name in directories if name[0] != "." and name not in _SKIPPED)
+        directories[:] = sorted(
+            name
+            for name in directories
+            if name[0] != "." and name not in _SKIPPED and not is_excluded(os.path.join(parent, name), exclude)
+        )
         for name in sorted(files):
             path = os.path.normpath(os.path.join(parent, name))
             if name.endswith(_SUFFIXES) and os.path.isfile(path) and not is_excluded(path, exclude):
@@ -77,41 +96,55 @@ def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:
 
 
 def is_excluded(path: str, exclude: tuple[str, ...]) -> bool:
-    """Whether a pattern fits the path or its end."""
-    posix = Path(path).as_posix()
-    return any(fnmatch(posix, pattern) or fnmatch(posix, f"*/{pattern}") for pattern in exclude)
+    """Whether a pattern fits the path or its end, or a directory below this one that it lies in."""
+    relative = PurePath(os.path.relpath(path))
+    above = () if ".." in relative.parts else relative.parents
+    return any(file_matches(str(part), pattern.rstrip("/")) for part in (path, *above) for pattern in exclude)
 
 
-def is_config(document: Document) -> bool:
-    """Whether a file of a directory is a DeepSpeed configuration, by its name or by keys that no other file has."""
-    return _is_named(document.path) or any(document.has(key) for key in _KEYS)
+def check_regular(path: str) -> None:
+    """ConfigError for what may keep its reader waiting for ever, such as a FIFO; not for what the shell has opened."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not os.path.abspath(path).startswith(_OPENED):
+        kind = next((kind for test, kind in _KINDS if test(mode)), "a device")
+        raise ConfigError(
+            f"{path}: {kind} (allowed: a regular file). Write the path of one, or - to read standard input."
+        )
 
 
-def _is_named(path: str) -> bool:
-    return any(fnmatch(os.path.basename(path), pattern) for pattern in _NAMED)
-
-
-def _read(path: str, in_directory: bool = False) -> Iterator[Source]:
-    """The configuration in a file; of a directory only files that are one."""
+def _read(path: str, found: bool = False) -> Iterator[Source]:
+    """The configuration in a file; of those that are `found` only files that are one."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         yield Source(_unreadable(path, f"cannot be read ({error.strerror})", "a file that can"))
         return
-    if path.endswith(_YAML):
-        from deepspeed_compress.lint.accelerate import accelerate_sources
+    yield from _parsed(path, content, found)
 
-        yield from accelerate_sources(path, content, _read)
-    elif not in_directory or _may_be_config(path, content):
+
+def _parsed(path: str, content: bytes, found: bool = False) -> Iterator[Source]:
+    if path.endswith(YAML):
+        yield from _of_yaml(path, content)
+    elif not found or may_be_config(path, content):
         document = _document(path, content)
-        if not in_directory or is_config(document):
+        if not found or is_config(document):
             yield Source(document)
 
 
-def _may_be_config(path: str, content: bytes) -> bool:
-    """Whether it is worth reading: most JSON files of a directory are something else, and may be large."""
-    return _is_named(path) or _TELLING.search(content) is not None
+def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
+    """The configuration in a YAML file: Accelerate's, or DeepSpeed's itself. Most YAML is neither, also if named."""
+    if not may_be_config(path, content, yaml=True):
+        return
+    document = _document(path, content)
+    if document.problems:
+        yield from [Source(document)] if is_telling(path, content, yaml=True) else []
+    elif document.has("deepspeed_config"):
+        from deepspeed_compress.lint.accelerate import accelerate_sources
+
+        yield from accelerate_sources(document, _read)
+    elif is_config(document):
+        yield Source(document)
 
 
 def _document(path: str, content: bytes) -> Document:
@@ -120,6 +153,10 @@ def _document(path: str, content: bytes) -> Document:
     text = decode_text(content)
     if isinstance(text, Hit):
         return Document(path, "", None, (text,), fixable=False)
+    if path.endswith(YAML):
+        from deepspeed_compress.lint.yaml_reader import parse_yaml
+
+        return parse_yaml(text, path)
     decoded = decode_base64(text.strip())
     return replace(parse(decoded, path), fixable=False) if decoded else parse(text, path)
 

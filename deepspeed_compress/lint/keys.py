@@ -103,10 +103,10 @@ def unknown_keys(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath,
                 yield (*section.path, name), section
 
 
-def closest(name: str, names: Mapping[str, object] | frozenset[str]) -> str | None:
+def closest(name: str, names: Mapping[str, object] | frozenset[str], cutoff: float = _CLOSE) -> str | None:
     """The one of `names` that `name` was probably meant to be."""
     lower = {known.lower().replace("-", "_"): known for known in sorted(names)}
-    close = get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=_CLOSE)
+    close = get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=cutoff)
     return lower[close[0]] if close else None
 
 

@@ -5,8 +5,13 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-Framework = Literal["deepspeed", "hf", "accelerate"]
+from deepspeed_compress.version import __version__
+
+Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The gravest first."""
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -18,13 +23,12 @@ def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="*", default=["."], metavar="FILE", help="files, directories, base64, or - (default: .)"
     )
+    parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
+    _add_files(parser.add_argument_group("files"))
     _add_rules(parser.add_argument_group("rules"))
     _add_context(parser.add_argument_group("what is known about the run"))
     _add_fixes(parser.add_argument_group("corrections"))
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-format", choices=FORMATS, default="full")
-    output.add_argument("--output-file", type=Path, metavar="FILE", help="write findings to FILE")
-    output.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+    _add_output(parser.add_argument_group("output"))
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,19 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", nargs="*", metavar="CODE", help="code or name of a rule, such as DSC201")
     parser.add_argument("--all", action="store_true", help="every rule, one line each")
     parser.add_argument("--markdown", action="store_true", help="as a page of documentation")
+
+
+def _add_files(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--exclude", type=_patterns, action="extend", metavar="PATTERNS", help="files and directories to pass over"
+    )
+    group.add_argument(
+        "--force-exclude",
+        action="store_true",
+        help="pass over excluded files, and files that are no configurations, even where FILE names them",
+    )
+    group.add_argument("--stdin-filename", metavar="NAME", help="name of what comes from standard input (-)")
+    group.add_argument("--config", type=Path, metavar="TOML", help="settings, instead of the nearest pyproject.toml")
 
 
 def _add_rules(group: argparse._ArgumentGroup) -> None:
@@ -57,8 +74,23 @@ def _add_fixes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--diff", action="store_true", help="show what --fix would do")
 
 
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output-format", choices=FORMATS, default="full")
+    group.add_argument("--output-file", type=Path, metavar="FILE", help="write findings to FILE")
+    group.add_argument("--statistics", action="store_true", help="count findings by rule instead of showing them")
+    group.add_argument("-q", "--quiet", action="store_true", help="findings and errors only: no summary, no notes")
+    group.add_argument(
+        "--exit-on", choices=SEVERITIES, help="least severity that makes the exit code 1 (default: warning)"
+    )
+    group.add_argument("--exit-zero", action="store_true", help="exit with 0 even if there are findings")
+
+
 def _codes(text: str) -> list[str]:
     return [code for code in re.split(r"[\s,]+", text) if code]
+
+
+def _patterns(text: str) -> list[str]:
+    return [pattern for pattern in text.split(",") if pattern]
 
 
 def _positive(text: str) -> int:

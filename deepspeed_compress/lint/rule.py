@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.hit import Edit, Fix, Hit, Path, Span
-from deepspeed_compress.lint.options import Framework
+from deepspeed_compress.lint.options import Framework, Severity
 
 __all__ = [
     "Context",
@@ -24,8 +24,6 @@ __all__ = [
     "unproved",
     "warns",
 ]
-
-Severity = Literal["error", "warning", "info"]
 
 
 @dataclass(frozen=True, slots=True)

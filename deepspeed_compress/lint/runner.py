@@ -4,13 +4,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.lint.document import Document, parse
+from deepspeed_compress.lint.embedded import embedded
 from deepspeed_compress.lint.finding import Finding
 from deepspeed_compress.lint.hit import Hit
+from deepspeed_compress.lint.placeholders import without_placeholders
 from deepspeed_compress.lint.rule import Context, Rule
 from deepspeed_compress.lint.rules import RULES
 from deepspeed_compress.lint.selection import Selection
 
-_SYNTAX = "DSC0"
+_ALWAYS = ("DSC0", "DSC73")
+"""Rules of the syntax, and of what Accelerate makes the configuration of."""
 
 
 class RuleError(CompressError):
@@ -31,18 +34,18 @@ def lint_document(
     document: Document, context: Context, selection: Selection, rules: Sequence[Rule] = RULES
 ) -> list[Finding]:
     """What `rules` find in `document`, in the order of its lines."""
+    document = embedded(document)
     found = [
         Finding(rule, hit, document)
-        for rule in _that_apply(document, rules)
-        if selection.wants(rule, document)
-        for hit in _hits(rule, document, context)
+        for rule in selection.choose(_that_apply(document, rules), document)
+        for hit in without_placeholders(document, rule.code, _hits(rule, document, context))
     ]
     return sorted(found, key=lambda finding: (finding.span.start, finding.rule.code))
 
 
 def _that_apply(document: Document, rules: Iterable[Rule]) -> Iterator[Rule]:
     """Where nothing could be read, only the syntax can be spoken of."""
-    return (rule for rule in rules if document.readable or rule.code.startswith(_SYNTAX))
+    return (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
 
 
 def _hits(rule: Rule, document: Document, context: Context) -> list[Hit]:

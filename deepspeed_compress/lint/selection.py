@@ -1,5 +1,6 @@
 """Which rules are wanted for which file."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,6 +12,7 @@ from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.rule import Rule
 
 ALL = "ALL"
+_REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,15 @@ class Selection:
     per_file: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What is ignored besides in files whose name or path matches a pattern."""
 
-    def wants(self, rule: Rule, document: Document) -> bool:
-        """Whether to apply `rule` to `document`."""
-        if matches(rule, self.select) <= matches(rule, self.ignore):
-            return False
-        ignored = (codes for pattern, codes in self.per_file.items() if _file_matches(document.path, pattern))
-        return not any(matches(rule, codes) for codes in (*ignored, ignored_inside(document)))
+    def choose(self, rules: Iterable[Rule], document: Document) -> list[Rule]:
+        """The rules to apply to `document`."""
+        per_file = (codes for pattern, codes in self.per_file.items() if file_matches(document.path, pattern))
+        ignored = [code for codes in (*per_file, ignored_inside(document)) for code in codes]
+        return [
+            rule
+            for rule in rules
+            if matches(rule, self.select) > matches(rule, self.ignore) and not matches(rule, ignored)
+        ]
 
 
 def matches(rule: Rule, codes: Iterable[str]) -> int:
@@ -44,9 +49,16 @@ def _match(rule: Rule, code: str) -> int:
 
 
 def ignored_inside(document: Document) -> tuple[str, ...]:
-    """What the configuration itself says under `deepspeed_compress.lint.ignore`."""
+    """What the file itself says, under `deepspeed_compress.lint.ignore` or in a remark."""
     ignore = document.get("deepspeed_compress", "lint", "ignore")
-    return tuple(code for code in ignore if isinstance(code, str)) if isinstance(ignore, list) else ()
+    section = [code for code in ignore if isinstance(code, str)] if isinstance(ignore, list) else []
+    return (*section, *ignored_by_remarks(document))
+
+
+def ignored_by_remarks(document: Document) -> tuple[str, ...]:
+    """What `ds-compress: noqa: DSC201` says in a comment, or in JSON, which has none, under a key such as "//"."""
+    remarks = (re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text))
+    return tuple(code for codes in remarks for code in codes)
 
 
 def check_codes(codes: Iterable[str], rules: Iterable[Rule], place: str) -> tuple[str, ...]:
@@ -63,7 +75,7 @@ def check_codes(codes: Iterable[str], rules: Iterable[Rule], place: str) -> tupl
     return codes
 
 
-def _file_matches(path: str, pattern: str) -> bool:
+def file_matches(path: str, pattern: str) -> bool:
     """Whether the name of a file, or the end of its path, is as `pattern` says."""
     pure = PurePath(path)
     return fnmatch(pure.name, pattern) or fnmatch(pure.as_posix(), pattern) or fnmatch(pure.as_posix(), f"*/{pattern}")

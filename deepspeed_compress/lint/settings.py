@@ -1,4 +1,4 @@
-"""The table `[tool.ds-compress.lint]` of pyproject.toml."""
+"""Settings: the table `[tool.ds-compress.lint]` of pyproject.toml, or a TOML file that has nothing else."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -8,17 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.lint.options import FRAMEWORKS, Framework
+from deepspeed_compress.lint.options import FRAMEWORKS, SEVERITIES, Framework, Severity
+
+OWN_FILE = ".ds-compress-lint.toml"
+"""Holds the settings at its top, and comes before pyproject.toml."""
+_PYPROJECT = "pyproject.toml"
+_TABLE = ("tool", "ds-compress", "lint")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What pyproject.toml says; options of the command line take precedence."""
+    """What a file of settings says; options of the command line take precedence."""
 
     select: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
     per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
+    force_exclude: bool = False
+    exit_on: Severity | None = None
     framework: Framework | None = None
     world_size: int | None = None
     ranks_per_node: int | None = None
@@ -26,26 +33,36 @@ class Settings:
 
 
 def find_settings(start: Path) -> Settings:
-    """The table in pyproject.toml of `start` or of the nearest directory above that has one."""
+    """The settings in `start`, or in the nearest directory above that has any."""
     for directory in (start, *start.parents):
-        path = directory / "pyproject.toml"
-        table = _table(path) if path.is_file() else None
-        if table is not None:
-            return _settings(table, f"{path}: [tool.ds-compress.lint]")
+        for path in (directory / OWN_FILE, directory / _PYPROJECT):
+            if path.is_file() and (table := _table(path)) is not None:
+                return _settings(table, path)
     return Settings()
+
+
+def read_settings(path: Path) -> Settings:
+    """The settings in `path`; ConfigError where it has none."""
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: no such file. Write the path of a TOML file with settings.")
+    table = _table(path)
+    if table is None:
+        raise ConfigError(f"--config {path}: no table [{'.'.join(_TABLE)}]. Write it there, or name another file.")
+    return _settings(table, path)
 
 
 def _table(path: Path) -> Any:
     try:
         table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}. Correct the file, which is read for [tool.ds-compress.lint].") from error
-    for key in ("tool", "ds-compress", "lint"):
+        raise ConfigError(f"{path}: {error}. Correct the file, which is read for settings of the linter.") from error
+    for key in _TABLE if path.name == _PYPROJECT else ():
         table = table.get(key) if isinstance(table, dict) else None
     return table
 
 
-def _settings(table: Any, place: str) -> Settings:
+def _settings(table: Any, path: Path) -> Settings:
+    place = f"{path}: [{'.'.join(_TABLE)}]" if path.name == _PYPROJECT else str(path)
     if not isinstance(table, dict):
         raise ConfigError(f"{place} is {table!r}. Write a table.")
     values: dict[str, Any] = {}
@@ -91,6 +108,8 @@ _KEYS = {
         "a table of file patterns and lists of rules", '"*zero3*.json" = ["DSC201"]', _tables_of_strings, _tuples
     ),
     "exclude": _Key("a list of file patterns", 'exclude = ["tests/*"]', _strings, tuple),
+    "force-exclude": _Key("true, false", "force-exclude = true", lambda value: isinstance(value, bool)),
+    "exit-on": _Key(", ".join(SEVERITIES), 'exit-on = "error"', lambda value: value in SEVERITIES),
     "framework": _Key(", ".join(FRAMEWORKS), 'framework = "hf"', lambda value: value in FRAMEWORKS),
     "world-size": _Key("a positive integer", "world-size = 8", _positive),
     "ranks-per-node": _Key("a positive integer", "ranks-per-node = 8", _positive),

@@ -18,6 +18,22 @@ def test_schema_is_valid_and_describes_every_key() -> None:
         assert [key for key, child in model["properties"].items() if not child.get("description")] == []
 
 
+UNUSED = """
+import ast
+ast.parse = None
+from deepspeed_compress.config import CompressConfig, Guard, find_problems
+CompressConfig.model_json_schema = None
+assert find_problems({"deepspeed_compress": {"gradients": {"bits": 4}}}) == []
+print(Guard.__pydantic_complete__)
+"""
+
+
+def test_a_valid_section_needs_neither_sources_nor_schema_nor_models_of_other_keys() -> None:
+    """These cost more than everything else that a section needs."""
+    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 @pytest.mark.parametrize(
     "section",
     [

@@ -4,19 +4,22 @@ import base64
 import io
 import itertools
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.lint import files
-from deepspeed_compress.lint.files import Source, sources
+from deepspeed_compress.lint.files import Search, Source, sources
 
 CONFIG = '{"zero_optimization": {"stage": 2}}'
 
 
 def read(*arguments: str | Path, exclude: tuple[str, ...] = (), stdin: bytes = b"") -> list[Source]:
-    return list(sources(map(str, arguments), exclude, io.BytesIO(stdin)))
+    return list(sources(map(str, arguments), Search(exclude), io.BytesIO(stdin)))
 
 
 def names(*arguments: str | Path, exclude: tuple[str, ...] = ()) -> list[str]:
@@ -27,7 +30,12 @@ def names(*arguments: str | Path, exclude: tuple[str, ...] = ()) -> list[str]:
 def tree(tmp_path: Path) -> Path:
     for name, text in {
         "ds_config.json": "{}",
-        "my-deepspeed.hjson": "a: 1",
+        "my-deepspeed.hjson": "fp16: {}, a: 1",
+        "deepspeed_results.json": '{"train_batch_size": 8, "loss": 1, "steps": 2}',
+        "stage2.json": '{"train_batch_size": 8}',
+        "zero.yaml": "fp16: {}\n",
+        "deep/level-stage3.json": '{"name": "castle"}',
+        "deep/deepspeed-job.yaml": "{{ metadata }}\n",
         "settings.json": CONFIG,
         "deep/er.json": "{train_micro_batch_size_per_gpu: 1}",
         "deep/ours.json": '{"deepspeed_compress": {}}',
@@ -49,8 +57,40 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_a_directory_gives_what_are_configurations(tree: Path) -> None:
-    assert names(tree) == ["ds_config.json", "my-deepspeed.hjson", "settings.json", "er.json", "ours.json"]
-    assert names(tree, exclude=("deep/*", "settings.json")) == ["ds_config.json", "my-deepspeed.hjson"]
+    here = ["ds_config.json", "my-deepspeed.hjson", "settings.json", "stage2.json", "zero.yaml"]
+    assert names(tree) == [*here, "er.json", "ours.json"]
+    assert names(tree, exclude=("deep/*", "settings.json")) == [name for name in here if name != "settings.json"]
+
+
+@pytest.mark.parametrize("pattern", ["deep", "deep/", "d*p", "deep/*", "tree/deep"])
+def test_what_lies_in_an_excluded_directory_is_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """Directories above the current one do not count: the project may lie in one of that name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("tree/deep/er/ds_config.json", "tree/ds_config.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    assert [source.path for source in read("tree", exclude=(pattern,))] == ["tree/ds_config.json"]
+    monkeypatch.chdir("tree/deep")
+    assert names(".", exclude=(pattern,)) == names(tmp_path / "tree" / "deep", exclude=("none",)) == ["ds_config.json"]
+
+
+def test_forced_to_exclude_it_passes_over_files_that_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pre-commit names whatever its pattern fits."""
+    monkeypatch.chdir(tree)
+    every = [str(path) for path in Path().rglob("*") if path.is_file()]
+    found = sources(sorted(every), Search(("ours.json", "venv"), force=True), io.BytesIO())
+    assert {source.path for source in found} == {
+        ".hidden/ds_config.json",
+        "deep/er.json",
+        "ds_config.json",
+        "my-deepspeed.hjson",
+        "notes.txt",
+        "settings.json",
+        "stage2.json",
+        "zero.yaml",
+    }
 
 
 def test_a_file_that_is_named_is_read_whatever_it_is(tree: Path) -> None:
@@ -64,6 +104,38 @@ def test_a_file_that_is_named_is_read_whatever_it_is(tree: Path) -> None:
 def test_standard_input() -> None:
     [source] = read("-", stdin=b'{"a": 1}')
     assert (source.path, source.document.data, source.document.fixable) == ("-", {"a": 1}, True)
+
+
+def test_standard_input_with_a_name() -> None:
+    [source] = sources(["-"], Search(stdin_name="a/b.yaml"), io.BytesIO(b"zero_optimization: {stage: 2}"))
+    assert (source.path, source.from_stdin) == ("a/b.yaml", True)
+    assert source.document.data == {"zero_optimization": {"stage": 2}}
+
+
+FROM_THE_SHELL = """
+import sys
+from deepspeed_compress.lint.files import Search, sources
+print([source.document.data for source in sources(sys.argv[1:], Search(), sys.stdin.buffer)])
+"""
+
+
+@pytest.mark.parametrize("argument", ["/dev/stdin", "/dev/fd/0", "<(cat)", "-"])
+def test_what_the_shell_has_opened_is_read(argument: str) -> None:
+    command = ["bash", "-c", f"cat | {sys.executable} -c '{FROM_THE_SHELL}' {argument}"]
+    done = subprocess.run(command, input="{a: 1}", capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("[{'a': 1}]\n", "")
+
+
+@pytest.mark.timeout(20)
+def test_what_would_never_end_is_not_opened(tmp_path: Path) -> None:
+    fifo = tmp_path / "ds_config.json"
+    os.mkfifo(fifo)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    for path, kind in ((fifo, "a FIFO"), (tmp_path / "socket", "a socket"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(ConfigError, match=f"{path}: {kind} \\(allowed: a regular file\\)"):
+            read(path)
+    assert read(tmp_path) == []
 
 
 @pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
@@ -137,7 +209,6 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 4,
         "gradient_clipping": "auto",
         "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}, "stage": 3},
-        "aio": {"block_size": 1},
         "bf16": {"enabled": True},
     }
     assert list(source.document.data)[-2:] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
@@ -155,19 +226,21 @@ def test_accelerate_has_defaults(tmp_path: Path, section: str) -> None:
     assert source.document.data == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2},
     }
 
 
 @pytest.mark.parametrize("folder", [".", "elsewhere"])
 def test_accelerate_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    """The name is looked up where the command runs, then beside the file; the file is then read once only."""
+    """The name is looked up where the command runs, then beside the file, then above; it is then read once only."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / folder)
     (tmp_path / "a.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: z/other.json\n")
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "other.json").write_text(CONFIG)
-    [source] = read(tmp_path)
+    launch, source = read(tmp_path)
+    assert (launch.document.data, launch.document.readable) == ({}, False)
     assert source.document.data == {"zero_optimization": {"stage": 2}}
     assert source.hints == {"framework": "accelerate"}
     assert source.document.fixable
@@ -180,10 +253,13 @@ DOUBLING = [f"  {b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdef
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("deepspeed_config:\n  deepspeed_config_file: no.json\n", "'no.json' is no file"),
         ("deepspeed_config: [\n", "not YAML: expected the node content"),
         ("deepspeed_config: \x00\n", "not YAML: special characters are not allowed"),
         ("deepspeed_config: {a: !!int x}\n", "not YAML: invalid literal"),
+        ("deepspeed_config: {a: !!int }\n", "not YAML: invalid literal"),
+        ("deepspeed_config: {a: !!timestamp x}\n", "not YAML: invalid literal"),
+        ("deepspeed_config: {{ a }}\n", "not YAML: a key that is no text"),
+        ("zero_optimization: [\n", "not YAML: expected the node content"),
         ("deepspeed_config:\n---\n", "not YAML: but found another document"),
         ("deepspeed_config: " + "[" * 5000, "not YAML: "),
         ("deepspeed_config: " + "[" * 50 + "]" * 50, "not YAML: more than"),
@@ -195,6 +271,32 @@ def test_yaml_that_cannot_be_used(tmp_path: Path, text: str, what: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
     assert problem(*read(file)).startswith(what)
+
+
+DEEPSPEED = """# of a program that reads YAML and gives DeepSpeed what is in it
+train_batch_size: 8
+optimizer:
+  type: AdamW
+  params: {lr: 1.0e-4}
+zero_optimization:
+  stage: 2
+"""
+
+
+@pytest.mark.parametrize("name", ["ds_config.yaml", "any.yml"])
+def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text(DEEPSPEED)
+    [source] = read(tmp_path)
+    assert source.document.data == {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 2},
+    }
+    node = source.document.node("zero_optimization", "stage")
+    assert node is not None
+    assert source.document.position(node.span.start) == (7, 10)
+    assert (source.hints, source.document.fixable) == ({}, False)
 
 
 UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"

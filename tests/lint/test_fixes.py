@@ -185,12 +185,13 @@ def leaves(value: Any, path: Path = ()) -> dict[Path, str]:
 
 
 def unasked(before: Document, after: Document, hits: list[Hit]) -> dict[Path, str | None]:
-    """What fixes of `hits` have changed elsewhere. New keys may come in the same section, or moved from a hit."""
+    """What fixes of `hits` have changed elsewhere. New keys may be those that a hit misses, or come in the same
+    section, or be moved from a hit."""
     old, new = leaves(before.data), leaves(after.data)
     there = {path for path in old if any(path[: len(hit.path)] == hit.path for hit in hits)}
     sections, moved = {path[0] for path in there}, {old[path] for path in there}
     lost = {path: new.get(path) for path in old if path not in there and new.get(path) != old[path]}
-    added = new.keys() - old.keys()
+    added = {path for path in new.keys() - old.keys() if not any(path[: len(hit.path)] == hit.path for hit in hits)}
     return lost | {path: new[path] for path in added if path[0] not in sections and new[path] not in moved}
 
 

@@ -79,6 +79,21 @@ def test_summary() -> None:
     assert render(Report((), 2, fixed=1), "concise") == "Fixed 1 finding. 2 files checked, nothing found.\n"
 
 
+def test_statistics() -> None:
+    """The most frequent first, then by code; a star where --fix, without --unsafe-fixes, corrects one."""
+    found = [finding for text in (CONFIG, "{amp: {}}", "{amp: 1}", "{") for finding in report(text).findings]
+    lines = render(Report(tuple(reversed(found)), 4), "statistics").splitlines()
+    assert lines[:3] == [
+        "    3  DSC101  [ ]  warning  removed-amp",
+        "    2  DSC001  [ ]  error    syntax-error",
+        "    2  DSC201  [ ]  error    batch-missing",
+    ]
+    assert lines[3] == "    1  DSC401  [*]  error    stage-range"
+    assert lines[4:] == [Report(tuple(found), 4).summary]
+    assert render(Report((), 1, quiet=True), "statistics") == ""
+    assert "\x1b[1;31mDSC401" in render(Report(tuple(found), 4, colour=True), "statistics")
+
+
 def test_a_long_line_is_cut_around_the_place() -> None:
     text = '{"train_batch_size": "' + "b" * 500 + '", "zero_optimization": {"stage": 9}, "c": "' + "d" * 500 + '"}'
     source, caret = render(report(text), "full").splitlines()[1:3]

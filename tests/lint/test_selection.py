@@ -1,5 +1,6 @@
 """Which rules apply: options, pyproject.toml, and what a configuration says itself."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,13 +10,13 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.lint.document import parse
 from deepspeed_compress.lint.options import memory
 from deepspeed_compress.lint.selection import Selection, check_codes, ignored_inside
-from deepspeed_compress.lint.settings import Settings, find_settings
+from deepspeed_compress.lint.settings import Settings, find_settings, read_settings
 from tests.lint.texts import TOYS
 
 
 def chosen(selection: Selection, text: str = "{}", path: str = "runs/zero3.json") -> list[str]:
     document = parse(text, path)
-    return [rule.code for rule in TOYS if selection.wants(rule, document)]
+    return [rule.code for rule in selection.choose(TOYS, document)]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,22 @@ def test_ignored_inside_the_file() -> None:
         assert ignored_inside(parse(broken)) == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("// ds-compress: noqa: DSC4, removed-amp because\n{}", ["DSC001", "DSC201"]),
+        ("{}\n#ds-compress:noqa:DSC4", ["DSC001", "DSC101", "DSC201"]),
+        ('{"//": "ds-compress: noqa: DSC4"}', ["DSC001", "DSC101", "DSC201"]),
+        ("/* ds-compress: noqa */ {}", []),
+        ('{"ds-compress": "noqa: DSC4"}', ["DSC001", "DSC101", "DSC201", "DSC401"]),
+        ('{"my-ds-compress: noqa": 1, "ds-compress: noqad": 1}', ["DSC001", "DSC101", "DSC201", "DSC401"]),
+    ],
+)
+def test_ignored_by_a_remark(text: str, codes: list[str]) -> None:
+    assert chosen(Selection(), text) == codes
+    assert chosen(Selection(("DSC401",)), text) == [code for code in codes if code == "DSC401"]
+
+
 def test_codes_that_mean_nothing() -> None:
     assert check_codes(["ALL", "DSC4", "removed-amp"], TOYS, "--select") == ("ALL", "DSC4", "removed-amp")
     with pytest.raises(ConfigError, match=re.escape("--select: 'remove-amp' is not a rule")) as raised:
@@ -76,6 +93,8 @@ select = ["ALL"]
 ignore = ["DSC201"]
 exclude = ["old/*"]
 framework = "hf"
+force-exclude = true
+exit-on = "error"
 world-size = 8
 ranks-per-node = 4
 [tool.ds-compress.lint.per-file-ignores]
@@ -89,8 +108,25 @@ def test_settings(tmp_path: Path) -> None:
     below.mkdir(parents=True)
     write(below, "[tool.other]\nlint = 1\n")
     place = f"{tmp_path / 'pyproject.toml'}: [tool.ds-compress.lint]"
-    expected = Settings(("ALL",), ("DSC201",), {"*zero3*": ("DSC4",)}, ("old/*",), "hf", 8, 4, place)
-    assert find_settings(below) == expected
+    expected = Settings(("ALL",), ("DSC201",), {"*zero3*": ("DSC4",)}, ("old/*",), True, "error", "hf", 8, 4, place)
+    assert find_settings(below) == read_settings(tmp_path / "pyproject.toml") == expected
+
+
+def test_a_file_with_nothing_but_settings(tmp_path: Path) -> None:
+    """It comes before pyproject.toml; another name must be given."""
+    write(tmp_path, TABLE)
+    for name in (".ds-compress-lint.toml", "other.toml"):
+        (tmp_path / name).write_text('ignore = ["DSC1"]\n')
+        assert read_settings(tmp_path / name) == Settings(ignore=("DSC1",), place=str(tmp_path / name))
+    assert find_settings(tmp_path).place == str(tmp_path / ".ds-compress-lint.toml")
+
+
+def test_a_file_that_is_named_must_have_settings(tmp_path: Path) -> None:
+    write(tmp_path, "[tool.other]\n")
+    os.mkfifo(tmp_path / "fifo.toml")
+    for name, message in (("pyproject.toml", "no table"), ("none.toml", "no such file"), ("fifo.toml", "no such file")):
+        with pytest.raises(ConfigError, match=f"--config {tmp_path / name}: {message}"):
+            read_settings(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +138,13 @@ def test_settings(tmp_path: Path) -> None:
         ("[tool.ds-compress.lint]\nignored = []", "Write ignore."),
         ('[tool.ds-compress.lint]\nignore = "DSC1"', "ignore is 'DSC1' (allowed: a list of rules)"),
         ("[tool.ds-compress.lint]\nworld-size = true", "world-size is True (allowed: a positive integer)"),
-        ('[tool.ds-compress.lint]\nframework = "jax"', "framework is 'jax' (allowed: deepspeed, hf, accelerate)"),
-        ("[tool.ds-compress.lint]\nframework = []", "framework is [] (allowed: deepspeed, hf, accelerate)"),
+        (
+            '[tool.ds-compress.lint]\nframework = "jax"',
+            "framework is 'jax' (allowed: deepspeed, hf, accelerate, lightning)",
+        ),
+        ("[tool.ds-compress.lint]\nframework = []", "framework is [] (allowed: deepspeed, hf, accelerate, lightning)"),
+        ("[tool.ds-compress.lint]\nforce-exclude = 1", "force-exclude is 1 (allowed: true, false)"),
+        ('[tool.ds-compress.lint]\nexit-on = "never"', "exit-on is 'never' (allowed: error, warning, info)"),
         ("[tool.ds-compress.lint]\nper-file-ignores = {a = 1}", "per-file-ignores is {'a': 1} (allowed: "),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.lint.files import sources
+from deepspeed_compress.lint.files import Search, sources
 from deepspeed_compress.lint.outputs import Report, render
 from deepspeed_compress.lint.rule import Context
 from deepspeed_compress.lint.rules import RULES
@@ -73,7 +73,7 @@ def test_a_thousand_files(tmp_path: Path) -> None:
         text = json.dumps({**CONFIG, "gradient_clipping": number}, indent=2)
         (tmp_path / f"ds_config_{number}.json").write_text(text)
     start = time.process_time()
-    found = list(sources([str(tmp_path)], (), sys.stdin.buffer))
+    found = list(sources([str(tmp_path)], Search(), sys.stdin.buffer))
     findings = [f for source in found for f in lint_document(source.document, Context(), Selection(), RULES)]
     render(Report(tuple(findings), len(found)), "full")
     assert len(found) == 1000
@@ -86,7 +86,7 @@ def test_ten_megabytes_through_every_rule(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "ds_config.json"
     inside = ", ".join(f'"key{number}": [{number}, "auto", true]' for number in range(200_000))
     path.write_text('{"zero_optimization": ' * depth + f"{{{inside}}}" + "}" * depth)
-    [source] = sources([str(path)], (), sys.stdin.buffer)
+    [source] = sources([str(path)], Search(), sys.stdin.buffer)
     start = time.process_time()
     findings = lint_document(source.document, Context(framework="hf", world_size=8), Selection(), RULES)
     render(Report(tuple(findings), 1), "full")

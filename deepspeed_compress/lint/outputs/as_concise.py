@@ -7,7 +7,7 @@ from deepspeed_compress.lint.outputs.report import Report, lines
 
 def render(report: Report) -> str:
     """The findings, and a summary."""
-    return lines((*(headline(finding, report.colour) for finding in report.findings), report.summary))
+    return lines((*(headline(finding, report.colour) for finding in report.findings), *report.closing))
 
 
 def headline(finding: Finding, colour: bool) -> str:

@@ -11,7 +11,7 @@ _BEFORE, _WIDTH = 60, 120
 
 def render(report: Report) -> str:
     """The findings, and a summary."""
-    return "".join(f"{_block(finding, report.colour)}\n" for finding in report.findings) + lines([report.summary])
+    return "".join(f"{_block(finding, report.colour)}\n" for finding in report.findings) + lines(report.closing)
 
 
 def _block(finding: Finding, colour: bool) -> str:

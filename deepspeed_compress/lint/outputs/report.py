@@ -17,6 +17,12 @@ class Report:
     """All that could have been found."""
     fixed: int = 0
     colour: bool = False
+    quiet: bool = False
+
+    @property
+    def closing(self) -> tuple[str, ...]:
+        """The summary, unless it is not wanted."""
+        return () if self.quiet else (self.summary,)
 
     @property
     def summary(self) -> str:

@@ -2,6 +2,7 @@
 
 from deepspeed_compress.lint.rule import Rule
 from deepspeed_compress.lint.rules import (
+    accelerate,
     auto,
     batch,
     hf,
@@ -42,6 +43,7 @@ _MODULES = (
     tensor,
     auto,
     hf,
+    accelerate,
     silent,
     ours,
     run,

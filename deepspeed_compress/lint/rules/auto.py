@@ -3,11 +3,21 @@
 from collections.abc import Iterator
 
 from deepspeed_compress.lint.document import Document
-from deepspeed_compress.lint.edits import fix, remove
+from deepspeed_compress.lint.edits import fix, remove, replace
 from deepspeed_compress.lint.hit import Hit, Path
 from deepspeed_compress.lint.keys import OUR_SECTION, known_values
 from deepspeed_compress.lint.rule import Context, Rule, ignores, raises
-from deepspeed_compress.lint.rules.common import AUTO, config, hugging_face, leaves, name, params, zero
+from deepspeed_compress.lint.rules.common import (
+    AUTO,
+    config,
+    hugging_face,
+    leaves,
+    means_auto,
+    name,
+    params,
+    show,
+    zero,
+)
 
 _FAMILY = "auto"
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -40,6 +50,8 @@ _BY_BOTH: frozenset[Path] = frozenset(
 _BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params", "eps")}
 # "auto" is a value of these.
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
+# What users name themselves.
+_NAMES = frozenset({"job_name", "group", "team", "project", "workspace", "experiment_name"})
 _OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
 
 
@@ -73,6 +85,21 @@ def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
             who = "the Trainer" if context.framework == "hf" else "Accelerate"
             what = f'{who} does not fill in "auto" at {name(path)}, and stops'
             yield Hit(path, what, "a value, or remove the key")
+
+
+def _misspelled(document: Document, context: Context) -> Iterator[Hit]:
+    known = [path for strict in (True, False) for path, key, _ in known_values(document, strict=strict)]
+    known += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
+    for path in known:
+        value = document.get(*path)
+        if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
+            what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'
+            yield Hit(path, what, '"auto"', fix=fix("Write auto", replace(document, path, AUTO)))
+
+
+def _accelerate(**keys: object) -> str:
+    usual = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
+    return config(**usual, **keys)
 
 
 RULES = (
@@ -112,10 +139,23 @@ RULES = (
         '"auto" where Hugging Face does not fill it in.',
         'Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills '
         "in betas and eps besides (transformers/integrations/deepspeed.py).",
-        config(train_micro_batch_size_per_gpu=1, wall_clock_breakdown="auto", zero_optimization={"stage": 0}),
-        config(train_micro_batch_size_per_gpu=1, wall_clock_breakdown=False, zero_optimization={"stage": 0}),
+        _accelerate(wall_clock_breakdown="auto"),
+        _accelerate(wall_clock_breakdown=False),
         _not_filled,
         raises("not found in kwargs"),
         {"framework": "accelerate"},
+    ),
+    Rule(
+        "DSC703",
+        "auto-misspelled",
+        "error",
+        _FAMILY,
+        '"Auto" or "AUTO" in the place of "auto".',
+        "Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the "
+        "models of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text.",
+        config(train_batch_size="Auto"),
+        config(train_batch_size=8),
+        _misspelled,
+        raises("TypeError"),
     ),
 )

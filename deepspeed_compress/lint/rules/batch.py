@@ -13,6 +13,8 @@ _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _KEYS = (_TRAIN, _MICRO, _STEPS)
+_BY_PROGRAM = frozenset({"lightning"})
+"""Frameworks that write the sizes into a configuration that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,20 @@ def _counted_ranks(document: Document, context: Context) -> int | None:
     return world // others if world % others == 0 else None
 
 
+def _left_out(document: Document) -> bool:
+    return document.get(_TRAIN) is None and document.get(_MICRO) is None
+
+
 def _missing(document: Document, context: Context) -> Iterator[Hit]:
-    if document.get(_TRAIN) is None and document.get(_MICRO) is None:
+    if _left_out(document) and context.framework is not None and context.framework not in _BY_PROGRAM:
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
         yield Hit((_MICRO,), what, f'"{_MICRO}": 1, for instance')
+
+
+def _left_to_program(document: Document, context: Context) -> Iterator[Hit]:
+    if _left_out(document) and context.framework is None:
+        what = f"neither {_TRAIN} nor {_MICRO} is given, and DeepSpeed stops unless the program adds one"
+        yield Hit((_MICRO,), what, f'"{_MICRO}": 1, for instance, or lint with --framework')
 
 
 def _not_positive(document: Document, context: Context) -> Iterator[Hit]:
@@ -180,11 +192,12 @@ RULES = (
         _FAMILY,
         "No batch size is given.",
         "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in "
-        'only what is there as "auto".',
+        'only what is there as "auto"; Lightning adds both sizes.',
         '{"gradient_accumulation_steps": 2}\n',
         config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
         _missing,
         raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
+        {"framework": "deepspeed"},
     ),
     Rule(
         "DSC203",
@@ -287,5 +300,19 @@ RULES = (
         _mesh,
         raises("Error"),
         {"world_size": 4},
+    ),
+    Rule(
+        "DSC210",
+        "batch-left-to-program",
+        "warning",
+        _FAMILY,
+        "No batch size is given, and what reads the file is not known.",
+        "Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by "
+        "itself needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, "
+        "hf or accelerate this is the error DSC202.",
+        '{"gradient_accumulation_steps": 2}\n',
+        config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
+        _left_to_program,
+        raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
     ),
 )

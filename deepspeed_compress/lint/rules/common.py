@@ -125,6 +125,11 @@ def hugging_face(context: Context) -> bool:
     return context.framework in HUGGING_FACE
 
 
+def means_auto(value: object) -> bool:
+    """Whether a value is "auto" or another spelling of it."""
+    return isinstance(value, str) and value.strip().lower() == AUTO
+
+
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """Every value that is not an object, with its path; arrays are one value."""
     if isinstance(value, dict):

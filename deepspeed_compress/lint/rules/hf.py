@@ -4,34 +4,50 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.lint.document import Document
-from deepspeed_compress.lint.edits import fix, replace
+from deepspeed_compress.lint.edits import add, fix, remove, replace
 from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.keys import OUR_SECTION
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, unproved
-from deepspeed_compress.lint.rules.common import AUTO, ZERO, config, hugging_face, name, show, stage, trained
+from deepspeed_compress.lint.rules.common import (
+    AUTO,
+    ZERO,
+    config,
+    hugging_face,
+    name,
+    section,
+    show,
+    stage,
+    trained,
+    truth,
+)
 
 _FAMILY = "hugging-face"
 _HF = {"framework": "hf"}
+_WHOLE_BATCH: Path = ("train_batch_size",)
+_CLIPPING: Path = ("gradient_clipping",)
+_HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-_ARGUMENTS: Mapping[Path, str] = {
-    ("train_micro_batch_size_per_gpu",): "per_device_train_batch_size",
-    ("gradient_accumulation_steps",): "gradient_accumulation_steps",
-    ("train_batch_size",): "their product with the number of ranks",
-    ("gradient_clipping",): "max_grad_norm",
-    ("optimizer", "params", "lr"): "learning_rate",
-    ("optimizer", "params", "betas"): "adam_beta1 and adam_beta2",
-    ("optimizer", "params", "eps"): "adam_epsilon",
-    ("optimizer", "params", "weight_decay"): "weight_decay",
-    ("scheduler", "params", "warmup_max_lr"): "learning_rate",
-    ("scheduler", "params", "warmup_num_steps"): "warmup_steps",
-    ("scheduler", "params", "total_num_steps"): "the number of steps",
-    ("fp16", "enabled"): "fp16",
-    ("bf16", "enabled"): "bf16",
+_ARGUMENTS: Mapping[Path, tuple[str, object]] = {
+    ("train_micro_batch_size_per_gpu",): ("per_device_train_batch_size", 8),
+    ("gradient_accumulation_steps",): ("gradient_accumulation_steps", 1),
+    ("train_batch_size",): ("their product with the number of ranks", None),
+    ("gradient_clipping",): ("max_grad_norm", 1.0),
+    ("optimizer", "params", "lr"): ("learning_rate", 5e-5),
+    ("optimizer", "params", "betas"): ("adam_beta1 and adam_beta2", [0.9, 0.999]),
+    ("optimizer", "params", "eps"): ("adam_epsilon", 1e-8),
+    ("optimizer", "params", "weight_decay"): ("weight_decay", 0.0),
+    ("scheduler", "params", "warmup_max_lr"): ("learning_rate", 5e-5),
+    ("scheduler", "params", "warmup_num_steps"): ("warmup_steps", 1),
+    ("scheduler", "params", "total_num_steps"): ("the number of steps", None),
+    ("fp16", "enabled"): ("fp16", False),
+    ("bf16", "enabled"): ("bf16", False),
 }
-"""Settings that the Trainer compares with its own arguments."""
+"""Settings that the Trainer compares with its own arguments, and what it takes for those unless they are given."""
 
 
 def _no_zero(document: Document, context: Context) -> Iterator[Hit]:
-    if hugging_face(context) and not document.has(ZERO):
+    # The autotuner of DeepSpeed adds the section to the configurations that it tries.
+    if hugging_face(context) and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
         what = "zero_optimization is missing, without which Accelerate stops"
         yield Hit((ZERO,), what, f'"{ZERO}": {{"stage": 0}}, or another stage')
 
@@ -53,17 +69,26 @@ def _no_hidden_size(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _fixed(document: Document, context: Context) -> Iterator[Hit]:
-    for path, argument in _ARGUMENTS.items() if context.framework == "hf" else ():
-        value = document.get(*path)
-        if value not in (None, AUTO):
-            what = f"{show(value)} must equal the argument of the Trainer ({argument}), or it stops"
-            correction = fix("Write auto", replace(document, path, AUTO), safe=False)
-            yield Hit(
-                path,
-                f"{what}: {name(path)}" if len(path) > 1 else what,
-                '"auto", which takes it from there',
-                fix=correction,
-            )
+    """One finding for all of them: whether they are wrong, the command line decides."""
+    found = [path for path in _ARGUMENTS if context.framework == "hf" and _is_doubtful(document, path)]
+    if found:
+        values = ", ".join(f"{name(path)} {show(document.get(*path))} ({_ARGUMENTS[path][0]})" for path in found)
+        what = f"the Trainer stops unless its arguments are equal to {values}"
+        correction = fix("Write auto", *(replace(document, path, AUTO) for path in found), safe=False)
+        yield Hit(found[0], what, '"auto", which takes them from there', fix=correction)
+
+
+def _is_doubtful(document: Document, path: Path) -> bool:
+    """Whether a value is not what the Trainer has by itself, beside others that are left to it.
+
+    Who fixes everything of a kind means it, but for the whole batch, in which the number of ranks counts. Text is a
+    matter of other rules.
+    """
+    value, kind = document.get(*path), path[:-1]
+    if path in _HALVES or value is None or isinstance(value, str) or value == _ARGUMENTS[path][1]:
+        return False
+    beside = [document.get(*other) for other in _ARGUMENTS if other[:-1] == kind and other != _CLIPPING]
+    return path == _WHOLE_BATCH or (path != _CLIPPING and AUTO in beside)
 
 
 def _dummies(document: Document, context: Context) -> Iterator[Hit]:
@@ -74,6 +99,8 @@ def _dummies(document: Document, context: Context) -> Iterator[Hit]:
 
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
+_STAGE3 = {"stage": 3, _GATHER: True}
+_INSTALLED = {"lint": {"ignore": ["compress-needs-install"]}}
 
 
 def _no_gather(document: Document, context: Context) -> Iterator[Hit]:
@@ -81,6 +108,66 @@ def _no_gather(document: Document, context: Context) -> Iterator[Hit]:
     if hugging_face(context) and stage(document) == 3 and not any(document.has(ZERO, key) for key in names):
         what = "without stage3_gather_16bit_weights_on_model_save no model is saved with stage 3, only its partitions"
         yield Hit((ZERO,), what, f'"{_GATHER}": true besides, or run zero_to_fp32.py afterwards', "key")
+
+
+def _text_for_boolean(document: Document, context: Context) -> Iterator[Hit]:
+    for path in _HALVES if context.framework == "hf" else ():
+        meant = truth(document.get(*path))
+        if isinstance(document.get(*path), str) and meant is not None:
+            what = f"{show(document.get(*path))} is text, which is unequal to the Trainer's {path[0]}, and it stops"
+            yield Hit(path, what, show(meant), fix=fix("Write a boolean", replace(document, path, meant)))
+
+
+def _no_clipping(document: Document, context: Context) -> Iterator[Hit]:
+    if hugging_face(context) and not document.has("gradient_clipping"):
+        what = "without gradient_clipping nothing is clipped, whatever max_grad_norm and clip_grad_norm_ say"
+        correction = fix("Write auto", add(document, (), "gradient_clipping", AUTO), safe=False)
+        yield Hit(("gradient_clipping",), what, '"gradient_clipping": "auto", or 0.0 to have it so', fix=correction)
+
+
+_UNUSED: Mapping[str, str] = {
+    "activation_checkpointing": "the Trainer's gradient_checkpointing instead",
+    "pipeline": "nothing: remove the section",
+}
+
+
+def _unused(document: Document, context: Context) -> Iterator[Hit]:
+    for key, write in _UNUSED.items() if hugging_face(context) else ():
+        asked = key == "pipeline" or any(value not in (False, None, 0) for value in section(document, key).values())
+        if isinstance(document.get(key), dict) and asked:
+            yield Hit((key,), f"{key} has no effect: no model of Hugging Face reads it", write, "key")
+
+
+def _scheduler(document: Document, context: Context) -> Iterator[Hit]:
+    """WarmupDecayLR decays as the Trainer's own does unless told otherwise."""
+    value = document.get("scheduler", "type")
+    if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
+        what = f"{show(value)} is taken in place of the Trainer's lr_scheduler_type, without a word"
+        correction = fix("Remove the section", remove(document, ("scheduler",)), safe=False)
+        yield Hit(("scheduler",), what, "nothing, and lr_scheduler_type counts", "key", correction)
+
+
+def _batch_before_start(document: Document, context: Context) -> Iterator[Hit]:
+    ours = isinstance(document.get(OUR_SECTION), dict)
+    if context.framework == "hf" and ours and stage(document) == 3 and document.get("train_batch_size") == AUTO:
+        what = '"auto" fails on CPUs with stage 3: weights are partitioned before DeepSpeed counts more than one rank'
+        correction = fix("Remove it", remove(document, ("train_batch_size",)))
+        yield Hit(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu says enough", fix=correction)
+
+
+def _momentum(document: Document, context: Context) -> Iterator[Hit]:
+    """What the file gives as betas is compared with the method by the rules of that section."""
+    left_open = not document.has("optimizer") or document.get("optimizer", "params", "betas") == AUTO
+    path = (OUR_SECTION, "gradients", "method")
+    if context.framework == "hf" and document.get(*path) in ("demo", "dgc") and left_open:
+        what = f"{show(document.get(*path))} brings a momentum, and the Trainer's optimizer has one of 0.9 besides"
+        yield Hit(path, what, "--adam_beta1 0 on the command line (TrainingArguments(adam_beta1=0.0))")
+
+
+def _hf(**keys: object) -> str:
+    """Text of an example for Hugging Face."""
+    usual = {"train_micro_batch_size_per_gpu": AUTO, "gradient_clipping": AUTO, ZERO: {"stage": 0}}
+    return config(**{**usual, **keys})
 
 
 RULES = (
@@ -91,8 +178,8 @@ RULES = (
         _FAMILY,
         "Hugging Face needs a section zero_optimization.",
         "Accelerate, and the Trainer through it, stop without one (accelerate/utils/dataclasses.py).",
-        config(train_micro_batch_size_per_gpu=1),
-        config(train_micro_batch_size_per_gpu=1, zero_optimization={"stage": 0}),
+        config(train_micro_batch_size_per_gpu=1, gradient_clipping=AUTO),
+        _hf(train_micro_batch_size_per_gpu=1),
         _no_zero,
         raises("Please specify the ZeRO optimization config"),
         {"framework": "accelerate"},
@@ -105,8 +192,8 @@ RULES = (
         '"auto" bucket sizes need the hidden size of the model.',
         "Both take the sizes from model.config.hidden_size or hidden_sizes; the Trainer looks into text_config, too "
         "(transformers/integrations/deepspeed.py).",
-        config(train_micro_batch_size_per_gpu="auto", zero_optimization={"stage": 0, "reduce_bucket_size": "auto"}),
-        config(train_micro_batch_size_per_gpu="auto", zero_optimization={"stage": 0, "reduce_bucket_size": 500000000}),
+        _hf(zero_optimization={"stage": 0, "reduce_bucket_size": AUTO}),
+        _hf(zero_optimization={"stage": 0, "reduce_bucket_size": 500000000}),
         _no_hidden_size,
         raises("neither `hidden_size` nor `hidden_sizes`"),
         {"framework": "hf", "model": {"num_attention_heads": 4}},
@@ -116,10 +203,12 @@ RULES = (
         "hf-fixed-value",
         "info",
         _FAMILY,
-        "A number that the Trainer compares with its arguments.",
-        'The Trainer stops where the two differ (transformers/integrations/deepspeed.py); "auto" takes its own.',
-        config(train_micro_batch_size_per_gpu=4, zero_optimization={"stage": 0}),
-        config(train_micro_batch_size_per_gpu="auto", zero_optimization={"stage": 0}),
+        "Values that the Trainer compares with its arguments, beside others that are left to it.",
+        'The Trainer stops where the two differ (transformers/integrations/deepspeed.py); "auto" takes its own. A file '
+        "that fixes all batch sizes, or all of the optimizer, is taken to mean it; train_batch_size holds for one "
+        "number of ranks only.",
+        _hf(gradient_accumulation_steps=4),
+        _hf(),
         _fixed,
         raises("mismatch TrainingArguments"),
         _HF,
@@ -131,8 +220,8 @@ RULES = (
         _FAMILY,
         "Accelerate wants stand-ins for an optimizer or scheduler of the file.",
         "Accelerator.prepare refuses one in the file together with one in the program (accelerate/accelerator.py).",
-        trained(zero_optimization={"stage": 0}),
-        config(zero_optimization={"stage": 0}),
+        trained(zero_optimization={"stage": 0}, gradient_clipping=AUTO),
+        _hf(),
         _dummies,
         unproved("it depends on the program, not on the file"),
         {"framework": "accelerate"},
@@ -145,13 +234,100 @@ RULES = (
         "With stage 3 the Trainer saves no whole model.",
         "Weights are gathered for saving only if told so (runtime/zero/config.py); else the Trainer saves the "
         "partitions.",
-        config(train_micro_batch_size_per_gpu="auto", zero_optimization={"stage": 3}),
-        config(
-            train_micro_batch_size_per_gpu="auto",
-            zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-        ),
+        _hf(zero_optimization={"stage": 3}),
+        _hf(zero_optimization=_STAGE3),
         _no_gather,
         accepts("save_model writes no weights that from_pretrained reads"),
+        _HF,
+    ),
+    Rule(
+        "DSC715",
+        "hf-text-for-a-boolean",
+        "error",
+        _FAMILY,
+        "fp16 or bf16 is enabled or disabled by text.",
+        "DeepSpeed would convert it; the Trainer compares it with its own fp16 and bf16, which are booleans, and stops "
+        "(transformers/integrations/deepspeed.py).",
+        _hf(bf16={"enabled": "false"}),
+        _hf(bf16={"enabled": False}),
+        _text_for_boolean,
+        raises("mismatch TrainingArguments"),
+        _HF,
+    ),
+    Rule(
+        "DSC716",
+        "hf-no-clipping",
+        "warning",
+        _FAMILY,
+        "Hugging Face, and no gradient_clipping in the file.",
+        "DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing "
+        "(accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect.",
+        config(train_micro_batch_size_per_gpu=AUTO, zero_optimization={"stage": 0}),
+        _hf(),
+        _no_clipping,
+        accepts("gradients are not clipped, although the arguments say so"),
+        _HF,
+    ),
+    Rule(
+        "DSC717",
+        "hf-section-unused",
+        "warning",
+        _FAMILY,
+        "A section that nobody reads under Hugging Face.",
+        "activation_checkpointing is for programs that call deepspeed.checkpointing "
+        "(runtime/activation_checkpointing/checkpointing.py), pipeline for a PipelineModule (runtime/pipe/engine.py).",
+        _hf(activation_checkpointing={"partition_activations": True}),
+        _hf(),
+        _unused,
+        accepts("the section has no effect"),
+        _HF,
+    ),
+    Rule(
+        "DSC718",
+        "hf-scheduler-replaced",
+        "warning",
+        _FAMILY,
+        "The file has a scheduler, and so lr_scheduler_type has no effect.",
+        "The Trainer makes a scheduler only where the file has none (transformers/integrations/deepspeed.py). WarmupLR "
+        "never decays, where the Trainer's default falls to zero. WarmupDecayLR falls to zero too and is left out: "
+        "beside --lr_scheduler_type cosine it counts all the same.",
+        _hf(
+            optimizer={"type": "AdamW", "params": {"lr": AUTO}},
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": AUTO}},
+        ),
+        _hf(optimizer={"type": "AdamW", "params": {"lr": AUTO}}),
+        _scheduler,
+        accepts("the learning rate takes another course than the arguments say"),
+        _HF,
+    ),
+    Rule(
+        "DSC719",
+        "hf-stage-3-batch-on-cpu",
+        "info",
+        _FAMILY,
+        '"auto" at train_batch_size, with stage 3 and on CPUs.',
+        "A model that from_config or from_pretrained makes is partitioned at once, by a configuration whose batch "
+        "sizes are compared with the number of ranks (runtime/config.py). On CPUs DeepSpeed has not been started then "
+        "and counts one. Only for files with a section deepspeed_compress: on GPUs nothing is wrong.",
+        _hf(train_batch_size=AUTO, zero_optimization=_STAGE3, deepspeed_compress=_INSTALLED),
+        _hf(zero_optimization=_STAGE3, deepspeed_compress=_INSTALLED),
+        _batch_before_start,
+        unproved("it takes a model that is made while two ranks have the Trainer's arguments"),
+        _HF,
+    ),
+    Rule(
+        "DSC720",
+        "hf-momentum-twice",
+        "warning",
+        _FAMILY,
+        "dgc or demo, and an optimizer whose momentum the Trainer chooses.",
+        "The methods give gradients a momentum, so that the optimizer must have none. The Trainer makes the optimizer, "
+        'or fills in "betas": "auto", with its argument adam_beta1 (transformers/integrations/deepspeed.py), which is '
+        "0.9; betas in the file that differ from it, it refuses.",
+        _hf(deepspeed_compress={"gradients": {"method": "demo"}, **_INSTALLED}),
+        _hf(deepspeed_compress={"gradients": {"method": "blockwise"}, **_INSTALLED}),
+        _momentum,
+        unproved("it depends on the command line"),
         _HF,
     ),
 )

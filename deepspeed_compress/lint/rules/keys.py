@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.edits import fix, move, rename
-from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.hit import Fix, Hit, Path
 from deepspeed_compress.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
 from deepspeed_compress.lint.rule import Context, Rule, ignores, raises
-from deepspeed_compress.lint.rules.common import config, name, trained, zero
+from deepspeed_compress.lint.rules.common import config, hugging_face, name, trained, zero
 
 _FAMILY = "keys"
 _SAME_AS = {
@@ -25,52 +25,144 @@ _SAME_AS = {
     "lr": '"optimizer": {"params": {"lr": ...}}',
 }
 """Names that other programs, or DeepSpeed before, have for a key."""
+_NAMES_OF_OURS = frozenset(
+    {
+        OUR_SECTION,
+        "compress",
+        "compression",
+        "compressed",
+        "deepspeed_compression",
+        "deepspeedcompress",
+        "ds_compress",
+        "ds_compression",
+        "gradient_compression",
+        "communication_compression",
+    }
+)
+_NEARLY = 0.9
+_MANY, _SHOWN = 10, 8
+_PARTS_OF_OURS = frozenset({"gradients", "weights"})
 
 
-def _unknown(document: Document, *, strict: bool) -> Iterator[Hit]:
+def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
+    """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
+    strange: dict[Path, list[str]] = {}
+    close: list[tuple[Path, Section, str]] = []
     for path, section in unknown_keys(document, strict=strict):
-        if not places(path):
-            yield _unknown_hit(document, path, section)
+        place, key = _ours(document, path), str(path[-1])
+        if place is not None and path[:-1] == place[:-1]:
+            yield _ours_by_another_name(document, path)
+        elif place is not None or _elsewhere(path, section) or _unread(section, context):
+            continue
+        elif key in _SAME_AS:
+            yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
+        elif meant := _close(key, section):
+            close.append((path, section, meant))
+        else:
+            strange.setdefault(section.path, []).append(key)
+    for where, keys in strange.items():
+        yield _strange(where, keys)
+    for path, section, meant in close:
+        # Of another program's many keys some look like one of DeepSpeed's.
+        if len(strange.get(section.path, ())) <= _MANY:
+            yield _misspelled(document, path, section, meant)
 
 
-def _unknown_hit(document: Document, path: Path, section: Section) -> Hit:
-    key = str(path[-1])
-    where = name(section.path) or "the configuration"
+def _unread(section: Section, context: Context) -> bool:
+    """Whether another rule says that nobody reads the whole section."""
+    return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
+
+
+def _called(section: Path) -> str:
+    return name(section) or "the configuration"
+
+
+def _close(key: str, section: Section) -> str | None:
     # Our own section is a key that DeepSpeed leaves alone.
-    names = section.keys if section.path else {**section.keys, OUR_SECTION: None}
-    close = None if key in _SAME_AS else closest(key, names)
-    what = f'"{key}" is no key of {where}' + (f' (did you mean "{close}"?)' if close else "")
-    if close is None:
-        return Hit(path, what, _SAME_AS.get(key, "nothing: remove the key"), "key")
-    target = (*path[:-1], close)
-    # A guess, however close: the user decides.
-    correction = (
-        None if document.has(*target) else fix(f'Rename to "{close}"', rename(document, path, close), safe=False)
-    )
-    return Hit(path, what, f'"{close}", if you meant that', "key", correction)
+    return closest(key, section.keys if section.path else {**section.keys, OUR_SECTION: None})
+
+
+def _misspelled(document: Document, path: Path, section: Section, close: str) -> Hit:
+    what = f'"{path[-1]}" is no key of {_called(section.path)} (did you mean "{close}"?)'
+    return Hit(path, what, f'"{close}", if you meant that', "key", _renamed(document, path, close))
+
+
+def _strange(section: Path, keys: list[str]) -> Hit:
+    shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
+    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_called(section)}"
+    many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
+    write = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
+    return Hit((*section, keys[0]), what, write, "key")
+
+
+def _renamed(document: Document, path: Path, to: str) -> Fix | None:
+    """A guess, however close: the user decides."""
+    free = not document.has(*path[:-1], to)
+    return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
+
+
+def _ours(document: Document, path: Path) -> Path | None:
+    """The place of what belongs to our section and stands under another name, or elsewhere."""
+    key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
+    if not isinstance(value, dict):
+        return None
+    if key in _NAMES_OF_OURS or any(_has_method(value.get(part)) for part in _PARTS_OF_OURS):
+        return (OUR_SECTION,)
+    return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _has_method(value) else None
+
+
+def _has_method(value: object) -> bool:
+    return isinstance(value, dict) and "method" in value
+
+
+def _ours_by_another_name(document: Document, path: Path) -> Hit:
+    what = f'"{path[-1]}" is not the name of the section that compresses, and is ignored'
+    return Hit(path, what, f'"{OUR_SECTION}": rename it', "key", _renamed(document, path, OUR_SECTION))
 
 
 def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
+    """One finding for all keys of a section that belong into the same other one: a block that was copied."""
+    groups: dict[tuple[Path, ...], list[Path]] = {}
     for path, section in unknown_keys(document, strict=strict):
-        found = places(path)
-        if found:
-            yield _misplaced_hit(document, path, section, found)
+        place = _ours(document, path)
+        found = _elsewhere(path, section)
+        if place is not None and path[:-1] != place[:-1]:
+            yield _ours_elsewhere(document, path, place)
+        elif place is None and found:
+            groups.setdefault((section.path, *found), []).append(path)
+    for (section_path, *others), paths in groups.items():
+        yield _misplaced_hit(document, section_path, others, paths)
 
 
-def _misplaced_hit(document: Document, path: Path, section: Section, found: list[tuple[str, ...]]) -> Hit:
+def _elsewhere(path: Path, section: Section) -> list[tuple[str, ...]]:
+    """Other sections that have the key; none if it is nearly one of its own, as "stages" in zero_optimization."""
+    return [] if closest(str(path[-1]), section.keys, _NEARLY) else places(path)
+
+
+def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: list[Path]) -> Hit:
+    path, several = paths[0], len(paths) > 1
     where = [name(place) or "the outermost object" for place in found]
-    what = f'"{path[-1]}" is no key of {name(section.path) or "the outermost object"}, but of {" and ".join(where)}'
+    keys = ", ".join(f'"{path[-1]}"' for path in paths)
+    are = "are no keys" if several else "is no key"
+    what = f"{keys} {are} of {name(section) or 'the outermost object'}, but of {' and '.join(where)}"
     target: Path = (*found[0], path[-1])
     moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
-    return Hit(path, what, f"it inside {' or '.join(where)}", "key", moved)
+    return Hit(path, what, f"{'them' if several else 'it'} inside {' or '.join(where)}", "key", moved)
+
+
+def _ours_elsewhere(document: Document, path: Path, place: Path) -> Hit:
+    inside = name(path[:-1]) or "the outermost object"
+    what = f'"{path[-1]}" is no key of {inside}, where it compresses nothing'
+    moved = fix(f"Move to {name(place)}", move(document, path, place), safe=False)
+    return Hit(path, what, f"it as {name(place)}, not inside {inside}: move it", "key", moved)
 
 
 def _unknown_ignored(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _unknown(document, strict=False)
+    yield from _unknown(document, context, strict=False)
 
 
 def _unknown_refused(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _unknown(document, strict=True)
+    yield from _unknown(document, context, strict=True)
 
 
 def _misplaced_ignored(document: Document, context: Context) -> Iterator[Hit]:

@@ -15,7 +15,6 @@ from deepspeed_compress.lint.rules.common import (
     offload,
     optimizer,
     params,
-    section,
     show,
     stage,
     trained,
@@ -24,6 +23,8 @@ from deepspeed_compress.lint.rules.common import (
 _FAMILY = "optimizer"
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
+_FELT = 1e-4
+"""Weight decay from which its kind makes a difference; examples have 3e-7."""
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
@@ -133,7 +134,9 @@ def _adamw_mode(document: Document, context: Context) -> Iterator[Hit]:
 def _adam_decay(document: Document, context: Context) -> Iterator[Hit]:
     decay = number(document.get(*_PARAMS, "weight_decay"))
     given = document.has(*_PARAMS, "adam_w_mode")
-    if optimizer(document) == "adam" and decay is not None and decay > 0 and not given:
+    # The Trainer's own optimizer is AdamW, whose weight decay it writes here.
+    meant = given or context.framework == "hf"
+    if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'
         yield Hit(_TYPE, what, '"AdamW" if that is meant, or "adam_w_mode": false for L2 regularization')
 
@@ -150,13 +153,6 @@ def _legacy_fusion(document: Document, context: Context) -> Iterator[Hit]:
     if document.get("optimizer", "legacy_fusion") is True and not used:
         what = "true has no effect but with fp16, without ZeRO, and Adam"
         yield Hit(("optimizer", "legacy_fusion"), what, "nothing: remove the key")
-
-
-def _torch_offload(document: Document, context: Context) -> Iterator[Hit]:
-    path = (*_PARAMS, "torch_adam")
-    if section(document, *_PARAMS).get("torch_adam") is True and offload(document, "offload_optimizer"):
-        what = "true puts the slower Adam of torch into the place of DeepSpeedCPUAdam"
-        yield Hit(path, what, "false, unless you compare the two")
 
 
 RULES = (
@@ -325,23 +321,5 @@ RULES = (
         trained(),
         _legacy_fusion,
         accepts("the key has no effect"),
-    ),
-    Rule(
-        "DSC513",
-        "torch-adam-with-offload",
-        "warning",
-        _FAMILY,
-        "torch_adam with an offloaded optimizer.",
-        "torch_adam is looked at before offloading (runtime/engine.py); the vectorized CPU optimizer is not used.",
-        config(
-            optimizer={"type": "AdamW", "params": {"lr": 0.0001, "torch_adam": True}},
-            zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        ),
-        config(
-            optimizer={"type": "AdamW", "params": {"lr": 0.0001}},
-            zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        ),
-        _torch_offload,
-        accepts("steps take several times as long"),
     ),
 )

@@ -1,6 +1,6 @@
 """Pipelines: a `pipeline` section, or stages in ours, tell that the model is a PipelineModule."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.edits import fix, replace
@@ -8,6 +8,7 @@ from deepspeed_compress.lint.hit import Hit
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, warns
 from deepspeed_compress.lint.rules.common import (
     ZERO,
+    hugging_face,
     integer,
     is_true,
     number,
@@ -23,11 +24,24 @@ _FAMILY = "pipeline"
 _PIPELINE = {"pipeline": {"activation_checkpoint_interval": 1}}
 _TWO = {"world_size": 2}
 
+Check = Callable[[Document, Context], Iterator[Hit]]
+
 
 def _pipelined(document: Document) -> bool:
     return document.has("pipeline") or stages(document) > 1
 
 
+def _where_it_counts(check: Check) -> Check:
+    """`check`, but for programs in which the section `pipeline` has no effect."""
+
+    def checked(document: Document, context: Context) -> Iterator[Hit]:
+        if not (hugging_face(context) and document.has("pipeline")):
+            yield from check(document, context)
+
+    return checked
+
+
+@_where_it_counts
 def _zero23(document: Document, context: Context) -> Iterator[Hit]:
     # Stages of our own section are compared with ZeRO by that section's rules.
     if document.has("pipeline") and stage(document) in (2, 3):
@@ -36,12 +50,14 @@ def _zero23(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit((ZERO, "stage"), what, "1", fix=correction)
 
 
+@_where_it_counts
 def _overlap(document: Document, context: Context) -> Iterator[Hit]:
     if _pipelined(document) and is_true(document, ZERO, "overlap_comm") and stage(document) == 1:
         correction = fix("Write false", replace(document, (ZERO, "overlap_comm"), False))
         yield Hit((ZERO, "overlap_comm"), "true has no effect with pipelines", "false", fix=correction)
 
 
+@_where_it_counts
 def _partitioned(document: Document, context: Context) -> Iterator[Hit]:
     for key in ("pipe_partitioned", "grad_partitioned"):
         value = document.get("pipeline", key, default=True)
@@ -51,6 +67,7 @@ def _partitioned(document: Document, context: Context) -> Iterator[Hit]:
             yield Hit(("pipeline", key), f"{show(value)} is no boolean (allowed: true, false)", "true", fix=correction)
 
 
+@_where_it_counts
 def _interval(document: Document, context: Context) -> Iterator[Hit]:
     value = document.get("pipeline", "activation_checkpoint_interval", default=0)
     if number(value) is None:
@@ -60,12 +77,14 @@ def _interval(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit(path, f"{show(value)} is no number (allowed: 0 or more)", "1", fix=correction)
 
 
+@_where_it_counts
 def _world(document: Document, context: Context) -> Iterator[Hit]:
     count, world = integer(document.get("pipeline", "stages")), context.world_size
     if count is not None and count > 0 and world is not None and world % count:
         yield Hit(("pipeline", "stages"), f"{count} stages do not divide {world} ranks", f"a divisor of {world}")
 
 
+@_where_it_counts
 def _few_batches(document: Document, context: Context) -> Iterator[Hit]:
     count, steps = stages(document), integer(document.get("gradient_accumulation_steps", default=1))
     given = document.has("gradient_accumulation_steps") or document.get("train_batch_size") is None
@@ -75,11 +94,13 @@ def _few_batches(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit(("gradient_accumulation_steps",), what, f"{4 * count} or more")
 
 
+@_where_it_counts
 def _unmanaged(document: Document, context: Context) -> Iterator[Hit]:
     if _pipelined(document) and document.get("managed_gradient_accumulation", default=True) is False:
         yield Hit(("managed_gradient_accumulation",), "false is refused with pipelines", "true")
 
 
+@_where_it_counts
 def _layers(document: Document, context: Context) -> Iterator[Hit]:
     layers, count = integer((context.model or {}).get("num_hidden_layers")), stages(document)
     if layers is not None and count > layers + 2:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from deepspeed_compress.lint.document import Document
+from deepspeed_compress.lint.edits import fix, replace
 from deepspeed_compress.lint.hit import Hit
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
 from deepspeed_compress.lint.rules.common import (
@@ -14,9 +15,9 @@ from deepspeed_compress.lint.rules.common import (
     section,
     show,
     trained,
+    truth,
     zero,
 )
-from deepspeed_compress.lint.rules.precision import BF16, model_dtype
 
 _FAMILY = "precision"
 
@@ -42,18 +43,19 @@ def _window(document: Document, context: Context) -> Iterator[Hit]:
             yield Hit(("fp16", key), what, "1000" if key == "loss_scale_window" else "1")
 
 
-_DYNAMIC_ONLY = (
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-)
+_DYNAMIC_ONLY = {
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+"""Keys of a dynamic scale, and their defaults, which tell nothing."""
 
 
 def _static(document: Document, context: Context) -> Iterator[Hit]:
     scale = number(document.get("fp16", "loss_scale"))
-    unused = [key for key in _DYNAMIC_ONLY if key in section(document, "fp16")]
+    unused = [key for key, value in section(document, "fp16").items() if _DYNAMIC_ONLY.get(key, value) != value]
     if scale is not None and scale > 0 and unused:
         what = f"{show(scale)} is a fixed scale, with which {', '.join(unused)} have no effect (allowed: 0)"
         yield Hit(("fp16", "loss_scale"), what, "0 for a dynamic scale, or leave the others out")
@@ -71,11 +73,11 @@ def _autocast_weights(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit((ZERO, "zero_quantized_weights"), "true is refused together with torch_autocast", "false")
 
 
-def _autocast_twice(document: Document, context: Context) -> Iterator[Hit]:
-    model = model_dtype(document)
-    if is_true(document, "torch_autocast", "enabled") and model != "fp32":
-        what = f"true while the model is in {model}: there is nothing left to cast (allowed: one of the two)"
-        yield Hit(("torch_autocast", "enabled"), what, f'false, or "{model}": {{"enabled": false}}')
+def _cast_inputs(document: Document, context: Context) -> Iterator[Hit]:
+    path = ("fp16", "auto_cast")
+    if is_true(document, *path) and truth(document.get("fp16", "enabled", default=False)) is False:
+        what = "true casts the inputs to fp16, and fp16 is off: the model is in another format"
+        yield Hit(path, what, 'false, or "enabled": true', fix=fix("Write false", replace(document, path, False)))
 
 
 def _safe_modules(document: Document, context: Context) -> Iterator[Hit]:
@@ -119,8 +121,8 @@ RULES = (
         _FAMILY,
         "A fixed loss scale beside settings of the dynamic one.",
         "With loss_scale above 0 the dynamic scaler is not made (runtime/engine.py), and its settings have no effect.",
-        trained(fp16={"enabled": True, "loss_scale": 128, "initial_scale_power": 16}),
-        trained(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 16}),
+        trained(fp16={"enabled": True, "loss_scale": 128, "initial_scale_power": 8}),
+        trained(fp16={"enabled": True, "loss_scale": 0, "initial_scale_power": 8}),
         _static,
         accepts("the settings of the dynamic scale have no effect"),
     ),
@@ -151,16 +153,16 @@ RULES = (
     ),
     Rule(
         "DSC314",
-        "autocast-with-16-bit-model",
+        "inputs-cast-without-fp16",
         "warning",
         _FAMILY,
-        "torch_autocast with a model that is in 16 bits already.",
-        "torch_autocast keeps fp32 weights and casts for each operation (runtime/torch_autocast.py); fp16 and bf16 "
-        "convert the weights before.",
-        trained(bf16=BF16, torch_autocast={"enabled": True, "dtype": "bf16"}),
-        trained(torch_autocast={"enabled": True, "dtype": "bf16"}),
-        _autocast_twice,
-        accepts("the precision that autocast keeps is gone already"),
+        "fp16.auto_cast with fp16 off.",
+        "The engine casts what goes into the model whether fp16 is on or not (runtime/engine.py): floating-point "
+        "inputs meet weights of another type and the first step fails; token numbers stay as they are.",
+        trained(fp16={"enabled": False, "auto_cast": True}),
+        trained(fp16={"enabled": True, "auto_cast": True}),
+        _cast_inputs,
+        accepts("inputs are in fp16, weights are not"),
     ),
     Rule(
         "DSC315",

@@ -7,12 +7,24 @@ from deepspeed_compress.lint.edits import fix, rename, replace
 from deepspeed_compress.lint.hit import Hit
 from deepspeed_compress.lint.keys import closest, keys
 from deepspeed_compress.lint.rule import Context, Rule, accepts, ignores, raises, warns
-from deepspeed_compress.lint.rules.common import AUTO, number, params, show, trained
+from deepspeed_compress.lint.rules.common import (
+    AUTO,
+    bf16,
+    fp16,
+    listed,
+    number,
+    params,
+    show,
+    stage,
+    trained,
+    zero,
+)
 
 _FAMILY = "schedulers"
 _TYPE = ("scheduler", "type")
 _PARAMS = ("scheduler", "params")
 _WARMUPS = frozenset({"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
+_OWN = _WARMUPS | {"LRRangeTest", "OneCycle"}
 _TYPES = ("log", "linear")
 
 
@@ -81,7 +93,7 @@ def _warmup_steps(document: Document, context: Context) -> Iterator[Hit]:
 def _warmup_exceeds(document: Document, context: Context) -> Iterator[Hit]:
     total, default = _value(document, "total_num_steps"), 1000.0
     warmup = _value(document, "warmup_num_steps") if document.has(*_PARAMS, "warmup_num_steps") else default
-    if _name(document) in _WARMUPS and total is not None and warmup is not None and total < warmup:
+    if _name(document) in _WARMUPS and total is not None and warmup is not None and 0 < total < warmup:
         given = "" if document.has(*_PARAMS, "warmup_num_steps") else ", its default"
         what = f"{show(total)} is less than warmup_num_steps {int(warmup)}{given}: the rate never decays"
         yield Hit((*_PARAMS, "total_num_steps"), what, f"more than {int(warmup)}, or fewer steps of warm-up")
@@ -130,6 +142,23 @@ def _with(name: str | None, **keys: object) -> str:
 
 
 _PLAIN = _with("WarmupLR", warmup_max_lr=0.0001, warmup_num_steps=100)
+
+
+def _no_steps(document: Document, context: Context) -> Iterator[Hit]:
+    total = _value(document, "total_num_steps")
+    if _name(document) in _WARMUPS and total is not None and total <= 0:
+        what = f"{show(total)} steps: the rate falls to its least as soon as the warm-up ends"
+        yield Hit((*_PARAMS, "total_num_steps"), what, 'the number of steps of the run, or "auto" with Hugging Face')
+
+
+def _of_torch(document: Document, context: Context) -> Iterator[Hit]:
+    """DeepSpeed gives a scheduler its own optimizer, and those of torch want one of torch."""
+    wrapped = stage(document) in (1, 2, 3) or fp16(document) or bf16(document)
+    if _runs(document) and _name(document) not in _OWN and wrapped:
+        what = f"{show(_name(document))} is of torch, which refuses an optimizer of ZeRO, fp16 or bf16"
+        write = f"one of {listed(sorted(_OWN))}, or make it in the program"
+        yield Hit(_TYPE, what, write)
+
 
 RULES = (
     Rule(
@@ -276,5 +305,30 @@ RULES = (
         _without_optimizer,
         accepts("the learning rate stays constant"),
         {"framework": "deepspeed"},
+    ),
+    Rule(
+        "DSC532",
+        "no-steps-to-decay",
+        "error",
+        _FAMILY,
+        "total_num_steps is 0.",
+        "The rate is multiplied by what is left of the steps (runtime/lr_schedules.py), which is nothing; Hugging Face "
+        "compares the number with its own and stops.",
+        _with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=0),
+        _with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=100),
+        _no_steps,
+        accepts("nothing is learned after the warm-up"),
+    ),
+    Rule(
+        "DSC533",
+        "torch-scheduler-with-zero",
+        "error",
+        _FAMILY,
+        "A scheduler of torch with ZeRO, fp16 or bf16.",
+        "The scheduler is given the optimizer that DeepSpeed has wrapped (runtime/engine.py), which is none of torch.",
+        zero(1, also={"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}),
+        trained(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 100}}),
+        _of_torch,
+        raises("is not an Optimizer"),
     ),
 )

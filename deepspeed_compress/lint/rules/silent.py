@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.edits import fix, remove
 from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.keys import closest
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, warns
 from deepspeed_compress.lint.rules.common import (
     AUTO,
     config,
+    hugging_face,
     integer,
     listed,
     number,
@@ -41,7 +43,8 @@ _OPTIONAL = (
 def _not_enabled(document: Document, context: Context) -> Iterator[Hit]:
     for part in _OPTIONAL:
         settings = section(document, part)
-        if settings and "enabled" not in settings:
+        # A misspelled "enabled" has a finding of its own.
+        if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
             yield Hit((part,), what, '"enabled": true besides', "key")
 
@@ -70,7 +73,8 @@ _INERT: tuple[tuple[Path, str], ...] = (
 
 def _inert(document: Document, context: Context) -> Iterator[Hit]:
     for path, write in _INERT:
-        if document.has(*path):
+        # Hugging Face reads nothing of the whole section, which another rule says.
+        if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
             yield Hit(path, f'DeepSpeed accepts "{path[-1]}" and never looks at it', write, "key")
 
 
@@ -144,11 +148,10 @@ def _print_zero(document: Document, context: Context) -> Iterator[Hit]:
 
 def _contiguous(document: Document, context: Context) -> Iterator[Hit]:
     settings = section(document, "activation_checkpointing")
-    needs = ("partition_activations", "number_checkpoints")
-    missing = [key for key in needs if not settings.get(key)]
-    if settings.get("contiguous_memory_optimization") is True and missing:
+    alone = settings.get("contiguous_memory_optimization") is True and not settings.get("partition_activations")
+    if alone and not hugging_face(context):
         path = ("activation_checkpointing", "contiguous_memory_optimization")
-        yield Hit(path, f"true needs {' and '.join(missing)}", f"{' and '.join(missing)} besides, or false")
+        yield Hit(path, "true needs partition_activations", '"partition_activations": true besides, or false')
 
 
 def _autotuning(document: Document, context: Context) -> Iterator[Hit]:
@@ -329,16 +332,17 @@ RULES = (
     Rule(
         "DSC818",
         "contiguous-checkpointing",
-        "error",
+        "warning",
         _FAMILY,
         "contiguous_memory_optimization without what it needs.",
-        "Asserted when activation checkpointing is configured (runtime/activation_checkpointing/checkpointing.py).",
+        "Asserted where a program calls deepspeed.checkpointing.configure "
+        "(runtime/activation_checkpointing/checkpointing.py); where none does, the section has no effect. The number "
+        "of checkpoints, which it needs too, mostly comes from the program.",
         config(activation_checkpointing={"contiguous_memory_optimization": True}),
         config(
             activation_checkpointing={
                 "contiguous_memory_optimization": True,
                 "partition_activations": True,
-                "number_checkpoints": 4,
             }
         ),
         _contiguous,

@@ -1,10 +1,11 @@
 """Syntax: what cannot be read, or is read by one program and not by the other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from deepspeed_compress.lint.document import Document, Node
+from deepspeed_compress.lint.document import Document, Extension, Node
 from deepspeed_compress.lint.edits import fix, remove
-from deepspeed_compress.lint.hit import Hit, Path
+from deepspeed_compress.lint.hit import Fix, Hit, Path
+from deepspeed_compress.lint.placeholders import TEMPLATE, placeholders, shown
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
 from deepspeed_compress.lint.rules.common import config, hugging_face, show
 
@@ -47,11 +48,21 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
 
 
 def _only_hjson(document: Document, context: Context) -> Iterator[Hit]:
-    if hugging_face(context):
-        for extension in document.extensions:
-            words = _NAMES.get(extension.kind, f"a {extension.kind.replace('-', ' ')}".replace("a un", "an un"))
-            what = f"{words} is HJSON, which DeepSpeed reads and Hugging Face does not (allowed: JSON)"
-            yield Hit((), what, "JSON", fix=extension.fix, span=extension.span)
+    """One finding for each kind of syntax, at the first place of it."""
+    if not hugging_face(context):
+        return
+    for kind in dict.fromkeys(extension.kind for extension in document.extensions):
+        found = [extension for extension in document.extensions if extension.kind == kind]
+        words = _NAMES.get(kind, f"a {kind.replace('-', ' ')}".replace("a un", "an un"))
+        words += f", {len(found)} times," if len(found) > 1 else ""
+        what = f"{words} is HJSON, which DeepSpeed reads and Hugging Face refuses (allowed: JSON)"
+        yield Hit((), what, "JSON", fix=_as_json(found), span=found[0].span)
+
+
+def _as_json(extensions: Sequence[Extension]) -> Fix | None:
+    """All that can be said in JSON without losing anything."""
+    fixes = [extension.fix for extension in extensions if extension.fix is not None]
+    return fix(fixes[0].title, *(one.edits for one in fixes)) if fixes else None
 
 
 def _swallowed(document: Document, context: Context) -> Iterator[Hit]:
@@ -61,6 +72,15 @@ def _swallowed(document: Document, context: Context) -> Iterator[Hit]:
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
             yield Hit((), what, f'"{text.split(",")[0].strip()}" in quotes', span=extension.span)
+
+
+def _template(document: Document, context: Context) -> Iterator[Hit]:
+    found = placeholders(document)
+    if found:
+        first = shown(document, found[0])
+        many = f"{first} and {len(found) - 1} more stand" if len(found) > 1 else f"{first} stands"
+        what = f"{many} for a value that a script puts in: what depends on it is not examined"
+        yield Hit((), what, "values, or lint the file that the script makes", span=found[0])
 
 
 RULES = (
@@ -104,13 +124,13 @@ RULES = (
     Rule(
         "DSC004",
         "hjson-only-syntax",
-        "warning",
+        "error",
         _FAMILY,
         "Syntax that DeepSpeed reads and Hugging Face does not.",
         "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers and Accelerate open the "
         "file with Python's json (accelerate/utils/deepspeed.py) and refuse these.",
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 0},}\n',
-        config(zero_optimization={"stage": 0}),
+        '{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}\n',
+        config(gradient_clipping=1.0, zero_optimization={"stage": 0}),
         _only_hjson,
         raises("JSONDecodeError|Expecting|Illegal|not a valid base64|neither"),
         {"framework": "accelerate"},
@@ -126,5 +146,18 @@ RULES = (
         '{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: "first",\n    project: llm\n  }\n}\n',
         _swallowed,
         accepts("the group would be named with the comma"),
+    ),
+    Rule(
+        TEMPLATE,
+        "template",
+        "info",
+        _FAMILY,
+        "A template, into which a script puts values.",
+        "Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of "
+        "it can be examined.",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}\n',
+        config(zero_optimization={"stage": 0}),
+        _template,
+        raises("Input should be"),
     ),
 )

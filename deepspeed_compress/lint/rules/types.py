@@ -8,10 +8,11 @@ from deepspeed_compress.lint.hit import Hit, Path
 from deepspeed_compress.lint.keys import Key, keys, known_values
 from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
 from deepspeed_compress.lint.rules.common import (
-    AUTO,
+    ZERO,
     config,
     integer,
     listed,
+    means_auto,
     name,
     number,
     params,
@@ -26,6 +27,7 @@ _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
 # Kinds that have a rule of their own.
 _SECTIONS = frozenset({"object"})
+_STAGE: Path = (ZERO, "stage")
 
 
 def _kind(member: Member) -> str:
@@ -39,7 +41,7 @@ def _misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, M
     """Known keys whose value has another kind than DeepSpeed expects; "auto" is a matter of other rules."""
     for path, key, member in known_values(document, strict=strict):
         expected = {*key.kinds, *(("integer",) if "number" in key.kinds else ())}
-        if key.kinds and "any" not in expected and _kind(member) not in expected and member.value.value != AUTO:
+        if key.kinds and "any" not in expected and _kind(member) not in expected and not means_auto(member.value.value):
             yield path, key, member
 
 
@@ -62,7 +64,9 @@ def _numeric_text(value: object) -> float | None:
 def _string_boolean(document: Document, context: Context) -> Iterator[Hit]:
     for path, key, member in _misfits(document, strict=True):
         meant = _boolean_text(path, key, member)
-        if meant is not None:
+        # The Trainer stops at these.
+        compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
+        if meant is not None and not compared:
             what = f"{show(member.value.value)} is text (allowed: true, false)"
             correction = fix("Write a boolean", replace(document, path, meant))
             yield Hit(path, what, show(meant), fix=correction)
@@ -97,7 +101,7 @@ def _numeric_string_untyped(document: Document, context: Context) -> Iterator[Hi
 
 def _fraction(document: Document, context: Context) -> Iterator[Hit]:
     for path, key, member in _misfits(document, strict=True):
-        if member.value.kind == "number" and "integer" in key.kinds and _kind(member) == "number":
+        if member.value.kind == "number" and "integer" in key.kinds and _kind(member) == "number" and path != _STAGE:
             what = f"{show(member.value.value)} is a fraction (allowed: whole numbers)"
             found = number(member.value.value)
             yield Hit(path, what, "a whole number" if found is None else show(round(found)))
@@ -105,7 +109,7 @@ def _fraction(document: Document, context: Context) -> Iterator[Hit]:
 
 def _wrong_type(document: Document, context: Context) -> Iterator[Hit]:
     for path, key, member in _misfits(document, strict=True):
-        if not (_SECTIONS & {*key.kinds} or _has_own_rule(path, key, member)):
+        if not (_SECTIONS & {*key.kinds} or path == _STAGE or _has_own_rule(path, key, member)):
             what = f"{show(member.value.value)} has the wrong type (allowed: {' or '.join(key.kinds)})"
             yield Hit(path, what, f"a value of type {' or '.join(key.kinds)}")
 
@@ -113,8 +117,8 @@ def _wrong_type(document: Document, context: Context) -> Iterator[Hit]:
 def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
     value, kind = member.value.value, member.value.kind
     if kind == "string":
-        numeric = _NUMERIC & {*key.kinds} and (_numeric_text(value) if "number" in key.kinds else integer(value))
-        return _boolean_text(path, key, member) is not None or (numeric not in (None, False, frozenset()))
+        meant = _numeric_text(value) if "number" in key.kinds else integer(value)
+        return _boolean_text(path, key, member) is not None or bool(_NUMERIC & {*key.kinds} and meant is not None)
     boolean_number = kind == "number" and "boolean" in key.kinds and value in (0, 1)
     # True and false are 1 and 0 where a number is expected, but for fp16, which has a rule of its own.
     return boolean_number or (kind in ("bool", "number") and bool(_NUMERIC & {*key.kinds}))
@@ -154,7 +158,7 @@ _WORDS = {"above": "above", "least": "at least", "below": "below", "most": "at m
 def _out_of_range(document: Document, context: Context) -> Iterator[Hit]:
     for path, key, member in known_values(document, strict=True):
         value = number(member.value.value)
-        if value is not None and _outside(value, dict(key.limits)):
+        if value is not None and path != _STAGE and _outside(value, dict(key.limits)):
             allowed = " and ".join(f"{_WORDS[word]} {show(limit)}" for word, limit in key.limits.items())
             yield Hit(path, f"{show(value)} is out of range (allowed: {allowed})", f"a number {allowed}")
 
@@ -166,7 +170,8 @@ def _not_a_choice(document: Document, context: Context) -> Iterator[Hit]:
             member.value.kind == "string"
             and "string" in key.kinds
             and key.choices
-            and value not in (*key.choices, AUTO)
+            and value not in key.choices
+            and not means_auto(value)
         ):
             what = f"{show(value)} is not known (allowed: {listed(key.choices)})"
             close = next((choice for choice in key.choices if str(choice).lower() == value.lower()), None)

@@ -1,17 +1,22 @@
 """ZeRO: settings that contradict the stage, the optimizer, or the number of ranks."""
 
+import sys
 from collections.abc import Iterator
 
 from deepspeed_compress.lint.document import Document
 from deepspeed_compress.lint.edits import fix, replace
 from deepspeed_compress.lint.hit import Hit
-from deepspeed_compress.lint.keys import keys
-from deepspeed_compress.lint.rule import Context, Rule, accepts, raises
+from deepspeed_compress.lint.keys import closest, keys
+from deepspeed_compress.lint.rule import Context, Rule, accepts, raises, unproved
 from deepspeed_compress.lint.rules.common import (
     AUTO,
     ZERO,
+    bf16,
     config,
+    fp16,
     integer,
+    is_true,
+    means_auto,
     optimizer,
     section,
     show,
@@ -26,14 +31,18 @@ _FAMILY = "zero"
 
 def _stage_range(document: Document, context: Context) -> Iterator[Hit]:
     value = document.get(ZERO, "stage", default=0)
-    if value != AUTO and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
+    if isinstance(value, list) and document.get("autotuning", "enabled") is True:
+        return  # the stages that the autotuner tries
+    if not means_auto(value) and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
         yield Hit((ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", "0, 1, 2 or 3")
 
 
 def _no_stage(document: Document, context: Context) -> Iterator[Hit]:
     settings = section(document, ZERO)
     ours = document.get("deepspeed_compress", "parallelism", "zero_stage")
-    if settings and "stage" not in settings and ours is None:
+    # A key that is probably the stage, misspelled, has a finding of its own.
+    meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
+    if settings and "stage" not in settings and ours is None and not meant:
         yield Hit(
             (ZERO,), 'without "stage" ZeRO is off, and the other settings have no effect', '"stage": 2 besides', "key"
         )
@@ -97,15 +106,55 @@ def _odd_bucket(document: Document, context: Context) -> Iterator[Hit]:
         yield Hit(path, f"{size} is odd (allowed: even numbers)", str(size + 1), fix=correction)
 
 
-_ONLY_STAGE_3 = ("sub_group_size", "memory_efficient_linear", "module_granularity_threshold")
+_BUCKET = 500_000_000
+_ONLY_STAGE_3 = {
+    "sub_group_size": 1_000_000_000,
+    "memory_efficient_linear": True,
+    "module_granularity_threshold": 0,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_model_persistence_threshold": sys.maxsize,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_use_all_reduce_for_fetch_params": False,
+    "stage3_allgather_sequential": False,
+}
+"""Keys of stage 3, and their defaults. How a model is saved is no matter of the stage: nothing is in parts below 3."""
 
 
 def _stage3_keys(document: Document, context: Context) -> Iterator[Hit]:
-    """One finding for all keys of stage 3: configurations for several stages are common."""
-    found = [key for key in section(document, ZERO) if key.startswith("stage3_") or key in _ONLY_STAGE_3]
+    """One finding for all keys of stage 3 that ask for something: configurations for several stages are common."""
+    given = section(document, ZERO).items()
+    found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
     if found and stage(document) in (1, 2):
         what = f"{', '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with stage {stage(document)}"
         yield Hit((ZERO, found[0]), what, "stage 3, or remove what belongs to it", "key")
+
+
+def _double_buffers(document: Document, context: Context) -> Iterator[Hit]:
+    size = integer(document.get(ZERO, "reduce_bucket_size", default=_BUCKET))
+    contiguous = truth(document.get(ZERO, "contiguous_gradients", default=True)) is True
+    doubled = contiguous and is_true(document, ZERO, "overlap_comm") and stage(document) in (1, 2)
+    if context.gpu_memory is None or size is None or not doubled:
+        return
+    needed = 2 * size * (2 if fp16(document) or bf16(document) or _left_open(document) else 4)
+    if 10 * needed > context.gpu_memory:
+        what = (
+            f"overlap_comm keeps two buffers of reduce_bucket_size {size}: {needed / 2**30:.1f} GiB of "
+            f"{context.gpu_memory / 2**30:.0f}"
+        )
+        yield Hit((ZERO, "overlap_comm"), what, f'"reduce_bucket_size": {_less(size, needed, context.gpu_memory)}')
+
+
+def _less(size: int, needed: int, memory: int) -> int:
+    """A round number of elements that takes a twentieth of the memory at most."""
+    wanted = size * memory // (20 * needed)
+    return next((step for step in (200_000_000, 100_000_000, 50_000_000, 20_000_000) if step <= wanted), 10_000_000)
+
+
+def _left_open(document: Document) -> bool:
+    return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
 
 
 RULES = (
@@ -247,9 +296,23 @@ RULES = (
         _FAMILY,
         "Keys of stage 3 with stage 1 or 2.",
         "Only the optimizer of stage 3 is given these settings (runtime/engine.py).",
-        zero(2, stage3_max_live_parameters=1000000000),
-        zero(3, stage3_max_live_parameters=1000000000),
+        zero(2, stage3_max_live_parameters=200000000),
+        zero(3, stage3_max_live_parameters=200000000),
         _stage3_keys,
         accepts("the keys have no effect"),
+    ),
+    Rule(
+        "DSC424",
+        "overlap-buffers",
+        "warning",
+        _FAMILY,
+        "The two buffers of overlap_comm take much of the memory of the GPU.",
+        "With overlap_comm one buffer of reduce_bucket_size is filled while the other travels "
+        "(runtime/zero/stage_1_and_2.py), and both stay for the whole backward pass.",
+        zero(2, overlap_comm=True),
+        zero(2, overlap_comm=True, reduce_bucket_size=50000000),
+        _double_buffers,
+        unproved("it takes a GPU with little memory"),
+        {"gpu_memory": 16 * 2**30},
     ),
 )
