@@ -6,6 +6,7 @@ import warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer
 
     import deepspeed_compress.engine
     import deepspeed_compress.models
