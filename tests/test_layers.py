@@ -38,7 +38,7 @@ TABLE = {
     "version": allow(),
     "errors": allow(),
     "config": allow("errors", "pydantic pydantic_core hjson"),
-    "lint": allow("config errors", "yaml", lazily="pydantic"),
+    "lint": allow("config errors version", "yaml", lazily="pydantic"),
     "lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "kernels": allow("errors", "torch triton"),
     "compressors": allow("kernels", "torch"),
@@ -54,7 +54,7 @@ TABLE = {
     "policy": allow("config monitor", "numpy"),
     "plan": allow("config errors methods policy", lazily="matplotlib rich"),
     "idle": allow("errors"),
-    "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),
+    "build": allow("buckets codec compressors config feedback idle methods monitor reducers residuals", "torch"),
     "engine": allow(
         "build buckets builds config errors feedback kernels monitor naming policy reducers residuals state",
         "torch deepspeed packaging",
@@ -77,7 +77,7 @@ TABLE = {
     "tune": allow("config errors train.records", "rich", lazily="integrations matplotlib"),
     "tune.options": allow(),
     "tune.rank": allow("config errors integrations monitor tune.files", "torch deepspeed"),
-    "cli": allow("errors", lazily="builds config integrations report lint plan rich bench tune doctor"),
+    "cli": allow("errors version", lazily="builds config integrations report lint plan rich bench tune doctor"),
 }
 """Parts that a later version adds have their row already."""
 
