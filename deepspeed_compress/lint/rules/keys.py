@@ -47,8 +47,9 @@ _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
     """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
     strange: dict[Path, list[str]] = {}
-    close: list[tuple[Path, Section, str]] = []
-    for path, section in unknown_keys(document, strict=strict):
+    if others := _of_another_program(document, strict):
+        yield _strange((), others)
+    for path, section in _unknown_keys(document, strict):
         place, key = _ours(document, path), str(path[-1])
         if place is not None and path[:-1] == place[:-1]:
             yield _ours_by_another_name(document, path)
@@ -57,15 +58,23 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
         elif key in _SAME_AS:
             yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
         elif meant := _close(key, section):
-            close.append((path, section, meant))
+            yield _misspelled(document, path, section, meant)
         else:
             strange.setdefault(section.path, []).append(key)
     for where, keys in strange.items():
         yield _strange(where, keys)
-    for path, section, meant in close:
-        # Of another program's many keys some look like one of DeepSpeed's.
-        if len(strange.get(section.path, ())) <= _MANY:
-            yield _misspelled(document, path, section, meant)
+
+
+def _unknown_keys(document: Document, strict: bool) -> Iterator[tuple[Path, Section]]:
+    """Unknown keys that are meant for DeepSpeed: not those in the outermost object of another program's file."""
+    others = bool(_of_another_program(document, strict))
+    return (found for found in unknown_keys(document, strict=strict) if found[1].path or not others)
+
+
+def _of_another_program(document: Document, strict: bool) -> list[str]:
+    """Unknown keys of the outermost object, if there are many: some look like one of DeepSpeed's, others do not."""
+    found = [str(path[-1]) for path, section in unknown_keys(document, strict=strict) if not section.path]
+    return found if len(found) > _MANY else []
 
 
 def _unread(section: Section, context: Context) -> bool:
@@ -123,7 +132,7 @@ def _ours_by_another_name(document: Document, path: Path) -> Hit:
 def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
     """One finding for all keys of a section that belong into the same other one: a block that was copied."""
     groups: dict[tuple[Path, ...], list[Path]] = {}
-    for path, section in unknown_keys(document, strict=strict):
+    for path, section in _unknown_keys(document, strict):
         place = _ours(document, path)
         found = _elsewhere(path, section)
         if place is not None and path[:-1] != place[:-1]:
