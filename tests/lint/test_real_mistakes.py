@@ -292,6 +292,12 @@ def test_adam_is_adamw_in_the_trainer_too() -> None:
     assert "DSC509" in codes(BATCH | ZERO_2 | adam)
 
 
+def test_a_file_for_inference_has_another_tensor_parallel() -> None:
+    inference = {"replace_method": "auto", "tensor_parallel": {"enabled": True, "tp_size": 2}, "dtype": "fp16"}
+    assert codes(AUTO | ZERO_2 | inference, HF) == ["DSC104"]
+    assert codes(BATCH | {"tensor_parallel": {"enabled": True}}) == ["DSC101"]
+
+
 def test_words_that_nobody_fills_in_are_one_finding() -> None:
     block = {"stage": 2, "sub_group_size": "auto", "allgather_bucket_size": "auto"}
     found = only(AUTO | {"zero_optimization": block}, HF)

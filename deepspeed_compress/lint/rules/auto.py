@@ -52,6 +52,7 @@ _BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "param
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
 # What users name themselves.
 _NAMES = frozenset({"job_name", "group", "team", "project", "workspace", "experiment_name"})
+_OF_INFERENCE: Path = ("replace_method",)
 _OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
 
 
@@ -82,7 +83,8 @@ def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
     """One finding for all of them: a block of keys at the wrong place has many."""
     filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
-    left = [path for path, value in everything if value == AUTO and path not in filled and path[0] != OUR_SECTION]
+    left = [path for path, value in everything if value == AUTO and path not in filled]
+    left = [path for path in left if path[0] != OUR_SECTION and path != _OF_INFERENCE]
     if left:
         who = "the Trainer" if context.framework == "hf" else "Accelerate"
         what = f'{who} does not fill in "auto" at {", ".join(map(name, left))}, and stops'

@@ -39,6 +39,25 @@ _NAMES_OF_OURS = frozenset(
         "communication_compression",
     }
 )
+_INFERENCE = frozenset(
+    {
+        "enable_cuda_graph",
+        "injection_policy",
+        "injection_policy_tuple",
+        "kernel_inject",
+        "max_out_tokens",
+        "min_out_tokens",
+        "mp_size",
+        "replace_method",
+        "replace_with_kernel_inject",
+        "return_tuple",
+        "save_mp_checkpoint_path",
+        "training_mp_size",
+        "use_triton",
+    }
+)
+"""Keys of deepspeed.init_inference, which has a configuration of its own."""
+_SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
@@ -66,9 +85,26 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
 
 
 def _unknown_keys(document: Document, strict: bool) -> Iterator[tuple[Path, Section]]:
-    """Unknown keys that are meant for DeepSpeed: not those in the outermost object of another program's file."""
-    others = bool(_of_another_program(document, strict))
-    return (found for found in unknown_keys(document, strict=strict) if found[1].path or not others)
+    """Unknown keys that are meant for training: not those of inference, nor any in the outermost object of a file of
+    another program."""
+    others, inference = bool(_of_another_program(document, strict)), bool(_for_inference(document))
+    for path, section in unknown_keys(document, strict=strict):
+        inferring = inference and path[0] in _INFERENCE | _SHARED_WITH_INFERENCE
+        if not inferring and (section.path or not others):
+            yield path, section
+
+
+def _for_inference(document: Document) -> list[str]:
+    return [key for key in document.data if key in _INFERENCE]
+
+
+def _inference(document: Document, context: Context) -> Iterator[Hit]:
+    found = _for_inference(document)
+    if found:
+        several = len(found) > 1
+        what = f"{', '.join(found)} {'are keys' if several else 'is a key'} of deepspeed.init_inference"
+        what += f", and deepspeed.initialize ignores {'them' if several else 'it'}"
+        yield Hit((found[0],), what, "nothing for training; for inference this file is not examined further", "key")
 
 
 def _of_another_program(document: Document, strict: bool) -> list[str]:
@@ -234,5 +270,18 @@ RULES = (
         zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
         _misplaced_refused,
         raises("extra_forbidden"),
+    ),
+    Rule(
+        "DSC104",
+        "inference-keys",
+        "warning",
+        _FAMILY,
+        "Keys of DeepSpeed's inference engine.",
+        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
+        "in one for training its keys have no effect.",
+        config(replace_with_kernel_inject=True),
+        config(),
+        _inference,
+        ignores(),
     ),
 )
