@@ -147,8 +147,9 @@ def test_batch_sizes_may_come_from_a_program() -> None:
 
 
 def test_a_file_of_another_program_is_one_finding() -> None:
-    found = only(BATCH | {f"num-{word}-layers": 1 for word in "abcdefghijklmnop"} | {"pipe-parallel-size": 1})
-    assert (found.rule.code, "8 more" in found.message) == ("DSC100", True)
+    others = {f"num-{word}-layers": 1 for word in "abcdefghijklmnop"} | {"pipe-parallel-size": 1, "learning_rate": 1}
+    found = only(BATCH | others | {"num_workers": 2})
+    assert (found.rule.code, "11 more" in found.message) == ("DSC100", True)
 
 
 def test_activation_checkpointing_only_warns() -> None:
@@ -194,6 +195,12 @@ def test_a_template_has_one_hint_and_what_does_not_depend_on_it() -> None:
         (BATCH | {"profile_step": 1, "module_depth": -1, "top_modules": 1}, "DSC102"),
         (BATCH | {"compile": {"enabled": True, "backend": "inductor"}}, "DSC101"),
         (BATCH | {"mine": 1, "yours": 2}, "DSC100"),
+        (
+            BATCH
+            | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            | {"zero_optimization": {"stage": 2, "zero_allow_untested_optimizer": True}},
+            "DSC103",
+        ),
         (BATCH | {"bf16": {"enable": True}}, "DSC101"),
     ],
 )
@@ -201,15 +208,12 @@ def test_one_mistake_is_one_finding(config: dict[str, Any], code: str) -> None:
     assert only(config).rule.code == code
 
 
-def test_values_of_the_trainer_are_one_finding() -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}}
-    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
-    found = only({**batch, "optimizer": optimizer, **ZERO_2}, HF)
-    assert found.rule.code == "DSC712"
-    for argument in ("per_device_train_batch_size", "weight_decay", "adam_beta1"):
-        assert argument in found.message
-    assert "max_grad_norm" not in found.message
-    assert "adam_epsilon" not in found.message
+def test_only_what_the_trainer_calculates_is_doubtful() -> None:
+    """What is an argument of the Trainer is given there too; a mismatch of the rest depends on ranks and data."""
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0002, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}}
+    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    assert codes({**batch, "optimizer": optimizer, **ZERO_2}, HF) == []
+    assert codes({**batch, "train_batch_size": 64, **ZERO_2}, HF) == ["DSC712"]
 
 
 @pytest.mark.parametrize(
@@ -282,17 +286,23 @@ def test_what_was_missed_is_found_once(
     assert {rule.severity for rule in RULES if rule.code == code} == {severity}
 
 
-def test_who_fixes_everything_means_it() -> None:
-    optimizer = {"type": "AdamW", "params": {"lr": 0.0002, "weight_decay": 0.1}}
-    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-    assert codes({**batch, "optimizer": optimizer, **ZERO_2}, HF) == []
-    assert "train_batch_size" in only({**batch, "train_batch_size": 64, **ZERO_2}, HF).message
-
-
 def test_adam_is_adamw_in_the_trainer_too() -> None:
     adam = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": 0.1}}}
-    assert codes(AUTO | ZERO_2 | adam, HF) == ["DSC712"]
+    assert codes(AUTO | ZERO_2 | adam, HF) == []
     assert "DSC509" in codes(BATCH | ZERO_2 | adam)
+
+
+def test_a_file_for_inference_has_another_tensor_parallel() -> None:
+    inference = {"replace_method": "auto", "tensor_parallel": {"enabled": True, "tp_size": 2}, "dtype": "fp16"}
+    assert codes(AUTO | ZERO_2 | inference, HF) == ["DSC104"]
+    assert codes(BATCH | {"tensor_parallel": {"enabled": True}}) == ["DSC101"]
+
+
+def test_words_that_nobody_fills_in_are_one_finding() -> None:
+    block = {"stage": 2, "sub_group_size": "auto", "allgather_bucket_size": "auto"}
+    found = only(AUTO | {"zero_optimization": block}, HF)
+    assert found.rule.code == "DSC702"
+    assert "sub_group_size, zero_optimization.allgather_bucket_size" in found.message
 
 
 def test_hjson_under_hugging_face_is_one_finding_a_kind() -> None:

@@ -52,6 +52,7 @@ _BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "param
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
 # What users name themselves.
 _NAMES = frozenset({"job_name", "group", "team", "project", "workspace", "experiment_name"})
+_OF_INFERENCE: Path = ("replace_method",)
 _OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
 
 
@@ -79,12 +80,15 @@ def _defaulted(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
+    """One finding for all of them: a block of keys at the wrong place has many."""
     filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
-    for path, value in leaves(document.data) if hugging_face(context) else ():
-        if value == AUTO and path not in filled and path[0] != OUR_SECTION:
-            who = "the Trainer" if context.framework == "hf" else "Accelerate"
-            what = f'{who} does not fill in "auto" at {name(path)}, and stops'
-            yield Hit(path, what, "a value, or remove the key")
+    everything = leaves(document.data) if hugging_face(context) else ()
+    left = [path for path, value in everything if value == AUTO and path not in filled]
+    left = [path for path in left if path[0] != OUR_SECTION and path != _OF_INFERENCE]
+    if left:
+        who = "the Trainer" if context.framework == "hf" else "Accelerate"
+        what = f'{who} does not fill in "auto" at {", ".join(map(name, left))}, and stops'
+        yield Hit(left[0], what, "a value, or remove the key")
 
 
 def _misspelled(document: Document, context: Context) -> Iterator[Hit]:

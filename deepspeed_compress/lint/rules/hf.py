@@ -13,7 +13,7 @@ from deepspeed_compress.lint.rules.common import (
     ZERO,
     config,
     hugging_face,
-    name,
+    number,
     section,
     show,
     stage,
@@ -23,26 +23,13 @@ from deepspeed_compress.lint.rules.common import (
 
 _FAMILY = "hugging-face"
 _HF = {"framework": "hf"}
-_WHOLE_BATCH: Path = ("train_batch_size",)
-_CLIPPING: Path = ("gradient_clipping",)
 _HALVES: tuple[Path, ...] = (("fp16", "enabled"), ("bf16", "enabled"))
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-_ARGUMENTS: Mapping[Path, tuple[str, object]] = {
-    ("train_micro_batch_size_per_gpu",): ("per_device_train_batch_size", 8),
-    ("gradient_accumulation_steps",): ("gradient_accumulation_steps", 1),
-    ("train_batch_size",): ("their product with the number of ranks", None),
-    ("gradient_clipping",): ("max_grad_norm", 1.0),
-    ("optimizer", "params", "lr"): ("learning_rate", 5e-5),
-    ("optimizer", "params", "betas"): ("adam_beta1 and adam_beta2", [0.9, 0.999]),
-    ("optimizer", "params", "eps"): ("adam_epsilon", 1e-8),
-    ("optimizer", "params", "weight_decay"): ("weight_decay", 0.0),
-    ("scheduler", "params", "warmup_max_lr"): ("learning_rate", 5e-5),
-    ("scheduler", "params", "warmup_num_steps"): ("warmup_steps", 1),
-    ("scheduler", "params", "total_num_steps"): ("the number of steps", None),
-    ("fp16", "enabled"): ("fp16", False),
-    ("bf16", "enabled"): ("bf16", False),
+_CALCULATED: Mapping[Path, str] = {
+    ("train_batch_size",): "per_device_train_batch_size x gradient_accumulation_steps x ranks",
+    ("scheduler", "params", "total_num_steps"): "the number of steps of the run",
 }
-"""Settings that the Trainer compares with its own arguments, and what it takes for those unless they are given."""
+"""Settings that the Trainer compares with what it calculates; its other arguments are given, and so meant."""
 
 
 def _no_zero(document: Document, context: Context) -> Iterator[Hit]:
@@ -69,26 +56,12 @@ def _no_hidden_size(document: Document, context: Context) -> Iterator[Hit]:
 
 
 def _fixed(document: Document, context: Context) -> Iterator[Hit]:
-    """One finding for all of them: whether they are wrong, the command line decides."""
-    found = [path for path in _ARGUMENTS if context.framework == "hf" and _is_doubtful(document, path)]
-    if found:
-        values = ", ".join(f"{name(path)} {show(document.get(*path))} ({_ARGUMENTS[path][0]})" for path in found)
-        what = f"the Trainer stops unless its arguments are equal to {values}"
-        correction = fix("Write auto", *(replace(document, path, AUTO) for path in found), safe=False)
-        yield Hit(found[0], what, '"auto", which takes them from there', fix=correction)
-
-
-def _is_doubtful(document: Document, path: Path) -> bool:
-    """Whether a value is not what the Trainer has by itself, beside others that are left to it.
-
-    Who fixes everything of a kind means it, but for the whole batch, in which the number of ranks counts. Text is a
-    matter of other rules.
-    """
-    value, kind = document.get(*path), path[:-1]
-    if path in _HALVES or value is None or isinstance(value, str) or value == _ARGUMENTS[path][1]:
-        return False
-    beside = [document.get(*other) for other in _ARGUMENTS if other[:-1] == kind and other != _CLIPPING]
-    return path == _WHOLE_BATCH or (path != _CLIPPING and AUTO in beside)
+    for path, meaning in _CALCULATED.items() if context.framework == "hf" else ():
+        value = number(document.get(*path))
+        if value is not None and value > 0:
+            what = f"the Trainer stops unless {show(value)} is what it calculates: {meaning}"
+            correction = fix("Write auto", replace(document, path, AUTO), safe=False)
+            yield Hit(path, what, '"auto", which takes it from there', fix=correction)
 
 
 def _dummies(document: Document, context: Context) -> Iterator[Hit]:
@@ -203,11 +176,10 @@ RULES = (
         "hf-fixed-value",
         "info",
         _FAMILY,
-        "Values that the Trainer compares with its arguments, beside others that are left to it.",
-        'The Trainer stops where the two differ (transformers/integrations/deepspeed.py); "auto" takes its own. A file '
-        "that fixes all batch sizes, or all of the optimizer, is taken to mean it; train_batch_size holds for one "
-        "number of ranks only.",
-        _hf(gradient_accumulation_steps=4),
+        "A number that the Trainer calculates and compares.",
+        "The batch of all ranks holds for one number of ranks, and the number of steps for one set of data: the "
+        'Trainer stops where the file has others (transformers/integrations/deepspeed.py); "auto" takes its own.',
+        _hf(train_batch_size=24),
         _hf(),
         _fixed,
         raises("mismatch TrainingArguments"),

@@ -39,6 +39,25 @@ _NAMES_OF_OURS = frozenset(
         "communication_compression",
     }
 )
+_INFERENCE = frozenset(
+    {
+        "enable_cuda_graph",
+        "injection_policy",
+        "injection_policy_tuple",
+        "kernel_inject",
+        "max_out_tokens",
+        "min_out_tokens",
+        "mp_size",
+        "replace_method",
+        "replace_with_kernel_inject",
+        "return_tuple",
+        "save_mp_checkpoint_path",
+        "training_mp_size",
+        "use_triton",
+    }
+)
+"""Keys of deepspeed.init_inference, which has a configuration of its own."""
+_SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
@@ -47,8 +66,9 @@ _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
     """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
     strange: dict[Path, list[str]] = {}
-    close: list[tuple[Path, Section, str]] = []
-    for path, section in unknown_keys(document, strict=strict):
+    if others := _of_another_program(document, strict):
+        yield _strange((), others)
+    for path, section in _unknown_keys(document, strict):
         place, key = _ours(document, path), str(path[-1])
         if place is not None and path[:-1] == place[:-1]:
             yield _ours_by_another_name(document, path)
@@ -57,15 +77,40 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
         elif key in _SAME_AS:
             yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
         elif meant := _close(key, section):
-            close.append((path, section, meant))
+            yield _misspelled(document, path, section, meant)
         else:
             strange.setdefault(section.path, []).append(key)
     for where, keys in strange.items():
         yield _strange(where, keys)
-    for path, section, meant in close:
-        # Of another program's many keys some look like one of DeepSpeed's.
-        if len(strange.get(section.path, ())) <= _MANY:
-            yield _misspelled(document, path, section, meant)
+
+
+def _unknown_keys(document: Document, strict: bool) -> Iterator[tuple[Path, Section]]:
+    """Unknown keys that are meant for training: not those of inference, nor any in the outermost object of a file of
+    another program."""
+    others, inference = bool(_of_another_program(document, strict)), bool(_for_inference(document))
+    for path, section in unknown_keys(document, strict=strict):
+        inferring = inference and path[0] in _INFERENCE | _SHARED_WITH_INFERENCE
+        if not inferring and (section.path or not others):
+            yield path, section
+
+
+def _for_inference(document: Document) -> list[str]:
+    return [key for key in document.data if key in _INFERENCE]
+
+
+def _inference(document: Document, context: Context) -> Iterator[Hit]:
+    found = _for_inference(document)
+    if found:
+        several = len(found) > 1
+        what = f"{', '.join(found)} {'are keys' if several else 'is a key'} of deepspeed.init_inference"
+        what += f", and deepspeed.initialize ignores {'them' if several else 'it'}"
+        yield Hit((found[0],), what, "nothing for training; for inference this file is not examined further", "key")
+
+
+def _of_another_program(document: Document, strict: bool) -> list[str]:
+    """Unknown keys of the outermost object, if there are many: some look like one of DeepSpeed's, others do not."""
+    found = [str(path[-1]) for path, section in unknown_keys(document, strict=strict) if not section.path]
+    return found if len(found) > _MANY else []
 
 
 def _unread(section: Section, context: Context) -> bool:
@@ -123,7 +168,7 @@ def _ours_by_another_name(document: Document, path: Path) -> Hit:
 def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
     """One finding for all keys of a section that belong into the same other one: a block that was copied."""
     groups: dict[tuple[Path, ...], list[Path]] = {}
-    for path, section in unknown_keys(document, strict=strict):
+    for path, section in _unknown_keys(document, strict):
         place = _ours(document, path)
         found = _elsewhere(path, section)
         if place is not None and path[:-1] != place[:-1]:
@@ -225,5 +270,18 @@ RULES = (
         zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
         _misplaced_refused,
         raises("extra_forbidden"),
+    ),
+    Rule(
+        "DSC104",
+        "inference-keys",
+        "warning",
+        _FAMILY,
+        "Keys of DeepSpeed's inference engine.",
+        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
+        "in one for training its keys have no effect.",
+        config(replace_with_kernel_inject=True),
+        config(),
+        _inference,
+        ignores(),
     ),
 )

@@ -74,6 +74,7 @@ def _unused_path(document: Document, context: Context) -> Iterator[Hit]:
             yield Hit(
                 (ZERO, what, "nvme_path"), 'has no effect with device "cpu"', '"device": "nvme", or remove the key'
             )
+            return  # the other was copied with it
 
 
 def _client_offload(document: Document, context: Context) -> Iterator[Hit]:

@@ -23,8 +23,8 @@ from deepspeed_compress.lint.rules.common import (
 _FAMILY = "optimizer"
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
-_FELT = 1e-4
-"""Weight decay from which its kind makes a difference; examples have 3e-7."""
+_FELT = 0.05
+"""Weight decay from which its kind makes a difference; examples have 3e-7 to 0.01."""
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
@@ -273,8 +273,8 @@ RULES = (
         _FAMILY,
         "Adam with weight decay is AdamW.",
         "adam_w_mode is true unless given (runtime/config.py), unlike in torch.",
-        config(optimizer={"type": "Adam", "params": {"lr": 0.0001, "weight_decay": 0.01}}),
-        config(optimizer={"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.01}}),
+        config(optimizer={"type": "Adam", "params": {"lr": 0.0001, "weight_decay": 0.1}}),
+        config(optimizer={"type": "AdamW", "params": {"lr": 0.0001, "weight_decay": 0.1}}),
         _adam_decay,
         accepts("the same settings regularize differently in torch"),
     ),

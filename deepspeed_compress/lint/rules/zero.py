@@ -78,7 +78,8 @@ def _hpz_stage(document: Document, context: Context) -> Iterator[Hit]:
 def _untested(document: Document, context: Context) -> Iterator[Hit]:
     name = document.get("optimizer", "type")
     untested = {optimizer.lower() for optimizer in keys().untested_optimizers}
-    allowed = document.get("zero_allow_untested_optimizer")
+    # Inside zero_optimization it is refused, which another rule says.
+    allowed = document.get("zero_allow_untested_optimizer") or document.has(ZERO, "zero_allow_untested_optimizer")
     if isinstance(name, str) and name.lower() in untested and stage(document) in (1, 2, 3) and not allowed:
         what = f"{show(name)} is not tested with ZeRO, which refuses it"
         yield Hit(("optimizer", "type"), what, '"zero_allow_untested_optimizer": true besides, or "AdamW"')
