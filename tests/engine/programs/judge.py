@@ -92,21 +92,17 @@ def unlike(ours: Sequence[Result], plain: Sequence[Result], tolerance: Callable[
 
 def diverging(ours: Sequence[Result], plain: Sequence[Result]) -> str:
     """The first record in which ranks differ where DeepSpeed's do not, or that is not finite where DeepSpeed's is."""
-    for mine, theirs in zip_longest(
-        zip(*(result.records for result in ours), strict=True),
-        zip(*(result.records for result in plain), strict=True),
-        fillvalue=(NOTHING,) * len(ours),
-    ):
-        if mine[0][0] != theirs[0][0]:
-            return f"{mine[0][0]} for {theirs[0][0]}"
-        for rank, ((one, other), (expected, another)) in enumerate(
-            zip(pairwise(value for _, value in mine), pairwise(value for _, value in theirs), strict=True)
-        ):
-            if same(expected, another) and not same(one, other):
-                return f"ranks {rank}, {rank + 1}: {mine[0][0]} differs by {distance(one, other)}"
-        for (label, value), (_, expected) in zip(mine, theirs, strict=True):
-            if torch.isfinite(expected).all() and not torch.isfinite(value).all():
+    mine, theirs = [dict(result.records) for result in ours], [dict(result.records) for result in plain]
+    for rank, (values, expected) in enumerate(zip(mine, theirs, strict=True)):
+        if list(values) != list(expected):
+            return f"rank {rank}: other records"
+        for label, value in values.items():
+            if torch.isfinite(expected[label]).all() and not torch.isfinite(value).all():
                 return f"{label} is not finite"
+    for rank, ((one, other), (expected, another)) in enumerate(zip(pairwise(mine), pairwise(theirs), strict=True)):
+        for label in one.keys() & other.keys():
+            if same(expected[label], another[label]) and not same(one[label], other[label]):
+                return f"ranks {rank}, {rank + 1}: {label} differs by {distance(one[label], other[label])}"
     return ""
 
 
