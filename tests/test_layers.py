@@ -49,7 +49,7 @@ TABLE = {
     "reducers": allow("compressors.base compressors.cast buckets codec kernels", "torch"),
     "state": allow("errors residuals", "torch safetensors"),
     "monitor": allow("", "torch"),
-    "policy": allow("config monitor", "numpy"),
+    "policy": allow("config errors monitor", "numpy"),
     "plan": allow("config errors methods policy", lazily="matplotlib rich"),
     "idle": allow("errors"),
     "build": allow("codec compressors config feedback idle methods monitor reducers residuals", "torch"),

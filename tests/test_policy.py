@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Plan, Policy, Scheduled, ladder, timeline
 
@@ -307,3 +308,80 @@ def test_observations_without_figures_decide_nothing() -> None:
     run = Run()
     run.go(50, loss=None, norm=None)
     assert not run.events
+
+
+ROLLBACK = {"rollback": {"behind": 0.1, "patience": 5}, "window": 8, "loss_spike": 9.0}
+PHASES = {"phases": [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}], "total_steps": 40}
+
+
+def pinned() -> dict[str, Any]:
+    """The state of a policy that went back to the 8 bits of a former phase."""
+    policy = Policy(config(schedule=PHASES, guard=ROLLBACK), 40, lambda event: None)
+    for step, loss in enumerate([*falling(20), *[5.5] * 20], start=1):
+        policy.observe(Observation(step, grad_norm=1.0, loss=loss))
+        policy.begin(step)
+    saved: dict[str, Any] = json.loads(json.dumps(policy.saved()))
+    assert saved["pinned"] == {"method": "blockwise", "bits": 8}
+    return saved
+
+
+def resumed(saved: dict[str, Any], total: int | None, **section: Any) -> str:
+    policy = Policy(config(**section), total, lambda event: None)
+    policy.load(saved)
+    return brief(policy.begin(40).settings)
+
+
+def test_a_pin_holds_when_a_run_is_resumed() -> None:
+    assert resumed(pinned(), 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
+
+
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [
+        ({"schedule": PHASES}, "blockwise bits=2"),
+        ({"schedule": PHASES, "guard": {}}, "blockwise bits=2"),
+        ({"schedule": PHASES, "guard": {**ROLLBACK, "dry_run": True}}, "blockwise bits=2"),
+        ({"gradients": {"method": "sign"}, "guard": ROLLBACK}, "sign"),
+    ],
+)
+def test_a_pin_ends_with_the_section_that_allowed_it(section: dict[str, Any], settings: str) -> None:
+    with pytest.warns(CompressWarning, match='the guard held "blockwise bits=8"'):
+        assert resumed(pinned(), 40, **section) == settings
+
+
+def softened(**section: Any) -> tuple[dict[str, Any], Any]:
+    """The state of a guard that has taken one step towards no compression, and the policy that loads it."""
+    run = Run({"bits": 2}, on_anomaly="soften", window=8)
+    run.go(10)
+    run.go(3, norm=100.0)
+    assert run.plan.settings.bits == 4
+    return json.loads(json.dumps(run.policy.saved())), Policy(config(**section), None, lambda event: None)
+
+
+def test_a_level_of_the_guard_is_of_the_settings_that_it_softened() -> None:
+    """One step up from 2 bits are 4; from signs they would be other ones."""
+    saved, policy = softened(gradients={"method": "sign"}, guard={"window": 8})
+    with pytest.warns(CompressWarning, match='held "blockwise bits=4"'):
+        policy.load(saved)
+    assert brief(policy.begin(13).settings) == "sign"
+
+
+def test_a_level_stays_when_other_keys_are_edited() -> None:
+    saved, policy = softened(gradients={"bits": 2}, guard={"cooldown_steps": 9, "window": 8}, monitor={"every": 7})
+    policy.load(saved)
+    assert brief(policy.begin(13).settings) == "blockwise bits=4"
+
+
+def test_candidates_in_another_order_are_the_same_section() -> None:
+    def policy(*bits: int) -> Policy:
+        adaptive = {"candidates": [{"bits": one} for one in bits]}
+        return Policy(config(gradients={"bits": 8}, adaptive=adaptive, guard={}), None, lambda event: None)
+
+    assert policy(4, 2).saved()["of"] == policy(2, 4).saved()["of"] != policy(4).saved()["of"]
+
+
+def test_saved_settings_take_nothing_from_an_edited_section() -> None:
+    policy = Policy(config(gradients={"bits": 4}, guard={}), None, lambda event: None)
+    edited = Policy(config(gradients={"bits": 4, "min_numel": 7}, guard={}), None, lambda event: None)
+    edited.load(json.loads(json.dumps(policy.saved())))
+    assert edited._plan.settings.min_numel != 7

@@ -20,7 +20,7 @@ from deepspeed_compress.config.models import (
 )
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.overrides import Override
-from deepspeed_compress.config.patches import brief, patched
+from deepspeed_compress.config.patches import brief, patched, settings_of, written
 from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
@@ -56,6 +56,8 @@ __all__ = [
     "patched",
     "phase_ends",
     "read_ds_config",
+    "settings_of",
     "tensor_size",
     "total_steps",
+    "written",
 ]

@@ -1,7 +1,8 @@
 """The norm of the mean gradient, heard where DeepSpeed computes it before it steps, so that a step can be left out.
 
 DeepSpeed itself leaves out a step whose norm is not finite. So a step that the policy does not want gets the norm
-infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. An optimizer of torch alone
+infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. Of its loss scaler such a step
+is kept: no gradient has overflowed, so the scale stays and nothing is said of an overflow. An optimizer of torch alone
 has no such check; its `step` is exchanged.
 """
 
@@ -28,6 +29,8 @@ SEAMS = (
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups", ("args", "kwargs")),
     Seam("deepspeed.runtime.utils:combine_grad_norm_groups", ("norm_groups", "norm_type")),
     Seam("deepspeed.runtime.engine:clip_grad_norm_", ("parameters", "max_norm", "norm_type", "mpu")),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale", ("self", "has_overflow")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow")),
 )
 
 Judge = Callable[[Any], bool]
@@ -98,6 +101,7 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
     optimizer = engine.optimizer
     original, checks = optimizer.scaled_global_norm, optimizer.check_grad_overflow
+    scale = _Scale(optimizer)
 
     def scaled_global_norm(*args: Any, **options: Any) -> Any:
         norm = original(*args, **options)
@@ -105,21 +109,44 @@ def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
             return norm
         # In bf16 DeepSpeed looks at the norm only where it was asked to; its own pass over the gradients is over now.
         optimizer.check_grad_overflow = True
+        scale.stays = math.isfinite(_true(norm, 1.0))
         return math.inf
 
-    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm):
+    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm), scale.kept():
         yield
     optimizer.check_grad_overflow = checks
 
 
-def _zero_3(engine: Any, judge: Judge) -> AbstractContextManager[None]:
-    original = engine.optimizer._get_norm_groups
+@contextmanager
+def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
+    original, scale = engine.optimizer._get_norm_groups, _Scale(engine.optimizer)
 
     def _get_norm_groups(*args: Any, **options: Any) -> Any:
         groups = original(*args, **options)
-        return [math.inf] if judge(combine_grad_norm_groups(groups)) else groups
+        norm = combine_grad_norm_groups(groups)
+        if not judge(norm):
+            return groups
+        scale.stays = math.isfinite(_true(norm, 1.0))
+        return [math.inf]
 
-    return _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups)
+    with _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups), scale.kept():
+        yield
+
+
+class _Scale:
+    """The loss scale of `optimizer`; where it `stays`, the scaler does not hear of the step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.stays = False
+        self._optimizer = optimizer
+        self._update = optimizer._update_scale
+
+    def kept(self) -> AbstractContextManager[None]:
+        return _exchanged(self._optimizer, "_update_scale", self._update_scale)
+
+    def _update_scale(self, *args: Any, **options: Any) -> None:
+        if not self.stays:
+            self._update(*args, **options)
 
 
 def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:

@@ -81,7 +81,7 @@ class Prober:
             sample.sent += segment.numel if segment.owner != rank else segment.numel * others * everywhere
             count = max(1, segment.numel // (RATE * PIECE))
             stride = segment.numel // count
-            for first in range(0, count * stride, stride):
+            for first in range(0, count * stride, max(1, stride)):
                 piece = bucket.narrow(0, segment.offset + first, min(PIECE, stride)).to(torch.float32, copy=True)
                 sample.pieces.append(piece)
                 sample.stands_for.append(segment.numel / count / piece.numel())
@@ -91,9 +91,14 @@ class Prober:
         matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, called))
         return next(matches, len(self._adaptive.groups))
 
+    def forget(self) -> None:
+        """The samples of a step that is not measured."""
+        self._samples = self._fresh()
+
     def measure(self, group: ProcessGroup, waited: float, step: float) -> Measurement:
         """What all ranks have seen in a step that took `step` seconds and `waited` for messages. Collective."""
-        samples, self._samples = self._samples, self._fresh()
+        samples = self._samples
+        self.forget()
         joined = [sample.joined(self._device) for sample in samples]
         sent = [sample.sent for sample in samples]
         norms = [_weighted(x, weights) for x, weights in joined]
@@ -130,7 +135,9 @@ class Prober:
             torch.cuda.synchronize(self._device)
 
     def _probe(self, group: ProcessGroup) -> AlphaBeta:
-        """Latency and bandwidth of the link, the same on all ranks."""
+        """Latency and bandwidth of the link, the same on all ranks; nothing takes time where there is nobody else."""
+        if group.size() == 1:
+            return AlphaBeta(0.0, 0.0)
         large, seconds = SMALLEST // 4, [1.0, 1.0]
         while seconds[1] < CLEAR * seconds[0] and large < LARGEST:
             large *= 4

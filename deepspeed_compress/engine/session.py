@@ -171,17 +171,21 @@ class Session:
             norm = functools.partial(self._residual_norm, finished)
             self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         duties = self.policy.observe(seen)
-        if self._plan.probe and step_ms is not None:
-            self._adapt(step, step_ms)
+        if self._plan.probe:
+            self._adapt(finished, step_ms)
         if duties.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
         return duties.load_checkpoint
 
-    def _adapt(self, step: int, step_ms: float) -> None:
+    def _adapt(self, finished: FinishedStep, step_ms: float | None) -> None:
+        """Choose by this step, unless it was skipped or its time is not known: the next one is measured then."""
         assert self._prober is not None
+        if step_ms is None or not finished.applied:
+            self._prober.forget()
+            return
         waited = self.meter.milliseconds()["communicate"]
-        self.policy.adapt(step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
+        self.policy.adapt(finished.step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is part of no step.
         self._reporter.step_ended()
 
