@@ -130,7 +130,7 @@ def test_gradients_that_are_not_finite_tell_nothing_and_are_measured_again_soon(
     unknown = replace(seen(1e6), norms=(norm,), errors=((norm,), (0.0,), (norm,), (norm,)))
     before, after, evidence = adaptation.choose(2, unknown)
     assert (before, evidence) == (after, {})
-    assert [step for step in range(3, 60) if adaptation.due(step)][0] == 10
+    assert next(step for step in range(3, 60) if adaptation.due(step)) == 10
 
 
 def test_a_codec_that_overflows_is_not_chosen() -> None:

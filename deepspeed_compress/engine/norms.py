@@ -1,9 +1,9 @@
 """The norm of the mean gradient, heard where DeepSpeed computes it before it steps, so that a step can be left out.
 
 DeepSpeed itself leaves out a step whose norm is not finite. So a step that the policy does not want gets the norm
-infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. Of its loss scaler such a step
-is kept: no gradient has overflowed, so the scale stays and nothing is said of an overflow. An optimizer of torch alone
-has no such check; its `step` is exchanged.
+infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. Its loss scaler does not
+hear of it: no gradient has overflowed, so the scale stays, and nobody speaks of an overflow. An optimizer of torch
+alone has no such check; its `step` is exchanged.
 """
 
 import math

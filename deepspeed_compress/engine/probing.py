@@ -26,6 +26,8 @@ NUMEL = 2**20
 """Elements of the message by which sizes are told."""
 SMALLEST, LARGEST = 2**18, 2**22
 """Bytes of the larger probe of a link."""
+TICK = 1e-7
+"""Seconds that a message takes at least."""
 CLEAR = 3
 """Times as long as one of an eighth that it must take, or latency and other work on the machine hide the bandwidth."""
 
@@ -142,7 +144,9 @@ class Prober:
         while seconds[1] < CLEAR * seconds[0] and large < LARGEST:
             large *= 4
             sizes = [large // 8, large]
-            seconds = self._reduced(link_seconds(group, self._device, sizes), "MAX")
+            measured = link_seconds(group, self._device, sizes)
+            # A clock may not have moved.
+            seconds = [max(one, TICK) for one in self._reduced(measured, "MAX")]
         return fit(sizes, seconds)
 
     def _reduced(self, values: Sequence[float], operation: str) -> list[float]:

@@ -18,10 +18,10 @@ __all__ = ["Anomaly", "Guard", "GuardState", "Orders"]
 
 SKIPS = 5
 """Steps skipped in a row at most: after that the large norm is what training is."""
-PERSISTS = 3
-"""Figures in a row that are out of the ordinary before it counts: one or two are the batches that made them."""
+PERSISTS = 6
+"""Figures in a row that are out of the ordinary before it counts: a few are the batches that made them."""
 MOST = 0.9
-"""Part of the window that lies within what is usual: a run may have steps of two kinds, and the rarer one is usual too."""
+"""Part of the window that lies within what is usual: steps may be of two kinds, and the rarer one is usual too."""
 ENOUGH = 8
 """Residual norms without which none is usual, since looks at them are far apart."""
 DEVIATIONS = 6.0
@@ -41,8 +41,8 @@ class Anomaly:
 @dataclass(frozen=True)
 class GuardState:
     """What the guard remembers. `level`: steps up the ladder towards no compression, which has `floor` as its least;
-    `odd`: how many of a figure's last values were out of the ordinary; the rest are recent figures of applied steps,
-    and counters of optimizer steps."""
+    `odd`: how many of the last figures were out of the ordinary, by what is wrong with them; the rest are recent
+    figures of applied steps, and counters of optimizer steps."""
 
     level: int = 0
     floor: int = 0
@@ -91,7 +91,7 @@ class Guard:
         if not math.isfinite(norm):
             return True
         may = self.config.skip_steps and state.skipped < SKIPS
-        usual = _usual(state.norms, state.odd.get("grad_norm", 0), self.config.window)
+        usual = _usual(_before(state.norms, state.odd.get("exploding", 0), self.config.window))
         return may and usual is not None and norm > self.config.exploding**2 * usual > 0
 
     def damaged(self, state: GuardState, residual_norm: float) -> bool:
@@ -118,19 +118,24 @@ class Guard:
 
     def _judged(self, state: GuardState, seen: Observation) -> tuple[GuardState, tuple[Anomaly, ...]]:
         """What counts of what is out of the ordinary. A figure that was not taken says nothing."""
-        odd, found = dict(state.odd), []
+        odd = dict(state.odd)
+        found: dict[str, Anomaly] = {}
         for name, check in _CHECKS.items():
-            value = getattr(seen, name)
-            anomaly = None if value is None else _not_finite(name, value) or check(self.config, state, value)
-            if value is not None:
-                odd[name] = 0 if anomaly is None else odd.get(name, 0) + 1
-            if anomaly is not None and (anomaly.severe or odd[name] >= PERSISTS):
-                found.append(anomaly)
-        return replace(state, odd=odd), tuple(found)
+            value = getattr(seen, check.figure)
+            if value is None:
+                continue
+            anomaly = _judge(self.config, state, check, value)
+            odd[name] = 0 if anomaly is None else odd.get(name, 0) + 1
+            if anomaly is not None and (anomaly.severe or odd[name] >= check.patience(self.config)):
+                found[anomaly.reason] = anomaly
+        return replace(state, odd=odd), tuple(found.values())
 
     def _learned(self, state: GuardState, seen: Observation) -> tuple[GuardState, Anomaly | None]:
         """What is usual from now on. A skipped step leaves nothing: not its norm, nor its loss, which comes later."""
         norm, loss = seen.grad_norm if seen.applied else None, seen.loss if not state.skipped else None
+        # A batch without anything to learn from says nothing of the others' gradients.
+        if not norm or 0 < state.odd.get("vanishing", 0) < self.config.window:
+            norm = None
         skipped = 0 if seen.applied else state.skipped + 1
         # After so many in a row what was usual is no more.
         norms = self._longer(state.norms, norm) if skipped < SKIPS else ()
@@ -167,13 +172,15 @@ class Guard:
         return replace(state, behind=0, best=smoothed), Anomaly(reason, {"smoothed_loss": smoothed, "best": best})
 
 
-def _usual(known: tuple[float, ...], odd: int, enough: int) -> float | None:
-    """What most of the `known` figures do not exceed; None while they are fewer than `enough`. The last `odd` of them
-    are being judged, and do not say what is usual until they have persisted."""
-    if len(known) < enough:
-        return None
-    before = sorted(known[: len(known) - min(odd, PERSISTS)])
-    return before[math.ceil(MOST * len(before)) - 1]
+def _before(known: tuple[float, ...], odd: int, enough: int) -> tuple[float, ...]:
+    """What is known without the last `odd` figures, which are being judged, until they have persisted; nothing while
+    fewer than `enough` are."""
+    return known[: len(known) - min(odd, PERSISTS)] if len(known) >= enough else ()
+
+
+def _usual(known: tuple[float, ...]) -> float | None:
+    """What most of the `known` figures do not exceed; None without any."""
+    return sorted(known)[math.ceil(MOST * len(known)) - 1] if known else None
 
 
 def _deviation(known: tuple[float, ...]) -> float:
@@ -182,25 +189,21 @@ def _deviation(known: tuple[float, ...]) -> float:
     return statistics.median([abs(value - median) for value in known] or [0.0])
 
 
-def _not_finite(name: str, value: float) -> Anomaly | None:
-    return None if math.isfinite(value) else Anomaly(f"{name} not finite", {name: value}, severe=True)
+def _exploding(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
+    usual = _usual(_before(state.norms, state.odd.get("exploding", 0), config.window))
+    return _too_large("gradient norm", norm, usual, config.exploding)
 
 
-def _norm(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
-    usual = _usual(state.norms, state.odd.get("grad_norm", 0), config.window)
-    found = _too_large("gradient norm", norm, usual, config.exploding)
-    # A batch without anything to learn from has no gradient, and that is no loss of it.
-    if found is not None or len(state.norms) < config.window or not norm:
-        return found
-    median = statistics.median(state.norms)
-    if norm >= config.vanishing * median:
+def _vanishing(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
+    usual = _usual(_before(state.norms, 0, config.window))
+    if not norm or usual is None or norm >= config.vanishing * usual:
         return None
-    reason = f"gradient norm {norm:.3g} has vanished: the running median is {median:.3g}"
-    return Anomaly(reason, {"grad_norm": norm, "median": median})
+    reason = f"gradient norm {norm:.3g} has vanished: the usual one was {usual:.3g}"
+    return Anomaly(reason, {"grad_norm": norm, "usual": usual})
 
 
-def _residual(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
-    usual = _usual(state.residuals, state.odd.get("residual_norm", 0), ENOUGH)
+def _swollen(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
+    usual = _usual(_before(state.residuals, state.odd.get("residual_growth", 0), ENOUGH))
     return _too_large("residual norm", norm, usual, config.residual_growth)
 
 
@@ -212,16 +215,37 @@ def _too_large(name: str, value: float, usual: float | None, factor: float) -> A
     return Anomaly(reason, evidence, severe=value > factor**2 * usual)
 
 
-def _loss(config: GuardConfig, state: GuardState, loss: float) -> Anomaly | None:
-    usual = _usual(state.losses, state.odd.get("loss", 0), config.window)
-    deviation = _deviation(state.losses)
+def _spike(config: GuardConfig, state: GuardState, loss: float) -> Anomaly | None:
+    known = _before(state.losses, state.odd.get("loss_spike", 0), config.window)
+    usual, deviation = _usual(known), _deviation(known)
     if usual is None or loss <= usual + max(config.loss_spike * abs(usual), DEVIATIONS * deviation):
         return None
     evidence = {"loss": loss, "usual": usual, "deviation": deviation}
     return Anomaly(f"loss {loss:.4g} is far above the usual {usual:.4g}", evidence)
 
 
-Check = Callable[[GuardConfig, GuardState, float], Anomaly | None]
+@dataclass(frozen=True)
+class Check:
+    """What is judged of a `figure` of an observation. `patience`: how many in a row must be out of the ordinary."""
 
-_CHECKS: Mapping[str, Check] = MappingProxyType({"grad_norm": _norm, "loss": _loss, "residual_norm": _residual})
-"""By the figure of an observation that they judge."""
+    figure: str
+    find: Callable[[GuardConfig, GuardState, float], Anomaly | None]
+    patience: Callable[[GuardConfig], int] = lambda config: PERSISTS
+
+
+def _judge(config: GuardConfig, state: GuardState, check: Check, value: float) -> Anomaly | None:
+    if math.isfinite(value):
+        return check.find(config, state, value)
+    return Anomaly(f"{check.figure} not finite", {check.figure: value}, severe=True)
+
+
+_CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "exploding": Check("grad_norm", _exploding),
+        # Where rewards or labels are all alike for a while there is nothing to learn.
+        "vanishing": Check("grad_norm", _vanishing, lambda config: config.window),
+        "loss_spike": Check("loss", _spike),
+        "residual_growth": Check("residual_norm", _swollen),
+    }
+)
+"""By the key of the configuration that says what is out of the ordinary."""

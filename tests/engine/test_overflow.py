@@ -81,7 +81,7 @@ EXPLODES = 14
 
 
 def explode(rank: int, stage: int, extra: dict) -> dict:
-    """A step with a gradient that is far too large, and finite: what the guard, the loss scaler and the log say of it."""
+    """A step whose gradient is far too large, and finite: what the guard, the loss scaler and the log say of it."""
     get_accelerator().is_fp16_supported = lambda: True
     heard = Heard()
     logger.addHandler(heard)
