@@ -25,9 +25,11 @@ from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hie
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.secrets import MASK, masked
 from deepspeed_compress.config.section import find_problems, parse_section
 
 __all__ = [
+    "MASK",
     "SECTION",
     "Adaptive",
     "CompressConfig",
@@ -52,6 +54,7 @@ __all__ = [
     "find_notices",
     "find_problems",
     "json_schema",
+    "masked",
     "parse_section",
     "patched",
     "phase_ends",

@@ -52,6 +52,7 @@ def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], N
             if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
                 load_state(engine, Path(path).parent)
             synchronise()
+            session.journal.go_on(engine.global_steps)
             session.begin(engine.global_steps, loss_scale(engine))
         return path, client_state
 
@@ -67,6 +68,8 @@ def load_state(engine: Any, directory: Path) -> None:
     CompressWarning, and every memory starts empty.
     """
     session: Session = engine.compression
+    # Where the checkpoint does not say which run it is of.
+    session.journal.adopt(None)
     if not _remembers(session):
         return
     position = find_position(engine, session.config)

@@ -16,7 +16,7 @@ from deepspeed_compress.engine.observer import Losses, Means
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
-from deepspeed_compress.monitor import Event, Meter, StepStatistics
+from deepspeed_compress.monitor import Event, Journal, Meter, StepStatistics
 from deepspeed_compress.policy import Observation, Plan, Policy
 from deepspeed_compress.reducers import Done, Pending, Reducer, StepClock, cosine_with_truth, true_sum
 from deepspeed_compress.residuals import Residuals
@@ -71,6 +71,7 @@ class Session:
         events: Sequence[Event] = (),
         watch: Watch | None = None,
         prober: Prober | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -83,6 +84,7 @@ class Session:
         """Directory of the checkpoint that this run has saved last."""
         self.events = events
         """Decisions in this process so far."""
+        self.journal = journal or Journal(None)
         self._plan = Plan(config.gradients)
         self._reduction_of = reduction_of
         self._reporter = reporter
@@ -162,7 +164,8 @@ class Session:
         """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
         self._settle(finished)
         step, step_ms = finished.step, self._reporter.step_ended()
-        means = self._watch.losses.next(step_ms) if self._watch is not None else Means()
+        # A skipped step is shorter than others, and says nothing of them.
+        means = self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else Means()
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._reporter.due(step):
@@ -230,12 +233,14 @@ class Session:
     def decisions(self) -> dict[str, Any]:
         """What the next decisions depend on, as JSON has it; equal on all ranks."""
         return {
+            "run": self.journal.part.id,
             "policy": self.policy.saved(),
             "losses": self._watch.losses.saved() if self._watch is not None else None,
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `decisions` gave; call `begin` afterwards."""
+        self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
         if self._watch is not None:
             self._watch.losses.load(saved["losses"])
