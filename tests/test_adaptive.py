@@ -1,11 +1,17 @@
 """Which candidate is chosen, from measurements that say what each costs and loses."""
 
+import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed_compress.buckets import Partition, Segment
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section
+from deepspeed_compress.engine.probing import Prober
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy import Adaptive, AlphaBeta, Measurement
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.adaptive import allocate
@@ -116,6 +122,85 @@ def test_it_is_measured_every_so_often_and_when_steps_get_slow() -> None:
     assert adaptation.due(22)
     adaptation.choose(23, seen(1e9))
     assert not adaptation.due(24)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_tell_nothing_and_are_measured_again_soon(norm: float) -> None:
+    adaptation = Adaptation(section(probe_every=50))
+    unknown = replace(seen(1e6), norms=(norm,), errors=((norm,), (0.0,), (norm,), (norm,)))
+    before, after, evidence = adaptation.choose(2, unknown)
+    assert (before, evidence) == (after, {})
+    assert next(step for step in range(3, 60) if adaptation.due(step)) == 10
+
+
+def test_a_codec_that_overflows_is_not_chosen() -> None:
+    """The gradients are finite, and what one candidate makes of them is not."""
+    found = replace(seen(1e6), errors=((1e-4,), (0.0,), (math.nan,), (math.inf,)))
+    assert adaptive(max_error=1.0).choose((1,), found).candidates == (0,)
+
+
+def test_gradients_of_zero_and_ranks_that_send_nothing_choose_the_gentlest() -> None:
+    nothing = Measurement(((0.0,),) * 4, (0.0,), ((0.0,),) * 4, CODEC, AlphaBeta(0.0, 0.0), 0.0, 0.0)
+    assert adaptive().choose((2,), nothing).candidates in {(0,), (1,), (2,), (3,)}
+    lossy = replace(nothing, norms=(1.0,), errors=tuple((error,) for error in ERRORS))
+    assert brief(adaptive().settings(adaptive().choose((0,), lossy).candidates)) == "none"
+
+
+def test_what_a_candidate_does_not_send_costs_no_encoding_in_its_group_alone() -> None:
+    """Candidate 3 sends nothing at all, and 0 of the second group alone."""
+    found = replace(seen(1e8, groups=2), sizes=((0.0, 1.0), (0.0, 4.0), (0.0, 1.0), (0.0, 0.0)))
+    assert found.seconds((3, 0), (1, 1)) == pytest.approx(CODEC[0], rel=1e-3)
+
+
+def loaded(saved: dict[str, Any], **settings: Any) -> Adaptation:
+    found = Adaptation(section(**settings))
+    found.load(json.loads(json.dumps(saved)))
+    return found
+
+
+def chosen(*candidates: int, **settings: Any) -> dict[str, Any]:
+    found = Adaptation(section(**settings))
+    found._choice = candidates
+    return found.saved()
+
+
+def test_a_saved_choice_is_a_setting_whatever_the_order_of_candidates_is() -> None:
+    two_bits = chosen(3)
+    assert brief(loaded(two_bits).settings) == "blockwise bits=2"
+    assert brief(loaded(two_bits, candidates=[{"bits": 2}, {"method": "sign"}]).settings) == "blockwise bits=2"
+    assert loaded(two_bits).saved() == two_bits
+
+
+def test_a_saved_choice_belongs_to_a_pattern_whatever_the_order_of_groups_is() -> None:
+    saved = chosen(3, 2, 0, groups=["embed", "head"])
+    found = loaded(saved, groups=["head", "embed"])
+    assert found._choice == (2, 3, 0)
+
+
+def test_of_equal_patterns_the_first_is_saved() -> None:
+    assert loaded(chosen(3, 2, 0, groups=["embed", "."]), groups=["embed", "."])._choice[:2] == (3, 2)
+
+
+@pytest.mark.parametrize("settings", [{"candidates": [{"bits": 4}]}, {"groups": ["embed"]}])
+def test_a_choice_that_is_no_candidate_any_more_gives_way_to_what_is_written(settings: dict[str, Any]) -> None:
+    saved = chosen(3)
+    with pytest.warns(CompressWarning, match="no choice that is still among the candidates"):
+        found = loaded({**saved, "next": 90, "last": 40}, **settings)
+    assert brief(found.adaptive.settings((found._choice[0],) * len(found._choice))) == "blockwise bits=8"
+    assert found.due(48)
+
+
+def test_places_of_a_state_of_before_mean_nothing() -> None:
+    with pytest.warns(CompressWarning, match="until the next measurement"):
+        found = loaded({**chosen(3), "choice": [3]})
+    assert brief(found.settings) == "blockwise bits=8"
+
+
+def test_an_empty_segment_has_no_sample() -> None:
+    prober = Prober(adaptive(), str, 4, torch.device("cpu"))
+    segments = (Segment("a", 0, 0, 0, 0), Segment("b", 0, 8, 0, 1))
+    prober.see(torch.ones(8), Partition(segments, 2), 0, everywhere=False)
+    assert [piece.numel() for piece in prober._samples[0].pieces] == [8]
 
 
 WRONG = [

@@ -211,6 +211,8 @@ def test_bytes_are_those_of_the_payloads(ranks: int) -> None:
         for seen in on_ranks(ranks, case, walk(2)):
             assert seen.gather is not None
             assert seen.gather.meter.bytes_weights == 2 * payload * (ranks - 1)
+            exact = 2 * part * case.dtype.itemsize * (ranks - 1)
+            assert seen.gather.meter.bytes_weights_saved == exact - seen.gather.meter.bytes_weights
 
 
 def test_rounds_are_bounded() -> None:

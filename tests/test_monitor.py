@@ -1,12 +1,28 @@
+import errno
 import json
 import math
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from deepspeed_compress.monitor import KINDS, PHASES, Meter, StatisticsWriter, StepStatistics
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import (
+    KINDS,
+    PHASES,
+    Event,
+    EventLog,
+    Journal,
+    Meter,
+    StatisticsWriter,
+    StepStatistics,
+    write_configuration,
+)
 
 CPU = torch.device("cpu")
 STATISTICS = StepStatistics(
@@ -18,9 +34,11 @@ STATISTICS = StepStatistics(
     bytes_raw=300,
     bytes_uncompressed=4000,
     bytes_weights=2000,
+    bytes_weights_saved=6000,
     bytes_pipeline=700,
     bytes_tied=50,
     bytes_tensor=None,
+    total_ratio=3.4,
     ratio=4.0,
     compress_ms=1.5,
     communicate_ms=20.0,
@@ -46,9 +64,11 @@ LINE = {
     "bytes_raw": 300,
     "bytes_uncompressed": 4000,
     "bytes_weights": 2000,
+    "bytes_weights_saved": 6000,
     "bytes_pipeline": 700,
     "bytes_tied": 50,
     "bytes_tensor": None,
+    "total_ratio": 3.4,
     "ratio": 4.0,
     "compress_ms": 1.5,
     "communicate_ms": 20.0,
@@ -83,34 +103,41 @@ def lines(directory: Path) -> list[str]:
     return (directory / "compression.jsonl").read_text(encoding="utf-8").splitlines()
 
 
+def read(directory: Path) -> list[dict[str, Any]]:
+    """Lines without what they say of their run."""
+    found = [json.loads(line, parse_constant=refuse) for line in lines(directory)]
+    assert all(line.pop("run")["id"] == "run" for line in found)
+    return found
+
+
 def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
 def test_a_line_has_exactly_the_promised_fields(tmp_path: Path) -> None:
-    StatisticsWriter(str(tmp_path), None).write(STATISTICS)
-    assert [json.loads(line) for line in lines(tmp_path)] == [LINE]
+    StatisticsWriter(Journal(str(tmp_path), "run"), None).write(STATISTICS)
+    assert read(tmp_path) == [LINE]
 
 
 def test_lines_are_appended_across_writers_and_readable_at_once(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "run"
     for step in (1, 2, 3):
-        StatisticsWriter(str(directory), None).write(replace(STATISTICS, step=step))
+        StatisticsWriter(Journal(str(directory), "run"), None).write(replace(STATISTICS, step=step))
         assert [json.loads(line)["step"] for line in lines(directory)] == list(range(1, step + 1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
     sink = Sink()
-    StatisticsWriter(str(tmp_path), sink).write(replace(STATISTICS, residual_norm=value, cosine=value))
-    [line] = lines(tmp_path)
-    assert json.loads(line, parse_constant=refuse) == {**LINE, "residual_norm": None, "cosine": None}
+    StatisticsWriter(Journal(str(tmp_path), "run"), sink).write(replace(STATISTICS, residual_norm=value, cosine=value))
+    [line] = read(tmp_path)
+    assert line == {**LINE, "residual_norm": None, "cosine": None}
     assert all(math.isfinite(number) for _, number, _ in sink.events)
 
 
 def test_every_number_is_an_event_at_the_samples_seen() -> None:
     sink = Sink()
-    StatisticsWriter(None, sink).write(STATISTICS)
+    StatisticsWriter(Journal(None), sink).write(STATISTICS)
     labels, unknown = ("step", "samples", "method", "rank", "settings", "slowest_rank"), ("bytes_tensor", "cosine")
     names = {name: value for name, value in LINE.items() if name not in labels + unknown} | {"time_ms": 22.0}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
@@ -118,13 +145,13 @@ def test_every_number_is_an_event_at_the_samples_seen() -> None:
 
 def test_a_disabled_sink_gets_nothing() -> None:
     sink = Sink(enabled=False)
-    StatisticsWriter(None, sink).write(STATISTICS)
+    StatisticsWriter(Journal(None), sink).write(STATISTICS)
     assert sink.events == []
 
 
 def test_without_a_directory_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    StatisticsWriter(None, None).write(STATISTICS)
+    StatisticsWriter(Journal(None), None).write(STATISTICS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +168,7 @@ def test_phases_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sizes_of_a_meter_are_the_bytes_of_a_line() -> None:
     sizes = Meter(bytes_sent=1, bytes_tensor=2).sizes()
     assert sizes == {name: {"bytes_sent": 1, "bytes_tensor": 2}.get(name, 0) for name in LINE if "bytes_" in name}
-    assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed"}
+    assert set(KINDS) == sizes.keys() - {"bytes_raw", "bytes_uncompressed", "bytes_weights_saved"}
 
 
 def test_a_step_begins_with_an_empty_meter() -> None:
@@ -161,3 +188,104 @@ def test_phases_are_ranges_of_the_profiler() -> None:
                 torch.zeros(1)
     found = {event.key for event in trace.key_averages()}
     assert {f"deepspeed_compress.{name}" for name in PHASES} <= found
+
+
+EVENT = Event(7, "anomaly", "why", {"norm": math.inf}, "sign", "none")
+
+
+def run_of(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(lines(directory)[-1])["run"]
+    return found
+
+
+def test_a_line_says_which_run_and_process_it_is_of(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), "a", 4)
+    StatisticsWriter(journal, None).write(STATISTICS)
+    assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("a", 4)
+    journal.go_on(9)
+    journal.adopt("b")
+    StatisticsWriter(journal, None).write(STATISTICS)
+    assert (run_of(tmp_path)["id"], run_of(tmp_path)["since"]) == ("b", 9)
+    assert len({json.loads(line)["run"]["started"] for line in lines(tmp_path)}) == 1
+
+
+@pytest.mark.parametrize("last", ["", '{"step": 1}\n', '{"step": 1, "run": 3}\n', "?\n", '"text"\n', None])
+def test_a_run_that_nobody_names_keeps_its_own_name(last: str | None, tmp_path: Path) -> None:
+    if last is not None:
+        (tmp_path / "compression.jsonl").write_text(last)
+    journal = Journal(str(tmp_path), "own")
+    journal.adopt(None)
+    assert journal.part.id == "own"
+
+
+def test_a_resumed_run_without_a_state_is_the_last_one_of_its_directory(tmp_path: Path) -> None:
+    StatisticsWriter(Journal(str(tmp_path), "former"), None).write(STATISTICS)
+    journal = Journal(str(tmp_path), "own")
+    journal.adopt(None)
+    assert journal.part.id == "former"
+
+
+def test_a_line_that_was_cut_short_gives_way_to_the_next(tmp_path: Path) -> None:
+    StatisticsWriter(Journal(str(tmp_path), "run"), None).write(STATISTICS)
+    with (tmp_path / "compression.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "byt')
+    StatisticsWriter(Journal(str(tmp_path), "run"), None).write(replace(STATISTICS, step=5))
+    assert [line["step"] for line in read(tmp_path)] == [3, 5]
+
+
+def write_all(journal: Journal, *steps: int) -> None:
+    for step in steps:
+        StatisticsWriter(journal, None).write(replace(STATISTICS, step=step))
+        EventLog(journal, writes=True).tell(replace(EVENT, step=step))
+
+
+def test_what_cannot_be_written_is_told_once_and_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    journal = Journal(str(tmp_path / "file" / "run"), "run")
+    with pytest.warns(CompressWarning, match="monitor/path.*cannot be written") as told:
+        write_all(journal, 1, 2)
+    write_configuration(journal, {})
+    assert len(told) == 1
+
+
+def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), "run")
+    write_all(journal, 1)
+    append = "deepspeed_compress.monitor.journal._append"
+    with mock.patch(append, no_space), pytest.warns(CompressWarning, match="No space left") as told:
+        write_all(journal, 2, 3)
+    write_all(journal, 4)
+    assert [line["step"] for line in read(tmp_path)] == [1, 4]
+    assert len(told) == 1
+
+
+def no_space(path: Path, line: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(line[:10])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_directory_that_vanished_is_made_again(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "run"), "run")
+    write_all(journal, 1)
+    shutil.rmtree(tmp_path / "run")
+    write_all(journal, 2)
+    assert [line["step"] for line in read(tmp_path / "run")] == [2]
+
+
+def test_a_service_that_fails_stops_nobody(tmp_path: Path) -> None:
+    class Failing(Sink):
+        def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+            raise ConnectionError("no such host")
+
+    writer = StatisticsWriter(Journal(str(tmp_path), "run"), Failing())
+    with pytest.warns(CompressWarning, match="no such host"):
+        writer.write(STATISTICS)
+    writer.write(STATISTICS)
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_copy_of_the_configuration_has_no_secrets(tmp_path: Path) -> None:
+    write_configuration(Journal(str(tmp_path)), {"comet": {"api_key": "abc"}, "train_batch_size": 4})
+    text = (tmp_path / "ds_config.json").read_text()
+    assert json.loads(text) == {"comet": {"api_key": "***"}, "train_batch_size": 4}

@@ -2,12 +2,14 @@
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Plan, Policy, Scheduled, ladder, timeline
 
@@ -116,7 +118,7 @@ class Run:
 
     def __init__(self, gradients: dict[str, Any] | None = None, **guard: Any) -> None:
         self.events: list[Event] = []
-        self.config = config(gradients=gradients or {"bits": 4}, guard=guard)
+        self.config = config(gradients=gradients or {"bits": 4}, guard={"window": 8, **guard})
         self.policy = Policy(self.config, None, self.events.append)
         self.step = 0
         self.plan = self.policy.begin(0)
@@ -133,20 +135,27 @@ class Run:
         return [event.kind for event in self.events]
 
 
-ANOMALIES: list[tuple[dict[str, Any], str]] = [
-    ({"norm": 21.0}, "gradient norm 21 is 21 times"),
+SEVERE: list[tuple[dict[str, Any], str]] = [
+    ({"norm": 401.0}, "gradient norm 401 is 401 times what is usual"),
     ({"norm": math.inf, "applied": False}, "grad_norm not finite"),
-    ({"norm": 1e-5}, "vanished"),
-    ({"loss": 6.6}, "loss 6.6 is far above"),
     ({"loss": math.nan}, "loss not finite"),
+    ({"residual_norm": 301.0}, "residual norm 301 is 100 times what is usual"),
+]
+PERSISTENT: list[tuple[dict[str, Any], str]] = [
+    ({"norm": 21.0}, "gradient norm 21 is 21 times what is usual"),
+    ({"norm": 1e-5}, "vanished"),
+    ({"loss": 6.6}, "loss 6.6 is far above the usual 5"),
     ({"residual_norm": 31.0}, "residual norm 31 is 10.3 times"),
 ]
 
 
-@pytest.mark.parametrize(("seen", "words"), ANOMALIES)
-def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("seen", "words", "times"), [(*one, 1) for one in SEVERE] + [(*one, 6) for one in PERSISTENT])
+def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str, Any], words: str, times: int) -> None:
     run = Run(cooldown_steps=3)
-    assert brief(run.go(10, residual_norm=3.0).settings) == "blockwise bits=4"
+    run.go(10, residual_norm=3.0)
+    times = times if "vanished" not in words else run.config.guard.window
+    assert brief(run.go(times - 1, **seen).settings if times > 1 else run.plan.settings) == "blockwise bits=4"
+    assert not run.events
     plan = run.go(**seen)
     assert (plan.settings.method, plan.drain) == ("none", True)
     assert run.duties.check_residuals
@@ -164,45 +173,100 @@ def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str
 
 
 @pytest.mark.parametrize(
-    "seen", [{"norm": 19.0}, {"norm": 2e-4}, {"loss": 6.4}, {"residual_norm": 29.0}, {"loss": None}]
+    "seen", [{"norm": 19.0}, {"norm": 2e-4}, {"norm": 0.0}, {"loss": 6.4}, {"residual_norm": 29.0}, {"loss": None}]
 )
 def test_what_is_usual_is_no_anomaly(seen: dict[str, Any]) -> None:
     run = Run()
     run.go(10, residual_norm=3.0)
-    run.go(**seen)
+    run.go(12, **seen)
+    assert not run.events
+
+
+@pytest.mark.parametrize(("seen", "_"), PERSISTENT)
+def test_what_a_few_batches_do_is_no_anomaly(seen: dict[str, Any], _: str) -> None:
+    run = Run()
+    run.go(10, residual_norm=3.0)
+    for _ in range(20):
+        run.go(5, **seen)
+        run.go(12, residual_norm=3.0)
+    assert not run.events
+
+
+@pytest.mark.parametrize(("seen", "_"), [*SEVERE[:1], *PERSISTENT[:3]])
+def test_before_a_whole_window_is_known_nothing_is_unusual(seen: dict[str, Any], _: str) -> None:
+    run = Run(window=64)
+    run.go(63)
+    assert not run.policy.skips(1e9)
+    run.go(1, **seen)
+    assert not run.events
+
+
+def test_steps_of_two_kinds_are_both_usual() -> None:
+    """Where one step in eight has no gradient worth the name but the noise, or a thousand times as much."""
+    run = Run(window=64)
+    for step in range(400):
+        run.go(norm=1.0 if step % 8 < 3 or step < 64 else 1e-6, loss=2.0 + (step % 8 < 3))
+        assert not run.policy.skips(1.0)
+    assert not run.events
+
+
+def test_losses_below_zero_are_not_behind_their_best() -> None:
+    run = Run(rollback={"behind": 0.05, "patience": 5})
+    run.go(60, loss=-5.0)
+    assert not run.events
+
+
+def test_chance_is_not_behind_the_best() -> None:
+    """Losses of small batches: their mean over a window varies by more than a twentieth, and training is as it was."""
+    run, noise = Run(window=64, rollback={"patience": 20}), random.Random(0)
+    for _ in range(2000):
+        run.go(loss=noise.expovariate(10.0))
     assert not run.events
 
 
 def test_softening_takes_one_step_each_time() -> None:
     run = Run(on_anomaly="soften", cooldown_steps=9)
     run.go(10)
-    assert brief(run.go(norm=100.0).settings) == "blockwise bits=8"
-    assert brief(run.go(norm=100.0).settings) == "none"
-    assert brief(run.go(norm=100.0).settings) == "none"
+    assert brief(run.go(norm=1e3).settings) == "blockwise bits=8"
+    assert brief(run.go(norm=1e4, applied=False).settings) == "none"
+    assert brief(run.go(norm=1e4, applied=False).settings) == "none"
 
 
 @pytest.mark.parametrize("guard", [{"on_anomaly": "report"}, {"dry_run": True}])
 def test_reports_change_nothing(guard: dict[str, Any]) -> None:
     run = Run(**guard)
     run.go(10)
-    assert brief(run.go(norm=100.0).settings) == "blockwise bits=4"
+    assert brief(run.go(norm=1000.0).settings) == "blockwise bits=4"
     [event] = run.events
     assert event.dry_run == guard.get("dry_run", False)
-    assert not guard.get("dry_run") or not run.policy.skips(100.0)
+    assert not guard.get("dry_run") or not run.policy.skips(1000.0)
 
 
-def test_exploding_steps_are_skipped_but_not_for_ever() -> None:
+def test_exploding_steps_are_softened_before_they_are_skipped_and_not_for_ever() -> None:
     run = Run()
     assert not run.policy.skips(1e9)
     run.go(10)
-    assert not run.policy.skips(19.0)
+    assert not run.policy.skips(399.0)
     for _ in range(5):
-        assert run.policy.skips(21.0)
-        run.go(norm=21.0, applied=False)
-    assert not run.policy.skips(21.0)
+        assert run.policy.skips(401.0)
+        run.go(norm=401.0, applied=False)
+    assert not run.policy.skips(401.0)
     assert run.policy.skips(math.inf)
-    run.go()
-    assert run.policy.skips(21.0)
+    run.go(8, norm=401.0)
+    assert not run.policy.skips(401.0)
+    assert run.policy.skips(401.0 * 401.0)
+
+
+def test_a_skipped_step_leaves_nothing_in_what_is_usual() -> None:
+    run = Run()
+    run.go(10, norm=2.0)
+    before = run.policy.saved()["guard"]
+    run.go(norm=5000.0, applied=False)
+    run.go(norm=2.0, loss=9.9)
+    after = run.policy.saved()["guard"]
+    assert after["norms"] == before["norms"]
+    assert 9.9 not in after["losses"]
+    assert after["losses"] == before["losses"]
 
 
 @pytest.mark.parametrize(("norm", "damaged"), [(math.inf, True), (31.0, True), (29.0, False)])
@@ -292,7 +356,7 @@ def test_a_saved_policy_goes_on_as_if_nothing_had_been() -> None:
     guard = {"cooldown_steps": 7, "rollback": {"patience": 5}, "residual_every": 2}
     straight = Run(**guard)
     straight.go(12, residual_norm=2.0)
-    straight.go(norm=100.0)
+    straight.go(norm=1000.0)
     straight.go(4)
     resumed = Run(**guard)
     resumed.policy.load(json.loads(json.dumps(straight.policy.saved())))
@@ -307,3 +371,86 @@ def test_observations_without_figures_decide_nothing() -> None:
     run = Run()
     run.go(50, loss=None, norm=None)
     assert not run.events
+
+
+ROLLBACK = {"rollback": {"behind": 0.1, "patience": 5}, "window": 8, "loss_spike": 9.0}
+PHASES = {"phases": [{"until": 0.5, "gradients": {"bits": 8}}, {"gradients": {"bits": 2}}], "total_steps": 40}
+
+
+def pinned() -> dict[str, Any]:
+    """The state of a policy that went back to the 8 bits of a former phase."""
+    policy = Policy(config(schedule=PHASES, guard=ROLLBACK), 40, lambda event: None)
+    for step, loss in enumerate([*falling(20), *[5.5] * 20], start=1):
+        policy.observe(Observation(step, grad_norm=1.0, loss=loss))
+        policy.begin(step)
+    saved: dict[str, Any] = json.loads(json.dumps(policy.saved()))
+    assert saved["pinned"] == {"method": "blockwise", "bits": 8}
+    return saved
+
+
+def resumed(saved: dict[str, Any], total: int | None, **section: Any) -> str:
+    policy = Policy(config(**section), total, lambda event: None)
+    policy.load(saved)
+    return brief(policy.begin(40).settings)
+
+
+def test_a_pin_holds_when_a_run_is_resumed() -> None:
+    assert resumed(pinned(), 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
+
+
+def test_a_state_of_before_holds_its_pin_too() -> None:
+    saved = pinned()
+    del saved["of"], saved["guard"]["odd"]
+    assert resumed(saved, 40, schedule=PHASES, guard=ROLLBACK) == "blockwise bits=8"
+
+
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [
+        ({"schedule": PHASES}, "blockwise bits=2"),
+        ({"schedule": PHASES, "guard": {}}, "blockwise bits=2"),
+        ({"schedule": PHASES, "guard": {**ROLLBACK, "dry_run": True}}, "blockwise bits=2"),
+        ({"gradients": {"method": "sign"}, "guard": ROLLBACK}, "sign"),
+    ],
+)
+def test_a_pin_ends_with_the_section_that_allowed_it(section: dict[str, Any], settings: str) -> None:
+    with pytest.warns(CompressWarning, match='the guard held "blockwise bits=8"'):
+        assert resumed(pinned(), 40, **section) == settings
+
+
+def softened(**section: Any) -> tuple[dict[str, Any], Any]:
+    """The state of a guard that has taken one step towards no compression, and the policy that loads it."""
+    run = Run({"bits": 2}, on_anomaly="soften", window=8)
+    run.go(10)
+    run.go(6, norm=100.0)
+    assert brief(run.plan.settings) == "blockwise bits=4"
+    return json.loads(json.dumps(run.policy.saved())), Policy(config(**section), None, lambda event: None)
+
+
+def test_a_level_of_the_guard_is_of_the_settings_that_it_softened() -> None:
+    """One step up from 2 bits are 4; from signs they would be other ones."""
+    saved, policy = softened(gradients={"method": "sign"}, guard={"window": 8})
+    with pytest.warns(CompressWarning, match='held "blockwise bits=4"'):
+        policy.load(saved)
+    assert brief(policy.begin(16).settings) == "sign"
+
+
+def test_a_level_stays_when_other_keys_are_edited() -> None:
+    saved, policy = softened(gradients={"bits": 2}, guard={"cooldown_steps": 9, "window": 8}, monitor={"every": 7})
+    policy.load(saved)
+    assert brief(policy.begin(16).settings) == "blockwise bits=4"
+
+
+def test_candidates_in_another_order_are_the_same_section() -> None:
+    def policy(*bits: int) -> Policy:
+        adaptive = {"candidates": [{"bits": one} for one in bits]}
+        return Policy(config(gradients={"bits": 8}, adaptive=adaptive, guard={}), None, lambda event: None)
+
+    assert policy(4, 2).saved()["of"] == policy(2, 4).saved()["of"] != policy(4).saved()["of"]
+
+
+def test_saved_settings_take_nothing_from_an_edited_section() -> None:
+    policy = Policy(config(gradients={"bits": 4}, guard={}), None, lambda event: None)
+    edited = Policy(config(gradients={"bits": 4, "min_numel": 7}, guard={}), None, lambda event: None)
+    edited.load(json.loads(json.dumps(policy.saved())))
+    assert edited._plan.settings.min_numel != 7

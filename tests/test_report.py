@@ -56,6 +56,34 @@ def test_the_page_needs_nothing_else(runs: tuple[Path, Path]) -> None:
     assert len(text) < 100_000
 
 
+def test_the_page_shows_no_secrets(tmp_path: Path) -> None:
+    """Not even those of a run that was started by an older version, which copied them."""
+    run = small_run(tmp_path / "run", 2.0, None)
+    (run / "ds_config.json").write_text(json.dumps({"comet": {"api_key": "abcdef"}}))
+    text = page([alone(run)])
+    assert "api_key" in text
+    assert "abcdef" not in text
+
+
+def test_the_ratio_of_all_traffic_comes_before_that_of_gradients(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    lines = [
+        {
+            "step": 1,
+            "bytes_sent": 10,
+            "bytes_uncompressed": 100,
+            "bytes_weights": 20,
+            "total_ratio": 4.0,
+            "ratio": 10.0,
+        },
+        {"step": 2, "bytes_sent": 90, "bytes_uncompressed": 90, "bytes_weights": 30, "total_ratio": 1.0, "ratio": 1.0},
+    ]
+    write_lines(run / "compression.jsonl", lines)
+    shown = [(title, value) for title, value, _ in tiles([alone(run)]) if "ratio" in title]
+    assert shown == [("compression ratio of all traffic", "1.60"), ("compression ratio of gradients", "1.90")]
+    assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
+
+
 def test_a_run_alone_has_no_change(tmp_path: Path) -> None:
     run = alone(small_run(tmp_path / "run", 2.0, None))
     assert figures(run)["held-out loss"] == ["2.0000"]
@@ -66,7 +94,7 @@ def test_changes_are_told_only_where_they_mean_something(runs: tuple[Path, Path]
     rows = figures(*load_runs(*runs))
     assert rows["held-out loss"] == ["2.0000", "2.0200", "+1.00%"]
     assert rows["gradients sent per rank and step"] == ["8.000 MB", "1.000 MB", "-87.50%"]
-    assert rows["compression ratio"] == ["1.00", "8.00", ""]
+    assert rows["compression ratio of gradients"] == ["1.00", "8.00", ""]
     assert rows["optimizer steps"] == ["3", "3", ""]
     assert rows["parameters"] == ["1,234", "1,234", ""]
 
@@ -121,14 +149,10 @@ def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
     assert "weights" in [title for title, _, _ in traffic.parts]
 
 
-def test_a_summary_has_the_kinds_that_every_line_has(tmp_path: Path) -> None:
-    file = tmp_path / "compression.jsonl"
+def test_a_summary_has_the_kinds_that_every_line_has() -> None:
     pairs = ((10, 5), (30, None))
-    write_lines(
-        file,
-        [{"bytes_sent": a, "bytes_uncompressed": 80, "bytes_tied": 3 * a, "bytes_tensor": b} for a, b in pairs],
-    )
-    assert compression_figures(file) == {
+    lines = [{"bytes_sent": a, "bytes_uncompressed": 80, "bytes_tied": 3 * a, "bytes_tensor": b} for a, b in pairs]
+    assert compression_figures(lines) == {
         "bytes_sent_per_step": 20,
         "bytes_uncompressed_per_step": 80,
         "bytes_tied_per_step": 60,
@@ -149,7 +173,7 @@ def test_what_is_left_out_is_told(runs: tuple[Path, Path]) -> None:
         "Loss: held-out, and training (faint)",
         "Step time, ms",
         "Gradients sent per rank and step, MB",
-        "Compression ratio",
+        "Compression ratio of gradients",
     ]
     told = {one.title: one.source for one in missing(found)}
     assert told["Norm of the residuals"] == "compression.jsonl, written to monitor.path"
@@ -190,7 +214,7 @@ def test_statistics_alone(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "summary.json"):
         (run / name).unlink()
     assert alone(run).status.startswith("3 steps so far (")
-    assert titles(alone(run)) == ["Gradients sent per rank and step, MB", "Compression ratio"]
+    assert titles(alone(run)) == ["Gradients sent per rank and step, MB", "Compression ratio of gradients"]
 
 
 def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,13 +258,13 @@ def test_a_finished_trainer(tmp_path: Path) -> None:
     assert titles(run) == [
         "Loss: held-out, and training (faint)",
         "Gradients sent per rank and step, MB",
-        "Compression ratio",
+        "Compression ratio of gradients",
         "Norm of the gradient",
     ]
     rows = figures(run)
     assert rows["held-out loss"] == ["6.5000"]
     assert rows["training loss, last tenth"] == ["7.0000"]
-    assert rows["compression ratio"] == ["15.50"]
+    assert rows["compression ratio of gradients"] == ["15.50"]
     assert rows["time a step, evaluation and saving included"] == ["300.0 ms"]
 
 
@@ -309,12 +333,12 @@ def test_the_csv_monitor_where_the_configuration_has_it(tmp_path: Path) -> None:
     assert alone(run).column("train_loss") == {1: 5.5}
 
 
-def test_a_resumed_run_counts_a_step_once(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_a_step_once_and_none_that_was_abandoned(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", 2.0, None)
     write_lines(run / "compression.jsonl", [{"step": step, "bytes_sent": step} for step in (1, 2, 3)])
     with (run / "compression.jsonl").open("a") as stream:
         stream.write('{"step": 2, "bytes_sent": 20}\n')
-    assert alone(run).column("bytes_sent") == {1: 1, 2: 20, 3: 3}
+    assert alone(run).column("bytes_sent") == {1: 1, 2: 20}
 
 
 def test_what_is_not_finite_is_not_drawn(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.config import SECTION, find_problems
-from deepspeed_compress.train.records import METRICS
+from deepspeed_compress.run_directory import METRICS
 from launch.time_to_loss import FILES, REFERENCE, SECTIONS, curve, reached
 
 

@@ -20,14 +20,16 @@ from deepspeed_compress.config.models import (
 )
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.overrides import Override
-from deepspeed_compress.config.patches import brief, patched
+from deepspeed_compress.config.patches import brief, patched, settings_of, written
 from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
+from deepspeed_compress.config.secrets import MASK, masked
 from deepspeed_compress.config.section import find_missing, find_problems, parse_section
 
 __all__ = [
+    "MASK",
     "SECTION",
     "Adaptive",
     "CompressConfig",
@@ -53,10 +55,13 @@ __all__ = [
     "find_notices",
     "find_problems",
     "json_schema",
+    "masked",
     "parse_section",
     "patched",
     "phase_ends",
     "read_ds_config",
+    "settings_of",
     "tensor_size",
     "total_steps",
+    "written",
 ]

@@ -90,20 +90,21 @@ class Guard(Model):
     cooldown_steps: int = Field(default=50, ge=1)
     """Optimizer steps without anomaly after which compression returns by one step."""
     window: int = Field(default=64, ge=8)
-    """Optimizer steps whose median says what is normal."""
+    """Applied optimizer steps that say what is usual; before so many only what is not finite is an anomaly."""
     exploding: float = Field(default=20.0, gt=1)
-    """A gradient norm of so many times the median is an anomaly."""
+    """Six gradient norms in a row of so many times what is usual are an anomaly; so is one of the square of that."""
     vanishing: float = Field(default=1e-4, ge=0, lt=1)
-    """So is one below this fraction of the median; 0 never."""
+    """So is a whole window of norms below this fraction of what is usual; 0 never."""
     loss_spike: float = Field(default=0.3, gt=0)
-    """So is a loss that is above its median by more than this fraction of it, and by six times its usual deviation."""
+    """So are six losses in a row above the usual ones by more than this fraction, and by six times the median
+    deviation."""
     residual_growth: float = Field(default=10.0, gt=1)
-    """So is a residual norm of so many times the median."""
+    """So are six residual norms in a row of so many times what is usual, and one of the square of that."""
     residual_every: int = Field(default=50, ge=1)
     """Optimizer steps between looks at the residuals."""
     skip_steps: bool = True
-    """Whether a step with an exploding gradient is skipped, as DeepSpeed skips one that is not finite; at most five
-    in a row."""
+    """Whether a step whose gradient norm is beyond the square of `exploding` times what is usual is skipped, as
+    DeepSpeed skips one that is not finite; at most five in a row."""
     full_sync_every: int = Field(default=0, ge=0)
     """Optimizer steps between uncompressed steps that also send all residuals, and exact weights; 0 for none."""
     rollback: RollBack | None = None
@@ -134,7 +135,8 @@ class Monitor(Model):
     every: int = Field(default=1, ge=1)
     """Optimizer steps between measurements."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """Directory for `compression.jsonl`; null writes no file."""
+    """Directory for `compression.jsonl`, `events.jsonl` and a copy of the configuration without passwords and keys;
+    null writes no file."""
     cosine_every: int = Field(default=0, ge=0)
     """Optimizer steps between comparisons with the true mean gradient, each of which costs one uncompressed
     all-reduce of a bucket; 0 makes none."""

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_compress.config.places import GradientsConfig
 
-__all__ = ["brief", "merged", "patch_places", "patched"]
+__all__ = ["brief", "merged", "patch_places", "patched", "settings_of", "written"]
 
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -29,6 +29,16 @@ def patched(gradients: Any, patch: Mapping[str, Any]) -> Any:
     return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
 
 
+def written(gradients: Any) -> dict[str, Any]:
+    """`gradients`, or an override of them, as a section would have them."""
+    return {"method": gradients.method, **gradients.model_dump(mode="json", exclude_unset=True)}
+
+
+def settings_of(text: Mapping[str, Any]) -> Any:
+    """The settings of `gradients` that `written` gave. Raises pydantic's ValidationError."""
+    return _adapter().validate_python(text)
+
+
 @cache
 def _adapter() -> TypeAdapter[Any]:
     """Made when first needed: the linter starts without."""
@@ -37,12 +47,12 @@ def _adapter() -> TypeAdapter[Any]:
 
 def merged(gradients: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
     """The same, as it would be written, and not validated."""
-    written = {"method": gradients.method, **gradients.model_dump(mode="json", exclude_unset=True)}
+    kept = written(gradients)
     method = patch.get("method", gradients.method)
     if method != gradients.method:
         known = _FIELDS.get(method, _SHARED) if isinstance(method, str) else _SHARED
-        written = {key: value for key, value in written.items() if key in _SHARED & known}
-    return {**written, **patch}
+        kept = {key: value for key, value in kept.items() if key in _SHARED & known}
+    return {**kept, **patch}
 
 
 def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from deepspeed_compress.config import MASK
 from deepspeed_compress.doctor.case import Case
 from deepspeed_compress.doctor.diagnose import Diagnosis, Found, diagnose, patched
 from deepspeed_compress.doctor.outputs import as_json, print_text
@@ -50,6 +51,8 @@ def _apply(diagnosis: Diagnosis, file: Path) -> None:
     with file.open("x", encoding="utf-8") as stream:
         stream.write(json.dumps(config, indent=2) + "\n")
     print(f"{file}: {_names(taken)}", file=sys.stderr)
+    if MASK in json.dumps(config):
+        print(f'{file}: write secrets in place of "{MASK}", or give --config the file that has them', file=sys.stderr)
     if left:
         print(f"left out, because they change the same settings: {_names(left)}", file=sys.stderr)
 

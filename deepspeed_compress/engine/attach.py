@@ -33,7 +33,7 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
-from deepspeed_compress.engine.checkpoint import attach_checkpoint, loss_scale
+from deepspeed_compress.engine.checkpoint import attach_checkpoint
 from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.limits import (
@@ -43,8 +43,8 @@ from deepspeed_compress.engine.limits import (
     refuse_unsupported,
     shared_parameters,
 )
-from deepspeed_compress.engine.norms import Norms
-from deepspeed_compress.engine.observer import Losses, largest_of_all
+from deepspeed_compress.engine.norms import Norms, loss_scale
+from deepspeed_compress.engine.observer import Losses, largest_of_all, new_run
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
@@ -56,7 +56,7 @@ from deepspeed_compress.engine.zero_0 import attach_zero_0
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import Event, EventLog, Meter, StatisticsWriter, write_configuration
+from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, write_configuration
 from deepspeed_compress.naming import called
 from deepspeed_compress.policy import Policy
 from deepspeed_compress.reducers import StepClock
@@ -123,7 +123,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     session.patches.replace(engine, "compression", session)
     session.patches.on_undo(synchronise)
     if engine.global_rank == 0:
-        write_configuration(config.monitor.path, engine.config)
+        write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
     return engine
 
@@ -181,11 +181,12 @@ def _shape(parameter: Any) -> torch.Size:
 def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter) -> Session:
     survey = parallel.make_survey(engine)
     reporter = Reporter(config.monitor, meter, survey, engine.device, comms_log.listens)
-    writer = StatisticsWriter(config.monitor.path, engine.monitor)
+    journal = Journal(config.monitor.path, new_run(), engine.global_steps)
+    writer = StatisticsWriter(journal, engine.monitor)
     if writer.active:
         reporter.sinks.append(writer.write)
     events: list[Event] = []
-    log = EventLog(config.monitor.path, writes=engine.global_rank == 0)
+    log = EventLog(journal, writes=engine.global_rank == 0)
 
     def tell(event: Event) -> None:
         events.append(event)
@@ -205,7 +206,9 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock:
     if policy.adaptation is not None:
         adaptive, itemsize = policy.adaptation.adaptive, parameters.dtype.itemsize
         prober = Prober(adaptive, parameters.called, itemsize, engine.device)
-    return Session(config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober, patches)
+    return Session(
+        config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober, patches, journal
+    )
 
 
 def _reductions(

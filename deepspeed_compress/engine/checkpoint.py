@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from deepspeed_compress import state
 from deepspeed_compress.engine.groups import find_position
+from deepspeed_compress.engine.norms import loss_scale
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["attach_checkpoint", "load_last", "load_state", "loss_scale"]
+__all__ = ["attach_checkpoint", "load_last", "load_state"]
 
 
 def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], None]) -> None:
@@ -60,6 +61,7 @@ def _load(
         if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
             load_state(engine, Path(path).parent)
         synchronise()
+        session.journal.go_on(engine.global_steps)
         session.begin(engine.global_steps, loss_scale(engine))
     return path, client_state
 
@@ -72,6 +74,8 @@ def load_state(engine: Any, directory: Path) -> None:
     CompressWarning, and every memory starts empty.
     """
     session: Session = engine.compression
+    # Where the checkpoint does not say which run it is of.
+    session.journal.adopt(None)
     if not _remembers(session):
         return
     position = find_position(engine, session.config)
@@ -136,12 +140,3 @@ def _on_all_ranks(work: Callable[[], None]) -> str:
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return "; ".join(dict.fromkeys(found for found in problems if found))
-
-
-def loss_scale(engine: Any) -> float:
-    """The factor that gradients carry; 1.0 for optimizers without one."""
-    # fp16 autocast under ZeRO has a scaler of torch.
-    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    if scaler is not None:
-        return float(scaler.get_scale())
-    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)

@@ -1,8 +1,9 @@
 """The norm of the mean gradient, heard where DeepSpeed computes it before it steps, so that a step can be left out.
 
 DeepSpeed itself leaves out a step whose norm is not finite. So a step that the policy does not want gets the norm
-infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. An optimizer of torch alone
-has no such check; its `step` is exchanged.
+infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. Its loss scaler does not
+hear of it: no gradient has overflowed, so the scale stays, and nobody speaks of an overflow. An optimizer of torch
+alone has no such check; its `step` is exchanged.
 """
 
 import math
@@ -21,13 +22,15 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed_compress.engine.limits import engine_kind
 from deepspeed_compress.engine.seams import Seam
 
-__all__ = ["SEAMS", "Norms"]
+__all__ = ["SEAMS", "Norms", "loss_scale"]
 
 SEAMS = (
     Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm", ("self", "norm_type")),
     Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._get_norm_groups", ("args", "kwargs")),
     Seam("deepspeed.runtime.utils:combine_grad_norm_groups", ("norm_groups", "norm_type")),
     Seam("deepspeed.runtime.engine:clip_grad_norm_", ("parameters", "max_norm", "norm_type", "mpu")),
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale", ("self", "has_overflow")),
+    Seam("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale", ("self", "has_overflow")),
 )
 
 Judge = Callable[[Any], bool]
@@ -57,12 +60,21 @@ class Norms:
             self.newest = None if known is None else self._known(_true(known, 1.0))
 
     def _judge(self, norm: Any) -> bool:
-        self.newest = self._known(_true(norm, float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)))
+        self.newest = self._known(_true(norm, loss_scale(self._engine)))
         return self.newest is not None and self._skips(self.newest)
 
     def _known(self, norm: float) -> float | None:
         """In fp16 an overflow is how a loss scale is found: DeepSpeed skips the step and halves the scale."""
         return None if self._overflows and math.isinf(norm) else norm
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor that gradients carry; 1.0 for optimizers without one."""
+    # fp16 autocast under ZeRO has a scaler of torch.
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None:
+        return float(scaler.get_scale())
+    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
 
 
 def _true(norm: Any, scale: float) -> float:
@@ -98,6 +110,7 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
     optimizer = engine.optimizer
     original, checks = optimizer.scaled_global_norm, optimizer.check_grad_overflow
+    scale = _Scale(optimizer)
 
     def scaled_global_norm(*args: Any, **options: Any) -> Any:
         norm = original(*args, **options)
@@ -105,21 +118,44 @@ def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
             return norm
         # In bf16 DeepSpeed looks at the norm only where it was asked to; its own pass over the gradients is over now.
         optimizer.check_grad_overflow = True
+        scale.stays = math.isfinite(_true(norm, 1.0))
         return math.inf
 
-    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm):
+    with _exchanged(optimizer, "scaled_global_norm", scaled_global_norm), scale.kept():
         yield
     optimizer.check_grad_overflow = checks
 
 
-def _zero_3(engine: Any, judge: Judge) -> AbstractContextManager[None]:
-    original = engine.optimizer._get_norm_groups
+@contextmanager
+def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
+    original, scale = engine.optimizer._get_norm_groups, _Scale(engine.optimizer)
 
     def _get_norm_groups(*args: Any, **options: Any) -> Any:
         groups = original(*args, **options)
-        return [math.inf] if judge(combine_grad_norm_groups(groups)) else groups
+        norm = combine_grad_norm_groups(groups)
+        if not judge(norm):
+            return groups
+        scale.stays = math.isfinite(_true(norm, 1.0))
+        return [math.inf]
 
-    return _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups)
+    with _exchanged(engine.optimizer, "_get_norm_groups", _get_norm_groups), scale.kept():
+        yield
+
+
+class _Scale:
+    """The loss scale of `optimizer`; where it `stays`, the scaler does not hear of the step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.stays = False
+        self._optimizer = optimizer
+        self._update = optimizer._update_scale
+
+    def kept(self) -> AbstractContextManager[None]:
+        return _exchanged(self._optimizer, "_update_scale", self._update_scale)
+
+    def _update_scale(self, *args: Any, **options: Any) -> None:
+        if not self.stays:
+            self._update(*args, **options)
 
 
 def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them."""
 
 import contextlib
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.seams import Seam
 
-__all__ = ["SEAMS", "Losses", "Means", "gather_busy", "largest_of_all"]
+__all__ = ["SEAMS", "Losses", "Means", "gather_busy", "largest_of_all", "new_run"]
 
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
 
@@ -111,6 +112,13 @@ def largest_of_all(value: float, device: Any) -> float:
     found = torch.tensor([value], dtype=torch.float64, device=device).nan_to_num(float("inf"))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
+
+
+def new_run() -> str:
+    """A name for a run that no other has, the same on all ranks. Collective."""
+    found = [uuid.uuid4().hex[:8]]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def gather_busy(milliseconds: float | None, device: Any) -> Callable[[], list[float]]:

@@ -26,6 +26,8 @@ NUMEL = 2**20
 """Elements of the message by which sizes are told."""
 SMALLEST, LARGEST = 2**18, 2**22
 """Bytes of the larger probe of a link."""
+TICK = 1e-7
+"""Seconds that a message takes at least."""
 CLEAR = 3
 """Times as long as one of an eighth that it must take, or latency and other work on the machine hide the bandwidth."""
 
@@ -81,7 +83,7 @@ class Prober:
             sample.sent += segment.numel if segment.owner != rank else segment.numel * others * everywhere
             count = max(1, segment.numel // (RATE * PIECE))
             stride = segment.numel // count
-            for first in range(0, count * stride, stride):
+            for first in range(0, count * stride, max(1, stride)):
                 piece = bucket.narrow(0, segment.offset + first, min(PIECE, stride)).to(torch.float32, copy=True)
                 sample.pieces.append(piece)
                 sample.stands_for.append(segment.numel / count / piece.numel())
@@ -91,9 +93,14 @@ class Prober:
         matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, called))
         return next(matches, len(self._adaptive.groups))
 
+    def forget(self) -> None:
+        """The samples of a step that is not measured."""
+        self._samples = self._fresh()
+
     def measure(self, group: ProcessGroup, waited: float, step: float) -> Measurement:
         """What all ranks have seen in a step that took `step` seconds and `waited` for messages. Collective."""
-        samples, self._samples = self._samples, self._fresh()
+        samples = self._samples
+        self.forget()
         joined = [sample.joined(self._device) for sample in samples]
         sent = [sample.sent for sample in samples]
         norms = [_weighted(x, weights) for x, weights in joined]
@@ -130,12 +137,16 @@ class Prober:
             torch.cuda.synchronize(self._device)
 
     def _probe(self, group: ProcessGroup) -> AlphaBeta:
-        """Latency and bandwidth of the link, the same on all ranks."""
+        """Latency and bandwidth of the link, the same on all ranks; nothing takes time where there is nobody else."""
+        if group.size() == 1:
+            return AlphaBeta(0.0, 0.0)
         large, seconds = SMALLEST // 4, [1.0, 1.0]
         while seconds[1] < CLEAR * seconds[0] and large < LARGEST:
             large *= 4
             sizes = [large // 8, large]
-            seconds = self._reduced(link_seconds(group, self._device, sizes), "MAX")
+            measured = link_seconds(group, self._device, sizes)
+            # A clock may not have moved.
+            seconds = [max(one, TICK) for one in self._reduced(measured, "MAX")]
         return fit(sizes, seconds)
 
     def _reduced(self, values: Sequence[float], operation: str) -> list[float]:

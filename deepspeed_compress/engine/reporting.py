@@ -9,7 +9,7 @@ import torch
 from deepspeed_compress.config import Monitor
 from deepspeed_compress.engine.observer import gather_busy
 from deepspeed_compress.engine.parallel import Sizes, Survey
-from deepspeed_compress.monitor import Meter, StepStatistics, peak_memory
+from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, Plan
 
 __all__ = ["Reporter"]
@@ -72,6 +72,7 @@ class Reporter:
             method="none" if plan.dense else plan.settings.method,
             rank=rank,
             **sizes,
+            total_ratio=_total_ratio(sizes),
             ratio=_ratio(sizes),
             compress_ms=times["compress"],
             communicate_ms=times["communicate"],
@@ -90,6 +91,13 @@ class Reporter:
         )
         for sink in self.sinks:
             sink(figures)
+
+
+def _total_ratio(sizes: Sizes) -> float | None:
+    """Of all traffic that could be counted."""
+    sent = sum(sizes[kind] or 0 for kind in KINDS)
+    alone = sent - sizes["bytes_sent"] + sizes["bytes_uncompressed"] + sizes["bytes_weights_saved"]
+    return alone / sent if sent else None
 
 
 def _ratio(sizes: Sizes) -> float | None:

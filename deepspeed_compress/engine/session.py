@@ -18,7 +18,7 @@ from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
-from deepspeed_compress.monitor import Event, Meter, StepStatistics
+from deepspeed_compress.monitor import Event, Journal, Meter, StepStatistics
 from deepspeed_compress.policy import Observation, Plan, Policy
 from deepspeed_compress.reducers import Done, PayloadReducer, Pending, Reducer, StepClock, cosine_with_truth, true_sum
 from deepspeed_compress.residuals import Residuals
@@ -74,6 +74,7 @@ class Session:
         watch: Watch | None = None,
         prober: Prober | None = None,
         patches: Patches | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -91,6 +92,7 @@ class Session:
         """Of compressed weights of which every rank has a copy; None where weights are never behind their masters."""
         self.events = events
         """Decisions in this process so far."""
+        self.journal = journal or Journal(None)
         self._plan = Plan(config.gradients)
         self._reduction_of = reduction_of
         self._reporter = reporter
@@ -208,7 +210,8 @@ class Session:
         """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
         self._settle(finished)
         step, step_ms = finished.step, self._reporter.step_ended()
-        means = self._watch.losses.next(step_ms) if self._watch is not None else Means()
+        # A skipped step is shorter than others, and says nothing of them.
+        means = self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else Means()
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._reporter.due(step):
@@ -217,17 +220,21 @@ class Session:
             norm = functools.partial(self._residual_norm, finished)
             self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
         duties = self.policy.observe(seen)
-        if self._plan.probe and step_ms is not None:
-            self._adapt(step, step_ms)
+        if self._plan.probe:
+            self._adapt(finished, step_ms)
         if duties.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
         return duties.load_checkpoint
 
-    def _adapt(self, step: int, step_ms: float) -> None:
+    def _adapt(self, finished: FinishedStep, step_ms: float | None) -> None:
+        """Choose by this step, unless it was skipped or its time is not known: the next one is measured then."""
         assert self._prober is not None
+        if step_ms is None or not finished.applied:
+            self._prober.forget()
+            return
         waited = self.meter.milliseconds()["communicate"]
-        self.policy.adapt(step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
+        self.policy.adapt(finished.step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is part of no step.
         self._reporter.step_ended()
 
@@ -272,12 +279,14 @@ class Session:
     def decisions(self) -> dict[str, Any]:
         """What the next decisions depend on, as JSON has it; equal on all ranks."""
         return {
+            "run": self.journal.part.id,
             "policy": self.policy.saved(),
             "losses": self._watch.losses.saved() if self._watch is not None else None,
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `decisions` gave; call `begin` afterwards."""
+        self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
         if self._watch is not None:
             self._watch.losses.load(saved["losses"])

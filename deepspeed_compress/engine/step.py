@@ -5,9 +5,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.engine.checkpoint import load_last, loss_scale
+from deepspeed_compress.engine.checkpoint import load_last
 from deepspeed_compress.engine.comms_log import log_traffic
-from deepspeed_compress.engine.norms import Norms
+from deepspeed_compress.engine.norms import Norms, loss_scale
 from deepspeed_compress.engine.session import FinishedStep, Session
 
 __all__ = ["Steps", "follow_steps"]

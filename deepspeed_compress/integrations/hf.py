@@ -124,8 +124,9 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
     def _show(self, figures: Mapping[str, float]) -> None:
         bars = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
         for bar in (one.training_bar for one in bars):
-            if bar is not None and "compression_ratio" in figures:
-                bar.set_postfix(compressed=f"{figures['compression_ratio']:.1f}x", refresh=False)
+            if bar is not None:
+                shown = {name: f"{figures[key]:.1f}x" for name, key in _SHOWN.items() if key in figures}
+                bar.set_postfix(shown, refresh=False)
 
 
 def _exactly(session: Session, save: Callable[..., None]) -> Callable[..., None]:
@@ -139,6 +140,12 @@ def _exactly(session: Session, save: Callable[..., None]) -> Callable[..., None]
     return save_exactly
 
 
+_SHOWN: Mapping[str, str] = MappingProxyType(
+    {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
+)
+"""In the progress bar: of all traffic first, since uncompressed weights may be most of it."""
+
+
 _LAST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(
     {"residual_norm": lambda step: step.residual_norm, "cosine": lambda step: step.cosine}
 )
@@ -148,7 +155,7 @@ _LAST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType
 def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
     """What a log says about the steps `measured`, at least one; kinds of traffic without any are left out."""
     sent, alone = (sum(getattr(step, name) for step in measured) for name in ("bytes_sent", "bytes_uncompressed"))
-    found: dict[str, float] = {"ratio": alone / sent} if sent else {}
+    found: dict[str, float] = _total(measured) | ({"ratio": alone / sent} if sent else {})
     for kind in KINDS:
         mean = statistics.fmean(getattr(step, kind) or 0 for step in measured)
         found |= {kind: mean} if mean or kind == "bytes_sent" else {}
@@ -157,3 +164,11 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
         known = [value for value in map(of, measured) if value is not None]
         found |= {name: known[-1]} if known else {}
     return {f"compression_{name}": value for name, value in found.items()}
+
+
+def _total(measured: list[StepStatistics]) -> dict[str, float]:
+    """How many times fewer bytes are sent in all than DeepSpeed alone sends."""
+    known = [(step.total_ratio, sum(getattr(step, kind) or 0 for kind in KINDS)) for step in measured]
+    pairs = [(ratio, sent) for ratio, sent in known if ratio is not None]
+    sent = sum(sent for _, sent in pairs)
+    return {"total_ratio": sum(ratio * sent for ratio, sent in pairs) / sent} if sent else {}

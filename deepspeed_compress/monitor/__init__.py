@@ -1,6 +1,7 @@
 """What a step cost and how good its compression was: measured, named and written here."""
 
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
+from deepspeed_compress.monitor.journal import Journal, Part
 from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.monitor.meter import KINDS, PHASES, Meter
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
@@ -13,7 +14,9 @@ __all__ = [
     "Event",
     "EventLog",
     "EventSink",
+    "Journal",
     "Meter",
+    "Part",
     "StatisticsWriter",
     "StepStatistics",
     "peak_memory",

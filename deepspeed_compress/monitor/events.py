@@ -4,9 +4,10 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.config import masked
+from deepspeed_compress.monitor.journal import Journal
 from deepspeed_compress.monitor.writer import finite
 
 __all__ = ["CONFIGURATION", "EVENTS", "Event", "EventLog", "write_configuration"]
@@ -38,10 +39,10 @@ class Event:
 
 
 class EventLog:
-    """Appends to `directory`/events.jsonl, and to Python's log, on one rank; elsewhere (`writes` off) does nothing."""
+    """Appends to events.jsonl of `journal`, and to Python's log, on one rank; elsewhere (`writes` off) does nothing."""
 
-    def __init__(self, directory: str | None, writes: bool) -> None:
-        self._path = Path(directory) / EVENTS if directory and writes else None
+    def __init__(self, journal: Journal, writes: bool) -> None:
+        self._journal = journal
         self._writes = writes
 
     def tell(self, event: Event) -> None:
@@ -49,16 +50,10 @@ class EventLog:
             return
         level = logging.WARNING if event.evidence else logging.INFO
         logging.getLogger("deepspeed_compress").log(level, "%s", event)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fields = {**asdict(event), "evidence": {name: finite(value) for name, value in event.evidence.items()}}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(fields) + "\n")
+        evidence = {name: finite(value) for name, value in event.evidence.items()}
+        self._journal.add(EVENTS, {**asdict(event), "evidence": evidence})
 
 
-def write_configuration(directory: str | None, ds_config: Mapping[str, Any]) -> None:
-    """Write the configuration that a run was started with beside its statistics."""
-    if directory is not None:
-        path = Path(directory) / CONFIGURATION
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ds_config, indent=2, default=str) + "\n", encoding="utf-8")
+def write_configuration(journal: Journal, ds_config: Mapping[str, Any]) -> None:
+    """Write the configuration that a run was started with beside its statistics, without passwords and keys."""
+    journal.write(CONFIGURATION, json.dumps(masked(ds_config), indent=2, default=str) + "\n")

@@ -20,7 +20,8 @@ class Meter:
     """Sums over the messages of one step on this rank; `reset` begins the next step.
 
     Bytes are payload bytes that leave the rank, of the `KINDS`; `bytes_raw` is a part of `bytes_sent`, and
-    `bytes_uncompressed` what would have been sent in its place. `timed` is set in steps that are reported. Times are
+    `bytes_uncompressed` what would have been sent in its place; `bytes_weights_saved` would have been sent for weights
+    besides. `timed` is set in steps that are reported. Times are
     wall-clock milliseconds on CPU and elapsed stream time on GPU, where they are taken only in such steps and read in
     `milliseconds`, which waits for the stream.
     """
@@ -30,6 +31,7 @@ class Meter:
     bytes_raw: int = 0
     bytes_uncompressed: int = 0
     bytes_weights: int = 0
+    bytes_weights_saved: int = 0
     bytes_pipeline: int = 0
     bytes_tied: int = 0
     bytes_tensor: int = 0

@@ -1,15 +1,14 @@
 """Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
+
+from deepspeed_compress.monitor.journal import STATISTICS, Journal
 
 __all__ = ["EventSink", "StatisticsWriter", "StepStatistics", "finite"]
 
-FILE_NAME = "compression.jsonl"
 EVENT_PREFIX = "Train/Samples/compression_"
 LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_rank"})
 """Fields that measure nothing."""
@@ -20,9 +19,11 @@ class StepStatistics:
     """One optimizer step. Bytes are of the whole step on `rank`, micro-steps included; times in milliseconds.
 
     `bytes_sent`: payload of the gradients, of which `bytes_raw` are uncompressed; `bytes_uncompressed`: what DeepSpeed
-    alone sends for them. `bytes_weights`: sent for updated weights; `bytes_pipeline`: activations and their gradients;
+    alone sends for them. `bytes_weights`: sent for updated weights, and `bytes_weights_saved` what uncompressed ones
+    take besides; `bytes_pipeline`: activations and their gradients;
     `bytes_tied`: gradients of weights that stages share; `bytes_tensor`: collectives of split layers, None where they
-    are in a compiled graph. What DeepSpeed sends is counted as by ring algorithms. `residual_norm`: L2 norm of rank 0's
+    are in a compiled graph. `total_ratio`: all that DeepSpeed alone sends, over all that is sent; `ratio`: the same of
+    gradients. What DeepSpeed sends is counted as by ring algorithms. `residual_norm`: L2 norm of rank 0's
     residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
     not finite is written as null, which JSON can express.
 
@@ -41,9 +42,11 @@ class StepStatistics:
     bytes_raw: int
     bytes_uncompressed: int
     bytes_weights: int
+    bytes_weights_saved: int
     bytes_pipeline: int
     bytes_tied: int
     bytes_tensor: int | None
+    total_ratio: float | None
     ratio: float | None
     compress_ms: float
     communicate_ms: float
@@ -75,25 +78,28 @@ class EventSink(Protocol):
 
 
 class StatisticsWriter:
-    """Writes on one rank: appends a line to `directory`/compression.jsonl, and sends events to `sink`."""
+    """Writes on one rank: appends a line to compression.jsonl of `journal`, and sends events to `sink`."""
 
-    def __init__(self, directory: str | None, sink: EventSink | None) -> None:
-        self._path = Path(directory) / FILE_NAME if directory else None
+    def __init__(self, journal: Journal, sink: EventSink | None) -> None:
+        self._journal = journal
         self._sink = sink
 
     @property
     def active(self) -> bool:
         """Whether anything is written anywhere."""
-        return self._path is not None or (self._sink is not None and self._sink.enabled)
+        return self._journal.active or (self._sink is not None and self._sink.enabled)
 
     def write(self, statistics: StepStatistics) -> None:
         fields = {name: finite(value) for name, value in asdict(statistics).items()}
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(fields) + "\n")
+        self._journal.add(STATISTICS, fields)
         if self._sink is not None and self._sink.enabled:
-            self._sink.write_events(_events({**fields, "time_ms": statistics.time_ms}))
+            self._send(self._sink, _events({**fields, "time_ms": statistics.time_ms}))
+
+    def _send(self, sink: EventSink, events: list[tuple[str, float, int]]) -> None:
+        try:
+            sink.write_events(events)
+        except Exception as error:  # services fail in ways of their own, and other ranks wait for this one
+            self._journal.fail(f"DeepSpeed's monitor has not taken figures of compression ({error!r})")
 
 
 def finite(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """When an adaptive choice is made, and which one holds: every so many steps, and when steps become much slower."""
 
 import statistics
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config import CompressConfig, settings_of, written
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy.adaptive import Adaptive, Measurement
 from deepspeed_compress.policy.observation import Observation
 
@@ -16,6 +18,8 @@ SLOWER = 1.5
 RECENT = 3
 REST = 8
 """Steps between measurements at least."""
+REST_OF_MODEL = "."
+"""In place of a pattern: the parameters that match none."""
 
 
 class Adaptation:
@@ -51,17 +55,47 @@ class Adaptation:
             self._next = min(self._next, seen.step)
 
     def choose(self, step: int, seen: Measurement) -> tuple[Any, Any, Mapping[str, float]]:
-        """The settings before and after a choice by what was measured in the step that ended as `step`, and why."""
+        """The settings before and after a choice by what was measured in the step that ended as `step`, and why.
+
+        What is not `known` changes nothing, and is measured again soon.
+        """
         before = self.settings
+        if not seen.known:
+            self._next = step + REST
+            return before, before, {}
         choice = self.adaptive.choose(self._choice, seen)
         self._choice, self._last, self._next, self._paces = choice.candidates, step, step + self._every, ()
         return before, self.settings, choice.evidence
 
     def saved(self) -> dict[str, Any]:
         """What later choices depend on, as JSON has it."""
-        return {"choice": self._choice, "next": self._next, "last": self._last, "paces": self._paces}
+        chosen = [(place, self.adaptive.candidates[one]) for place, one in zip(self._places, self._choice, strict=True)]
+        # Of equal patterns the first counts, as when parameters are matched.
+        choice = {place: written(settings) for place, settings in reversed(chosen)}
+        return {"choice": choice, "next": self._next, "last": self._last, "paces": self._paces}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave."""
-        self._choice, self._paces = tuple(saved["choice"]), tuple(saved["paces"])
-        self._next, self._last = saved["next"], saved["last"]
+        """Go on from what `saved` gave. Choices are settings, so that the order of candidates and of groups, which may
+        have been edited, means nothing. CompressWarning for those that are no candidates any more."""
+        self._paces, self._next, self._last = tuple(saved["paces"]), saved["next"], saved["last"]
+        # States of before hold places in a list of which nobody knows whether it is the same.
+        choice = saved["choice"] if isinstance(saved["choice"], Mapping) else {}
+        known = {place: settings_of(text) for place, text in choice.items()}
+        lost = [place for place in self._places if known.get(place) not in self.adaptive.candidates]
+        self._choice = tuple(
+            0 if place in lost else self.adaptive.candidates.index(known[place]) for place in self._places
+        )
+        if lost:
+            self._next = min(self._next, self._last + REST)
+            warnings.warn(_lost(lost), CompressWarning, stacklevel=2)
+
+    @property
+    def _places(self) -> tuple[str, ...]:
+        return (*self.adaptive.groups, REST_OF_MODEL)
+
+
+def _lost(places: list[str]) -> str:
+    return (
+        "/deepspeed_compress/adaptive: the checkpoint has no choice that is still among the candidates for parameters "
+        f"{', '.join(repr(place) for place in places)}; they start with what gradients says, until the next measurement"
+    )

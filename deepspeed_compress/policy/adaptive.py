@@ -5,12 +5,13 @@ backward pass does not hide it. What it loses: the relative error ||x - C(x)|| /
 without error feedback, which makes up for a part of it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config import Adaptive as AdaptiveConfig
-from deepspeed_compress.config import CompressConfig, patched
+from deepspeed_compress.config import CompressConfig, patched, written
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 
 __all__ = ["Adaptive", "Choice", "Measurement", "allocate"]
@@ -45,6 +46,11 @@ class Measurement:
     waited: float
     step: float
 
+    @property
+    def known(self) -> bool:
+        """Whether the gradients were finite: of others nothing can be told."""
+        return math.isfinite(sum(self.norms))
+
     def error(self, choice: Sequence[int]) -> float:
         """Relative error when group g has candidate `choice[g]`."""
         whole = sum(self.norms)
@@ -58,8 +64,11 @@ class Measurement:
         """What `choice` adds to a step, by what is hidden of the messages of `now`, which is in force."""
         hidden = max(0.0, self._travel(now) - self.waited)
         shares = [sum(column) for column in self.sizes]
-        parts = (self.sizes[one][group] / shares[one] for group, one in enumerate(choice) if shares[one])
-        codec = sum(part * self.codec_seconds[one] for part, one in zip(parts, choice, strict=False))
+        codec = sum(
+            self.sizes[one][group] / shares[one] * self.codec_seconds[one]
+            for group, one in enumerate(choice)
+            if shares[one]
+        )
         return codec + max(0.0, self._travel(choice) - hidden)
 
     def _travel(self, choice: Sequence[int]) -> float:
@@ -94,7 +103,7 @@ class Adaptive:
         """Settings of `gradients` with candidate `choice[g]` for group g."""
         rest = self.candidates[choice[-1]]
         overrides = [
-            {"parameters": pattern, **_written(self.candidates[one])}
+            {"parameters": pattern, **_override(self.candidates[one])}
             for pattern, one in zip(self.groups, choice, strict=False)
             if one != choice[-1]
         ]
@@ -104,11 +113,14 @@ class Adaptive:
         carrier = next(self.candidates[one] for one in choice if self.candidates[one].method != "none")
         if rest.method == "none":
             rest, overrides = carrier, [*overrides, {"parameters": ".", "method": "none"}]
-        known = [one.model_dump(mode="json", exclude_unset=True) | {"method": one.method} for one in rest.overrides]
+        known = [written(one) for one in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
     def choose(self, now: Sequence[int], seen: Measurement) -> Choice:
-        """The candidates to use from now on; `now` those in force, which stay unless others are clearly better."""
+        """The candidates to use from now on; `now` those in force, which stay unless others are clearly better.
+
+        `seen` must be `known`.
+        """
         step, current = seen.step, tuple(now)
         options = {(one,) * len(now) for one in range(len(self.candidates))} | {allocate(seen, self._config.max_error)}
         allowed = sorted(option for option in options if seen.error(option) <= self._config.max_error)
@@ -158,7 +170,6 @@ _OF_ALL = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "erro
 """What belongs to all gradients, and not to an override."""
 
 
-def _written(settings: Any) -> dict[str, Any]:
+def _override(settings: Any) -> dict[str, Any]:
     """`settings` as an override has them."""
-    written = {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}
-    return {key: value for key, value in written.items() if key not in _OF_ALL}
+    return {key: value for key, value in written(settings).items() if key not in _OF_ALL}

@@ -1,10 +1,13 @@
 """What is in force in the next step: the schedule, softened by the guard, and every decision told as an event."""
 
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, brief, patched
+from deepspeed_compress.config import CompressConfig, brief, settings_of, written
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
 from deepspeed_compress.policy.adaptive import Measurement
@@ -165,26 +168,55 @@ class Policy:
     def saved(self) -> dict[str, Any]:
         """All that the decisions of later steps depend on, as JSON has it."""
         kept = {"pinned": self._pinned, "good": self._good, "settings": self._plan.settings}
-        settings = {name: _written(value) for name, value in kept.items()}
+        settings = {name: None if value is None else written(value) for name, value in kept.items()}
         adaptation = None if self.adaptation is None else self.adaptation.saved()
         steps = {"step": self._step, "was_dense": self._was_dense}
-        return {"guard": self._state.saved(), "adaptation": adaptation, **steps, **settings}
+        return {"guard": self._state.saved(), "adaptation": adaptation, "of": self._of, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave; call `begin` afterwards."""
+        """Go on from what `saved` gave; call `begin` afterwards.
+
+        Where the section says other settings now, what the guard had decided of the former ones ends (CompressWarning).
+        """
         self._state = GuardState.loaded(saved["guard"])
-        self._pinned, self._good, settings = (self._read(saved[name]) for name in ("pinned", "good", "settings"))
+        kept = (saved["pinned"], saved["good"], saved["settings"])
+        self._pinned, self._good, settings = (None if text is None else settings_of(text) for text in kept)
         if self.adaptation is not None and saved["adaptation"] is not None:
             self.adaptation.load(saved["adaptation"])
         self._plan, self._step, self._was_dense = self._loaded(settings), saved["step"], saved["was_dense"]
+        held = self._pinned
+        if not self._rolls_back:
+            self._pinned, self._good, self._state = None, None, replace(self._state, floor=0)
+        if saved.get("of", self._of) != self._of:
+            held = held or (settings if self._state.level else None)
+            self._pinned, self._good = None, None
+            self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())
+        if held is not None and held != self._pinned:
+            warnings.warn(
+                f'/deepspeed_compress: the guard held "{brief(held)}" when the checkpoint was saved, under another '
+                "section; from now on what the present one says is in force",
+                CompressWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def _rolls_back(self) -> bool:
+        return self._guard is not None and self._acts and self._guard.config.rollback is not None
+
+    @property
+    def _of(self) -> dict[str, Any]:
+        """What the decisions of the guard are about, as JSON has it."""
+        section = self._config.model_dump(mode="json", include={"gradients", "schedule", "adaptive"})
+        if section["adaptive"] and section["adaptive"]["candidates"]:
+            # Their order means nothing.
+            section["adaptive"]["candidates"].sort(key=lambda one: json.dumps(one, sort_keys=True))
+        found: dict[str, Any] = json.loads(json.dumps(section))
+        return found
 
     @staticmethod
     def _loaded(settings: Any) -> Plan:
         """What is as good as a plan until `begin` makes one."""
         return Plan(settings, dense=settings.method == "none")
-
-    def _read(self, written: Mapping[str, Any] | None) -> Any:
-        return None if written is None else patched(self._config.gradients, written)
 
     @property
     def _acts(self) -> bool:
@@ -220,9 +252,3 @@ def _rung(chosen: Any, level: int) -> Any:
         return chosen
     rungs = ladder(chosen)
     return rungs[min(level, len(rungs) - 1)]
-
-
-def _written(settings: Any) -> dict[str, Any] | None:
-    if settings is None:
-        return None
-    return {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}

@@ -39,6 +39,7 @@ class Meter(Protocol):
     """Where bytes and times are counted (`monitor.Meter`)."""
 
     bytes_weights: int
+    bytes_weights_saved: int
 
     def phase(self, name: str, device: torch.device) -> AbstractContextManager[None]: ...
 
@@ -121,6 +122,8 @@ class DifferenceGather:
                 out = incoming[self._rank][piece.begin : piece.end]
                 difference = self._target(held, master, piece).sub_(_base(held, piece))
                 self._codecs[piece.codec].encode(difference, piece.segments, out, key)
+        exact = sum(piece.numel for piece in plan.pieces[self._rank]) * held.itemsize
+        self.meter.bytes_weights_saved += (exact - incoming[self._rank].numel()) * (len(incoming) - 1)
         return incoming, self._start(incoming, message)
 
     def _target(self, held: Tensor, master: Tensor, piece: Piece) -> Tensor:

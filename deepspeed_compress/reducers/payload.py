@@ -155,6 +155,10 @@ class PayloadReducer:
     def start_all_gather(self, bucket: Tensor, partition: Partition) -> Landing:
         """Begin an `all_gather`; `bucket` is written when it lands."""
         plans = self.plans(partition)
+        if self.traffic == "bytes_weights":
+            exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
+            sent = sum(plan.sizes[self._rank] for plan in plans)
+            self.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
         return self._gather(bucket, plans, (_gather_pieces(bucket, plan.pieces[self._rank]) for plan in plans))
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:

@@ -79,8 +79,16 @@ def _ratio(run: Run) -> float | None:
     return alone / sent if sent and alone is not None else _mean(run, "ratio")
 
 
+def _total_ratio(run: Run) -> float | None:
+    """Of the bytes of all steps; Trainer's log has the ratio, and not what it is made from."""
+    ratios, columns = run.column("total_ratio"), [run.column(kind.key) for kind in TRAFFIC if kind.key != "bytes_raw"]
+    sent = {step: sum(column.get(step, 0) for column in columns) for step in ratios}
+    whole = sum(sent.values())
+    return sum(ratio * sent[step] for step, ratio in ratios.items()) / whole if whole else _mean(run, "total_ratio")
+
+
 def _of_summary(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.files.summary.get(key)
+    return lambda run: (run.files.summary or {}).get(key)
 
 
 def _of_kind(kind: Kind) -> Figure:
@@ -100,7 +108,8 @@ FIGURES = (
     Figure("time a step, evaluation and saving included", _wall_time, _milliseconds),
     Figure("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
     Figure("gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), _megabytes, tile=True),
-    Figure("compression ratio", _ratio, "{:.2f}".format, compared=False, tile=True),
+    Figure("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
+    Figure("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
     *map(_of_kind, TRAFFIC[1:]),
     Figure("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
     Figure("peak memory of a rank", lambda run: _last(run, "memory_bytes"), lambda size: f"{size / 2**30:,.2f} GiB"),

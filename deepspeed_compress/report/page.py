@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from deepspeed_compress.config import masked
 from deepspeed_compress.report.chart import draw_chart
 from deepspeed_compress.report.figures import table_head, table_rows, tiles
 from deepspeed_compress.report.marks import SHOWN, event_head, event_rows
@@ -131,12 +132,12 @@ def _missing(parts: Sequence[Missing]) -> str:
 
 def _details(run: Run) -> Iterable[str]:
     """What the run was made with, and what its model writes."""
-    summary, name = run.files.summary, _escape(run.name)
+    summary, name = run.files.summary or {}, _escape(run.name)
     if summary:
         config, model, seed = (summary.get(key) for key in ("config", "model", "seed"))
         yield f"<p>{name}: {_escape(f'{config}, {model}, seed {seed}')}</p>"
     if run.files.ds_config:
-        text = _escape(json.dumps(run.files.ds_config, indent=2))
+        text = _escape(json.dumps(masked(run.files.ds_config), indent=2))
         yield f"<details><summary>{name}: configuration</summary><pre>{text}</pre></details>"
     if summary.get("sample"):
         sample = _escape(re.sub(r"\n{3,}", "\n\n", summary["sample"]))

@@ -125,7 +125,7 @@ PLANS = (
         _STATISTICS,
         unit=1e6,
     ),
-    Plan("Compression ratio", (Curve("ratio"),), _STATISTICS),
+    Plan("Compression ratio of gradients", (Curve("ratio"),), _STATISTICS),
     Plan("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
     Plan("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
     Plan("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.report.sources import SOURCES, Columns, Files, find_files
+from deepspeed_compress.report.sources import SOURCES, Columns
+from deepspeed_compress.run_directory import METRICS, RunDirectory, read_directory
 
 __all__ = ["Run", "load_runs"]
 
@@ -18,7 +19,7 @@ class Run:
 
     name: str
     role: str
-    files: Files
+    files: RunDirectory
     columns: Columns
     events: tuple[Mapping[str, Any], ...]
 
@@ -48,7 +49,7 @@ class Run:
             return f"finished, {steps:,} steps"
         if trainer:
             return f"still going: step {steps:,} of {trainer['max_steps']:,}"
-        if (self.files.directory / "metrics.jsonl").is_file():
+        if (self.files.directory / METRICS).is_file():
             return f"still going: {steps:,} steps so far"
         return f"{steps:,} steps so far (its files do not tell whether it has ended)"
 
@@ -71,7 +72,7 @@ def _distinct_names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _load(directory: Path, name: str, role: str) -> Run:
-    files = find_files(directory)
+    files = read_directory(directory)
     columns: Columns = {}
     for source in SOURCES:
         columns = source(files) | {key: values for key, values in columns.items() if values}
@@ -81,4 +82,4 @@ def _load(directory: Path, name: str, role: str) -> Run:
             "Train_Samples_*.csv with lines in it); give the output directory of a run, or the monitor.path of its "
             "section"
         )
-    return Run(name, role, files, columns, tuple(files.events))
+    return Run(name, role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"]))))

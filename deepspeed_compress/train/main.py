@@ -87,7 +87,8 @@ def _finish(
     monitor_path = plan.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
     batch_tokens = batch_size * options.seq_len
     summary = {
-        **records.final_figures(options.output_dir, Path(monitor_path), batch_tokens),
+        **records.final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(training.engine)),
+        "run": _run(training.engine),
         "eval_loss": loss,
         "steps": options.steps,
         "parameters": training.parameters,
@@ -105,6 +106,12 @@ def _finish(
     }
     records.write_json(options.output_dir / records.SUMMARY, summary)
     print(_last_lines(options, summary), flush=True)
+
+
+def _run(engine: Any) -> str | None:
+    """By what name the statistics of the run know it."""
+    session = vars(engine).get("compression")
+    return None if session is None else session.journal.part.id
 
 
 def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None:

@@ -3,38 +3,18 @@
 import json
 import os
 import statistics
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.errors import ConfigError, DataError
+from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.run_directory import METRICS, SUMMARY, Line, read_lines, read_statistics
 
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
-COMPRESSION = "compression.jsonl"
+SENT = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor")
+"""Fields of a line whose sum leaves a rank in a step."""
 
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file, none when it is missing; a last line cut short by a crash is left out."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            parsed.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise DataError(f"{file}:{number}: not JSON: {line[:60]!r}") from None
-    return parsed
-
-
-def read_summary(directory: Path) -> dict[str, Any]:
-    """summary.json of a run. Raises DataError when the run is not finished, or `directory` is none."""
-    try:
-        summary: dict[str, Any] = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    except OSError:
-        raise DataError(f"{directory}: holds no {SUMMARY}; give the --output-dir of a finished run") from None
-    except ValueError as error:
-        raise DataError(f"{directory / SUMMARY}: not JSON ({error}); train the run again") from None
-    return summary
+__all__ = ["METRICS", "SUMMARY", "Metrics", "check_new", "compression_figures", "final_figures", "write_json"]
 
 
 def write_json(file: Path, value: object) -> None:
@@ -51,10 +31,12 @@ def check_new(output_dir: Path) -> None:
 
 
 class Metrics:
-    """Appends to metrics.jsonl on the first rank; does nothing on others."""
+    """Appends to metrics.jsonl on the first rank; does nothing on others. A line that cannot be written is lost, for
+    other ranks would wait for the one that stops; CompressWarning for the first."""
 
     def __init__(self, output_dir: Path, visible: bool) -> None:
         self.file, self.visible = output_dir / METRICS, visible
+        self._told = False
 
     def begin(self, step: int) -> None:
         """Keep the lines up to `step`, where the run starts or resumes; later ones will come again."""
@@ -68,16 +50,21 @@ class Metrics:
 
     def add(self, **values: float | None) -> None:
         """One line."""
-        if self.visible:
-            with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(values) + "\n")
+        try:
+            if self.visible:
+                with self.file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(values) + "\n")
+        except OSError as error:
+            if not self._told:
+                warnings.warn(f"{self.file} cannot be written ({error.strerror})", CompressWarning, stacklevel=2)
+            self._told = True
 
 
-def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int) -> dict[str, Any]:
+def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: str | None = None) -> dict[str, Any]:
     """The figures of summary.json which follow from what was logged.
 
     Step times are medians: the first steps of a run are slower. The compression figures are means over the
-    monitored steps, and left out when there is no compression.jsonl.
+    monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
     """
     lines = read_lines(output_dir / METRICS)
     last_eval: dict[str, Any] = next((line for line in reversed(lines) if "eval_loss" in line), {})
@@ -87,18 +74,26 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int) -> dic
         "eval_loss": last_eval.get("eval_loss"),
         "median_step_s": median,
         "tokens_per_s": batch_tokens / median if median else None,
-        **compression_figures(monitor_dir / COMPRESSION),
+        **compression_figures(read_statistics(monitor_dir, run)),
     }
 
 
-def compression_figures(file: Path) -> dict[str, float | None]:
-    """Mean bytes that one rank sends in a step, of every kind that all lines have, and how many times fewer those of
-    gradients are than uncompressed (None when nothing is sent)."""
-    lines = read_lines(file)
+def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Of lines of compression.jsonl: mean bytes that one rank sends in a step, of every kind that all lines have, and
+    how many times fewer all of them, and those of gradients, are than uncompressed (None when nothing is sent)."""
     if not lines:
         return {}
     kinds = [name for name in lines[0] if name.startswith("bytes_")]
     kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
     means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
     sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
-    return {**means, "compression_ratio": uncompressed / sent if sent else None}
+    return {**means, **_total(lines), "compression_ratio": uncompressed / sent if sent else None}
+
+
+def _total(lines: Sequence[Line]) -> dict[str, float | None]:
+    """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
+    if any("total_ratio" not in line for line in lines):
+        return {}
+    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in SENT)) for line in lines]
+    sent = sum(size for _, size in known)
+    return {"compression_total_ratio": sum((ratio or 0) * size for ratio, size in known) / sent if sent else None}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.train.records import COMPRESSION, read_lines, write_json
+from deepspeed_compress.run_directory import read_lines, read_statistics
+from deepspeed_compress.train.records import write_json
 from deepspeed_compress.tune.halving import Result
 from deepspeed_compress.tune.space import Candidate
 
@@ -76,7 +77,7 @@ def _shortened(settings: Mapping[str, Any], key: str, most: int) -> dict[str, An
 
 def steps_done(directory: Path) -> int:
     """How far a running trial is, to the last measured step."""
-    lines = read_lines(directory / STATISTICS / COMPRESSION)
+    lines = read_statistics(directory / STATISTICS)
     return int(lines[-1]["step"]) if lines else 0
 
 

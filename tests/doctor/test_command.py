@@ -84,6 +84,16 @@ def test_a_run_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "min_numel" not in Path(new).read_text()
 
 
+def test_a_written_configuration_says_that_its_secrets_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(RUNS / "exempt", tmp_path / "run")
+    config = json.loads((run / "ds_config.json").read_text())
+    (run / "ds_config.json").write_text(json.dumps({**config, "comet": {"api_key": "***"}}))
+    assert main(["doctor", str(run), "--apply", str(tmp_path / "new.json")]) == 1
+    assert 'write secrets in place of "***"' in capsys.readouterr().err
+
+
 def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no statistics; set monitor.path" in capsys.readouterr().err

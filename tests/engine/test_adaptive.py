@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
@@ -77,5 +78,45 @@ def resume(rank: int, directory: str, job: Job) -> tuple[Any, Any, Any, Any]:
 def test_a_resumed_run_has_the_choice_of_the_one_that_saved(tmp_path: Path) -> None:
     section = {"gradients": {"bits": 8}, "adaptive": {**ADAPTIVE, "probe_every": 50}}
     for choice, again, *_ in run_forks(2, resume, str(tmp_path), Job(2, section, steps=6)):
-        assert list(again["choice"]) == list(choice["choice"])
+        assert again["choice"] == choice["choice"]
         assert again["next"] == choice["next"]
+
+
+FP16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 100}
+
+
+def overflow(rank: int, job: Job) -> tuple[list[str], list[int], int]:
+    """Settings, the step of the next measurement after each step, and skipped steps; the second one overflows."""
+    get_accelerator().is_fp16_supported = lambda: True
+    engine, settings, due = start(job), [], []
+    for step, (x, y) in enumerate(data(rank, job)):
+        run(engine, [(x * 3e4 if (step, rank) == (1, 1) else x, y)])
+        settings.append(engine.compression.settings)
+        due.append(engine.compression.decisions()["policy"]["adaptation"]["next"])
+    return settings, due, engine.skipped_steps
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_skipped_step_is_not_measured_and_the_next_one_is(stage: int) -> None:
+    section = {"gradients": {"bits": 8}, "adaptive": {**ADAPTIVE, "probe_every": 50}}
+    first, second = run_forks(2, overflow, Job(stage, section, extra={"fp16": FP16}, steps=4))
+    assert first == second
+    settings, due, skipped = first
+    assert skipped == 1
+    assert settings[1] == "blockwise bits=8"
+    assert due == [1, 1, 53, 53]
+
+
+def test_one_rank_sends_nothing_so_nothing_is_compressed() -> None:
+    section = {"gradients": {"bits": 8}, "adaptive": ADAPTIVE}
+    [(settings, events)] = run_forks(1, alone, Job(2, section, steps=8))
+    assert settings[-1] == "none"
+    assert [event.split()[2] for event in events] == ["adapt:"]
+
+
+def alone(rank: int, job: Job) -> tuple[list[str], list[str]]:
+    engine, settings = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        settings.append(engine.compression.settings)
+    return settings, [str(event) for event in engine.compression.events]

@@ -1,8 +1,11 @@
 """A step that DeepSpeed skips leaves no trace, and residuals follow the loss scale."""
 
+import logging
+
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
@@ -101,3 +104,48 @@ def test_the_scale_of_fp16_autocast_is_seen():
         for seen in stages:
             assert seen[-1]["scale"] > seen[0]["scale"]
             assert [step["clock"] for step in seen] == [step["scale"] for step in seen]
+
+
+WATCHED = {**INT4, "guard": {"window": 8, "cooldown_steps": 2}}
+EXPLODES = 14
+
+
+def explode(rank: int, stage: int, extra: dict) -> dict:
+    """A step whose gradient is far too large, and finite: what the guard, the loss scaler and the log say of it."""
+    get_accelerator().is_fp16_supported = lambda: True
+    heard = Heard()
+    logger.addHandler(heard)
+    job = Job(stage=stage, section=WATCHED, extra=extra, steps=EXPLODES + 4)
+    engine, scalers = start(job), []
+    for step, (x, y) in enumerate(data(rank, job)):
+        loss = (engine(x.to(next(engine.module.parameters()).dtype)).float() - y).square().mean()
+        engine.backward(loss * (2000.0 if step == EXPLODES else 1.0))
+        engine.step()
+        scaler = vars(engine.optimizer.loss_scaler)
+        scalers.append({key: value for key, value in scaler.items() if key.startswith("cur_")})
+    events = [event.reason for event in engine.compression.events if event.kind == "anomaly"]
+    return {"scalers": scalers, "skipped": engine.skipped_steps, "events": events, "texts": heard.texts}
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+LOW = {**SCALE, "initial_scale_power": 1, "loss_scale_window": 1000}
+
+
+@pytest.mark.parametrize("extra", [{"fp16": LOW}, {"bf16": {"enabled": True}}], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):
+    """The loss scale stays, the scaler does not count the step, and nobody speaks of an overflow."""
+    first, second = run_forks(2, explode, stage, extra)
+    for rank in (first, second):
+        assert rank["skipped"] == 1
+        assert rank["scalers"][EXPLODES] == rank["scalers"][EXPLODES - 1]
+        assert "gradient norm" in rank["events"][0]
+        assert not [text for text in rank["texts"] if "OVERFLOW" in text]

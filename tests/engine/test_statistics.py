@@ -1,11 +1,13 @@
 """What is reported of a step: bytes from the layout alone, times, quality."""
 
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.compressors import Blockwise
+from deepspeed_compress.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 
@@ -99,3 +101,76 @@ def test_events_for_deepspeeds_monitor(tmp_path):
     csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     lines(tmp_path / "run", 2, {}, extra={"csv_monitor": csv})
     assert (tmp_path / "job" / "Train_Samples_compression_bytes_sent.csv").read_text().count("\n") >= 6
+
+
+def stop_and_resume(rank: int, job: Job, directory: str) -> None:
+    """Seven steps, a checkpoint after four of them; then from there two more, in another engine."""
+    batches = data(rank, job)
+    engine = start(job)
+    run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    run(engine, batches[4:7])
+    engine.destroy()
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, batches[4:6])
+
+
+@pytest.mark.parametrize("gradients", [{"bits": 8}, {"method": "none"}], ids=["8 bits", "none"])
+def test_a_resumed_run_keeps_its_name_and_a_new_one_in_the_same_place_has_another(gradients, tmp_path):
+    """Also where nothing of compression is in the checkpoint."""
+    statistics = tmp_path / "statistics"
+    section = {"gradients": gradients, "monitor": {"path": str(statistics)}}
+    run_forks(2, stop_and_resume, Job(2, section, steps=8), str(tmp_path / "checkpoints"))
+    written = statistics_lines(statistics)
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6, 7, 5, 6]
+    assert [line["run"]["since"] for line in written] == [0] * 7 + [4] * 2
+    assert len({line["run"]["id"] for line in written}) == 1
+    assert [line["step"] for line in read_statistics(statistics)] == [1, 2, 3, 4, 5, 6]
+    run_forks(2, work, Job(2, section, steps=2))
+    assert [line["step"] for line in read_statistics(statistics)] == [1, 2]
+    assert len(statistics_lines(statistics)) == 11
+
+
+def without_a_place(rank: int, job: Job, file: str) -> tuple[list[float], list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = run(start(job), data(rank, job))
+    return losses, [str(one.message) for one in told if file in str(one.message)]
+
+
+def test_statistics_that_cannot_be_written_stop_no_rank(tmp_path):
+    """A file where the directory should be: one warning on the rank that writes, and the same training."""
+    file = tmp_path / "file"
+    file.write_text("")
+    schedule = {"ramp": {"steps": 4, "stages": [{"bits": 8}, {"bits": 4}]}}
+    section = {"gradients": {"bits": 2}, "schedule": schedule}
+    there = run_forks(
+        2, without_a_place, Job(2, {**section, "monitor": {"path": str(tmp_path / "a")}}, steps=6), str(file)
+    )
+    found = run_forks(2, without_a_place, Job(2, {**section, "monitor": {"path": str(file)}}, steps=6), str(file))
+    assert [losses for losses, _ in found] == [losses for losses, _ in there]
+    assert [len(told) for _, told in found] == [1, 0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_ratio_of_all_traffic_has_weights_in_it(stage, tmp_path):
+    """Compressed or not, what DeepSpeed alone sends is the same."""
+    section = {"gradients": {"bits": 8, "block_size": 32}}
+    zero = {"reduce_bucket_size": 10**6}
+    alone = []
+    for name, weights in (("plain", None), ("compressed", {"bits": 8, "block_size": 32})):
+        monitor = {"path": str(tmp_path / name)}
+        job = Job(
+            stage, {**section, **({"weights": weights} if weights else {}), "monitor": monitor}, zero=zero, steps=3
+        )
+        run_forks(2, work, job)
+        last = statistics_lines(tmp_path / name)[-1]
+        sent = last["bytes_sent"] + last["bytes_weights"]
+        alone.append(last["total_ratio"] * sent)
+        assert (last["bytes_weights_saved"] > 0) == (weights is not None)
+        assert alone[-1] == pytest.approx(
+            last["bytes_uncompressed"] + last["bytes_weights"] + last["bytes_weights_saved"]
+        )
+        assert last["total_ratio"] < last["ratio"]
+    assert alone[0] == pytest.approx(alone[1], rel=0.02)

@@ -33,19 +33,29 @@ def step(**figures: Any) -> StepStatistics:
         **kinds,
         **times,
     }
-    base |= {"bytes_uncompressed": 40, "ratio": 4.0, "residual_norm": None, "cosine": None}
+    base |= {
+        "bytes_uncompressed": 40,
+        "bytes_weights_saved": 0,
+        "total_ratio": None,
+        "ratio": 4.0,
+        "residual_norm": None,
+        "cosine": None,
+    }
     return StepStatistics(**{**base, **figures})
 
 
 def test_entries_are_means_and_the_newest_of_what_is_sampled() -> None:
     measured = [
-        step(residual_norm=3.0, cosine=0.5, bytes_weights=8),
-        step(bytes_sent=30, bytes_uncompressed=40, residual_norm=2.0, compress_ms=5.0, bytes_tensor=None),
+        step(residual_norm=3.0, cosine=0.5, bytes_weights=10, total_ratio=5.0),
+        step(
+            bytes_sent=30, bytes_uncompressed=40, residual_norm=2.0, compress_ms=5.0, bytes_tensor=None, total_ratio=1.0
+        ),
     ]
     assert hf.log_entries(measured) == {
+        "compression_total_ratio": 2.6,
         "compression_ratio": 2.0,
         "compression_bytes_sent": 20.0,
-        "compression_bytes_weights": 4.0,
+        "compression_bytes_weights": 5.0,
         "compression_time_ms": 5.0,
         "compression_residual_norm": 2.0,
         "compression_cosine": 0.5,
@@ -140,9 +150,12 @@ def progress(rank: int, job: Job) -> list[str]:
     return shown
 
 
-def test_the_progress_bar_shows_the_ratio(tmp_path: Path) -> None:
+def test_the_progress_bar_shows_the_ratio_of_all_traffic_before_that_of_gradients(tmp_path: Path) -> None:
     first, second = run_forks(2, progress, Job(str(tmp_path), 2, INT4, {"disable_tqdm": False, "max_steps": 2}))
-    assert first[0].startswith("compressed=15.")
+    total, gradients = (float(part.partition("=")[2].rstrip("x")) for part in first[0].split(", "))
+    assert first[0].startswith("compressed=")
+    # Weights go uncompressed: half of what DeepSpeed sends under ZeRO 2 is reduced gradients twice, a third weights.
+    assert 2 < total < 3 < 15 < gradients < 16
     assert set(second) == {""}
 
 

@@ -3,13 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.errors import ConfigError, DataError
+from deepspeed_compress.errors import CompressWarning, ConfigError, DataError
+from deepspeed_compress.run_directory import read_lines, read_summary
 from deepspeed_compress.train.records import (
     Metrics,
     check_new,
     final_figures,
-    read_lines,
-    read_summary,
     write_json,
 )
 
@@ -35,6 +34,17 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_line_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    """The other ranks would wait for the one that writes."""
+    metrics = Metrics(tmp_path / "run", visible=True)
+    metrics.begin(0)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run").rmdir()
+    with pytest.warns(CompressWarning, match=r"metrics\.jsonl cannot be written"):
+        metrics.add(step=1)
+    metrics.add(step=2)
+
+
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     check_new(tmp_path)
     Metrics(tmp_path, visible=True).begin(0)
@@ -48,7 +58,7 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0)):
         metrics.add(step=step, train_loss=1.0, step_time_s=seconds)
     metrics.add(step=3, eval_loss=0.5)
-    lines = [{"step": 1, "bytes_sent": 10, "bytes_uncompressed": 80}] * 2
+    lines = [{"step": step, "bytes_sent": 10, "bytes_uncompressed": 80} for step in (1, 2)]
     (tmp_path / "compression.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert final_figures(tmp_path, tmp_path, batch_tokens=100) == {
         "eval_loss": 0.5,

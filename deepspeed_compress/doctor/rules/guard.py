@@ -18,8 +18,11 @@ _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 
 
 def _often(case: Case) -> Iterator[Finding]:
-    """So many anomalies that settings cannot come back between two of them, or settings that never came back."""
-    anomalies = [event for event in case.run.events or () if event["kind"] == "anomaly" and not _not_finite(event)]
+    """So many anomalies that settings cannot come back between two of them, or settings that never came back. What
+    happens in the dense steps at the start is no doing of compression."""
+    dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
+    found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
+    anomalies = [event for event in found if not _not_finite(event)]
     if len(anomalies) < case.limits.anomalies:
         return
     first, last = anomalies[0]["step"], case.run.steps[-1]["step"]
