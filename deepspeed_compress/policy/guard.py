@@ -160,9 +160,7 @@ class Guard:
         before = loss if state.smoothed is None else state.smoothed
         smoothed = before + (loss - before) / number
         best = smoothed if state.best is None else min(state.best, smoothed)
-        # What chance does to two means of so many is not behind.
-        chance = 2 * DEVIATIONS * _deviation(state.losses) / number**0.5
-        late = len(state.losses) >= ENOUGH and smoothed > best + max(rollback.behind * abs(best), chance)
+        late = len(state.losses) >= ENOUGH and smoothed > best + rollback.behind * abs(best)
         behind = state.behind + 1 if late else 0
         state = replace(state, smoothed=smoothed, best=best, behind=behind)
         if behind < rollback.patience:
