@@ -63,6 +63,8 @@ from deepspeed_compress.reducers import StepClock
 
 __all__ = ["attach", "detach", "initialize", "install"]
 
+SETTINGS = 16
+"""For which reducers are kept: candidates of adaptation and levels of a guard take turns."""
 WeightBytes = Callable[[], int]
 """Bytes that this rank sends for weights in one optimizer step."""
 
@@ -91,6 +93,25 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
+    kind = _checked(engine, config)
+    parameters = _parameters(engine, kind)
+    session = _session(engine, config, parameters)
+    weight_bytes, synchronise = _replace_collectives(engine, kind, session, parameters)
+    hears = Norms(engine, session.policy.skips) if session.policy.guards else None
+    ended = parallel.count_parallel(engine, session.meter, session.patches)
+    follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
+    attach_checkpoint(engine, session, synchronise)
+    session.begin(engine.global_steps, loss_scale(engine))
+    session.patches.replace(engine, "compression", session)
+    session.patches.on_undo(synchronise)
+    if engine.global_rank == 0:
+        write_configuration(session.journal, engine.config)
+    announce(engine, session, parameters, kind)
+    return engine
+
+
+def _checked(engine: Any, config: CompressConfig) -> str:
+    """The kind of `engine` (see `engine_kind`), if it can be attached to; else the errors of `attach`."""
     seams.check_version(deepspeed.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
@@ -101,31 +122,29 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
         check(engine)
         seams.check_seams(needed, deepspeed.__version__)
-    clock, meter = StepClock(), Meter()
-    parameters = _parameters(engine, kind)
-    session = _session(engine, config, parameters, clock, meter)
+    return kind
+
+
+def _replace_collectives(
+    engine: Any, kind: str, session: Session, parameters: Parameters
+) -> tuple[WeightBytes, Callable[[], None]]:
+    """Take over, or count, gradients and weights; returns what is left to be counted of weights, and what makes them
+    exact."""
     uncounted = find_limits(engine)
     if uncounted:
         _warn_uncounted(uncounted)
-    weight_bytes, synchronise = (_ATTACH[kind](engine, session) if not uncounted else _no_bytes), _nothing
-    if config.weights.method != "none" and kind == "zero_3":
+        return _no_bytes, _nothing
+    config, clock, meter = session.config, session.clock, session.meter
+    weight_bytes = _ATTACH[kind](engine, session)
+    if config.weights.method == "none":
+        return weight_bytes, _nothing
+    if kind == "zero_3":
         attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), session)
-    elif config.weights.method != "none":
-        make_gather = build_weight_gather(config, parameters, clock, meter)
-        weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
-        session.exact = attach_exact(engine, weights.synchronise, session.patches)
-        weight_bytes, synchronise = lambda: 0, session.exact.renew
-    hears = Norms(engine, session.policy.skips) if session.policy.guards else None
-    ended = parallel.count_parallel(engine, meter, session.patches)
-    follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
-    attach_checkpoint(engine, session, synchronise)
-    session.begin(engine.global_steps, loss_scale(engine))
-    session.patches.replace(engine, "compression", session)
-    session.patches.on_undo(synchronise)
-    if engine.global_rank == 0:
-        write_configuration(session.journal, engine.config)
-    announce(engine, session, parameters, kind)
-    return engine
+        return weight_bytes, _nothing
+    make_gather = build_weight_gather(config, parameters, clock, meter)
+    weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
+    session.exact = attach_exact(engine, weights.synchronise, session.patches)
+    return _no_bytes, session.exact.renew
 
 
 def detach(engine: Any) -> Any:
@@ -178,7 +197,8 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock: StepClock, meter: Meter) -> Session:
+def _session(engine: Any, config: CompressConfig, parameters: Parameters) -> Session:
+    clock, meter = StepClock(), Meter()
     survey = parallel.make_survey(engine)
     reporter = Reporter(config.monitor, meter, survey, engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
@@ -214,12 +234,13 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, clock:
 def _reductions(
     engine: Any, config: CompressConfig, parameters: Parameters, stores: Stores, clock: StepClock, meter: Meter
 ) -> Callable[[Any], Reduction]:
-    """Reducers of settings of `gradients`, made once each; those of `config` now, so that warnings come at once."""
+    """Reducers of settings of `gradients`, kept for the newest ones: a ramp makes others in each step. Those of
+    `config` are made now, so that warnings come at once."""
     if config.gradients.method == "none":
         return _no_reduction
     groups = make_groups(engine, config)
 
-    @functools.cache
+    @functools.lru_cache(maxsize=SETTINGS)
     def reduction_of(gradients: Any) -> Reduction:
         chosen = config.model_copy(update={"gradients": gradients})
         return build_reduction(chosen, groups, parameters, stores, clock, meter)
