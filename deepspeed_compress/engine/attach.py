@@ -95,6 +95,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
     parameters = _parameters(engine, kind)
+    _warn_of_unheeded_type(engine, config, parameters.dtype)
     session = _session(engine, config, parameters)
     weight_bytes, synchronise = _replace_collectives(engine, kind, session, parameters)
     hears = Norms(engine, session.policy.skips) if session.policy.guards else None
@@ -161,6 +162,18 @@ def detach(engine: Any) -> Any:
         raise ConfigError("nothing is attached to this engine; detach takes an engine of attach, initialize or install")
     session.patches.undo()
     return engine
+
+
+def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
+    """Sums are made in fp32 whatever the file says; uncompressed elements travel in `dtype`."""
+    written = engine.config.get("communication_data_type")
+    if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
+        text = (
+            f'/communication_data_type: "{written}" has no effect beside compressed gradients: what is not compressed '
+            f"travels in {str(dtype).removeprefix('torch.')}, and sums are made in fp32. Remove the key, or write "
+            f'"method": "{written}" into {SECTION}.gradients'
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
 
 
 def _warn_uncounted(reasons: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Gradients without ZeRO are told apart by parameter, whatever DeepSpeed puts them into."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,3 +91,26 @@ def test_sparse_gradients_go_deepspeeds_way() -> None:
         rows = 4 * (12 * 4 + 8)
         assert 0 < compressed.sent - rows < (uncompressed.sent - rows) / 2
     assert ranks[0][3].parameters == ranks[1][3].parameters
+
+
+def warned_of(rank: int, *jobs: Job) -> list[list[str]]:
+    found = []
+    for job in jobs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = start(job)
+        found.append([str(one.message) for one in caught if "communication_data_type" in str(one.message)])
+        engine.destroy()
+    return found
+
+
+def test_a_type_of_communication_that_nobody_heeds_is_named() -> None:
+    """ZeRO 1 and 2 send what is uncompressed in it."""
+    typed = {"communication_data_type": "bf16"}
+    jobs = [Job(stage, {"gradients": {"bits": 4}}, extra=typed) for stage in (0, 1, 2, 3)]
+    none, silent = Job(0, {"gradients": {"method": "none"}}, extra=typed), Job(0, {"gradients": {"bits": 4}})
+    for first, *middle, last, with_none, without in run_forks(2, warned_of, *jobs, none, silent):
+        assert middle == [[], []]
+        assert with_none == without == []
+        for [text] in (first, last):
+            assert 'communication_data_type: "bf16" has no effect' in text
