@@ -140,8 +140,12 @@ class EarlyReductions:
         return None if sent is None else sent[1]
 
     def _current(self) -> _Step:
-        if self._step.number != self._session.clock.begun:
-            self._step = _Step(self._session.clock.begun, self._session.early_reducer)
+        begun = self._session.clock.begun
+        if self._step.sent:
+            # A backward pass was given up, and a checkpoint loaded: what travels still waits for an agreement.
+            self._step.number = begun
+        elif self._step.number != begun:
+            self._step = _Step(begun, self._session.early_reducer)
         return self._step
 
     def _gradient_is_there(self, parameter: Any) -> None:

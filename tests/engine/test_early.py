@@ -115,7 +115,40 @@ def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Te
     yield forward
 
 
-PROGRAMS = {"ordinary": ordinary, "overflow": overflowing, "hook": touched_by_a_hook, "one rank": of_one_rank}
+def given_up(engine: Any, rank: int, job: Job) -> list[float]:
+    """In one step a backward pass fails on the way, on one rank later than on the other, and another batch is taken."""
+    batches, losses = data(rank, job), []
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
+                engine.backward((engine(2 * x) - y).square().mean())
+            for parameter in engine.module.parameters():
+                parameter.grad = None
+        losses += run(engine, [(x, y)])
+    return losses
+
+
+@contextmanager
+def failing(parameter: torch.Tensor) -> Iterator[None]:
+    """The gradient of `parameter` never comes."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("given up")
+
+    handle = parameter.register_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+PROGRAMS = {
+    "ordinary": ordinary,
+    "overflow": overflowing,
+    "hook": touched_by_a_hook,
+    "one rank": of_one_rank,
+    "given up": given_up,
+}
 
 
 @pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
