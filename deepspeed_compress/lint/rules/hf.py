@@ -123,7 +123,10 @@ def _scheduler(document: Document, context: Context) -> Iterator[Hit]:
 def _batch_before_start(document: Document, context: Context) -> Iterator[Hit]:
     ours = isinstance(document.get(OUR_SECTION), dict)
     if context.framework == "hf" and ours and stage(document) == 3 and document.get("train_batch_size") == AUTO:
-        what = '"auto" fails on CPUs with stage 3: weights are partitioned before DeepSpeed counts more than one rank'
+        what = (
+            '"auto" may fail on CPUs with stage 3 and several processes: weights are partitioned before DeepSpeed '
+            "counts more than one"
+        )
         correction = fix("Remove it", remove(document, ("train_batch_size",)))
         yield Hit(("train_batch_size",), what, "nothing: train_micro_batch_size_per_gpu says enough", fix=correction)
 
@@ -279,8 +282,10 @@ RULES = (
         _FAMILY,
         '"auto" at train_batch_size, with stage 3 and on CPUs.',
         "A model that from_config or from_pretrained makes is partitioned at once, by a configuration whose batch "
-        "sizes are compared with the number of ranks (runtime/config.py). On CPUs DeepSpeed has not been started then "
-        "and counts one. Only for files with a section deepspeed_compress: on GPUs nothing is wrong.",
+        "sizes are compared with the number of ranks (runtime/config.py). With use_cpu and several processes "
+        "DeepSpeed's communication has not been started then, unless the program has called "
+        "deepspeed.init_distributed, and it counts one. Only for files with a section deepspeed_compress: on GPUs, and "
+        "with one process, nothing is wrong.",
         _hf(train_batch_size=AUTO, zero_optimization=_STAGE3, deepspeed_compress=_INSTALLED),
         _hf(zero_optimization=_STAGE3, deepspeed_compress=_INSTALLED),
         _batch_before_start,

@@ -1,5 +1,6 @@
 """What became of all programs, as a table for docs/measurements.md."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.engine.programs.judge import Outcome, found, wanted
@@ -45,7 +46,7 @@ def _cell(outcomes: Mapping[Task, Outcome]) -> str:
 def _reason(outcome: Outcome) -> str:
     """The sentence that names what is wrong, without what to write instead."""
     text = outcome.text.split("\n- ")[-1].split("; ")[0].split(": ", 1)[-1]
-    return _short(text)
+    return _short(re.sub(r"^\S+ does not exist: ", "", text))
 
 
 def _short(text: str) -> str:
