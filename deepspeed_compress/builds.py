@@ -25,8 +25,10 @@ def warn_of_abandoned_locks(environment: Mapping[str, str] = os.environ) -> None
     another machine or container that shares the directory may be building."""
     if environment.get("LOCAL_RANK", "0") != "0":
         return
-    for lock in abandoned_locks(environment):
-        warnings.warn(_told(lock), CompressWarning, stacklevel=2)
+    # A look that fails, as where processes end meanwhile, must not stop one rank.
+    with contextlib.suppress(OSError, RuntimeError):
+        for lock in abandoned_locks(environment):
+            warnings.warn(_told(lock), CompressWarning, stacklevel=2)
 
 
 def abandoned_locks(environment: Mapping[str, str] = os.environ) -> list[Path]:

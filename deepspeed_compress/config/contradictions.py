@@ -23,6 +23,7 @@ def find_mismatches(
         *_weights_that_no_one_gathers(ds_config, section),
         *_second_momentum(ds_config, section),
         *find_without_length(ds_config, section),
+        *_guard_without_norms(ds_config, section),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -97,6 +98,14 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
         write = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
         yield _problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", write)
+
+
+def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+    zero = ds_config.get("zero_optimization")
+    if section.guard is not None and isinstance(zero, dict) and zero.get("compute_grad_norm") is False:
+        place = pointer(("zero_optimization", "compute_grad_norm"))
+        what = f"cannot be combined with {place}: false, because it judges gradients by their norms (allowed: null)"
+        yield _problem(("guard",), what, f"null, or true as {place}")
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """One line at the start: what is compressed, how, and what it is expected to send and to keep."""
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from deepspeed_compress.build import Parameters, message_compressor
 from deepspeed_compress.config import CompressConfig, brief, find_missing
 from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
+from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -23,10 +23,11 @@ def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -
     """Write the line to standard error, on rank 0, unless `monitor.announce` is false. `kind`: as of `engine_kind`."""
     if engine.global_rank != 0 or not session.config.monitor.announce:
         return
-    text = announcement(engine, session, parameters, kind)
-    # Whoever cannot read it is not to be stopped by it.
-    with contextlib.suppress(OSError, ValueError):
+    try:
+        text = announcement(engine, session, parameters, kind)
         print(f"deepspeed_compress: {text}", file=sys.stderr, flush=True)
+    except Exception as error:  # what only tells must not stop one rank, for which the others would wait
+        warnings.warn(f"what is compressed cannot be told: {error!r}", CompressWarning, stacklevel=2)
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
@@ -40,7 +41,7 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
     """The line: settings, what is exempt, megabytes that rank 0 sends in a step with and without, and keeps."""
-    config, group = session.config, engine.seq_data_parallel_group
+    config, group = session.config, reduction_group(engine)
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     where = f"ZeRO {engine.zero_optimization_stage()}, {group.size()} data-parallel ranks"
     parts = [f"{methods}; {where}"]
@@ -58,7 +59,7 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
-    group, everywhere = engine.seq_data_parallel_group, kind == "zero_0"
+    group, everywhere = reduction_group(engine), kind == "zero_0"
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
     total = sum(numel for _, numel in sizes)
@@ -79,7 +80,7 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
 
 
 def _weights(engine: Any, config: CompressConfig, parameters: Parameters, kind: str) -> str:
-    ranks, itemsize = engine.seq_data_parallel_group.size(), engine.get_data_types()[0].itemsize
+    ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
     settings: Any = config.weights
     numels = {name: parameters.numel(name) for name in parameters.shapes}
     raw = [size for name, size in numels.items() if name in parameters.exempt or size < settings.min_numel]

@@ -107,7 +107,10 @@ def load_last(engine: Any) -> None:
         warnings.warn("nothing to go back to: this run has saved no checkpoint yet", CompressWarning, stacklevel=2)
         return
     engine.load_checkpoint(str(directory.parent), tag=directory.name)
-    session.policy.load(decided)
+    # What was in force when it was saved is what the memories are of.
+    now = session.policy.saved()
+    session.policy.load({**decided, **{key: now[key] for key in ("settings", "step", "was_dense")}})
+    session.begin(engine.global_steps, loss_scale(engine))
 
 
 def _remembers(session: Session) -> bool:

@@ -2,8 +2,8 @@
 
 To bring them up to date is a collective. It is done where all ranks come by contract: `save_checkpoint` and
 `load_checkpoint` (`engine.checkpoint`), `save_16bit_model`, `models.save_pretrained`; under Trainer before each of its
-checkpoints and when training ends, under Accelerate in `wait_for_everyone` (`integrations`). To read a state dict may
-be the work of rank 0 alone, and must not wait for others.
+checkpoints and when training ends (`integrations`). To read a state dict may be the work of rank 0 alone, and must not
+wait for others.
 """
 
 from collections.abc import Callable

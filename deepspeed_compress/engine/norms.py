@@ -186,12 +186,13 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_exchanged(deepspeed_engine, "clip_grad_norm_", clip_grad_norm_))
         stack.enter_context(_exchanged(optimizer, "step", step_if_wanted))
+        stack.enter_context(_exchanged(optimizer, "overflow", False))
         yield
 
 
 def _norm(engine: Any) -> torch.Tensor:
     grads = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)
+    return torch.nn.utils.get_total_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in grads])
 
 
 def _everywhere(norm: Any, device: Any) -> float:

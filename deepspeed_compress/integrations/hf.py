@@ -103,8 +103,21 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
             )
         if session is not self._session:
             session.subscribe(self._measured.append)
+            if self._session is None:
+                self._trainer._save_checkpoint = self._exactly(self._trainer._save_checkpoint)
+            # Of the newest engine alone: every trial of a search has one.
             self._session = session
-            self._trainer._save_checkpoint = _exactly(session, self._trainer._save_checkpoint)
+
+    def _exactly(self, save: Callable[..., None]) -> Callable[..., None]:
+        """`save`, which all ranks call, with exact weights: it collects those of the model before DeepSpeed saves."""
+
+        @functools.wraps(save)
+        def save_exactly(*args: Any, **options: Any) -> None:
+            assert self._session is not None
+            self._session.synchronise()
+            save(*args, **options)
+
+        return save_exactly
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All ranks are here: what is saved from now on is exact, by whichever of them."""
@@ -127,17 +140,6 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
             if bar is not None:
                 shown = {name: f"{figures[key]:.1f}x" for name, key in _SHOWN.items() if key in figures}
                 bar.set_postfix(shown, refresh=False)
-
-
-def _exactly(session: Session, save: Callable[..., None]) -> Callable[..., None]:
-    """`save`, which all ranks call, with exact weights: it collects those of the model before DeepSpeed saves."""
-
-    @functools.wraps(save)
-    def save_exactly(*args: Any, **options: Any) -> None:
-        session.synchronise()
-        save(*args, **options)
-
-    return save_exactly
 
 
 _SHOWN: Mapping[str, str] = MappingProxyType(

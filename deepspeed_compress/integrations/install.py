@@ -20,9 +20,9 @@ def install() -> Callable[[], None]:
     undo = [engine.install()]
     if find_spec("accelerate") is not None:
         from deepspeed_compress.integrations.early import check_early
-        from deepspeed_compress.integrations.saving import save_exactly
+        from deepspeed_compress.integrations.saving import warn_of_inexact
 
-        undo += [check_early(), save_exactly()]
+        undo += [check_early(), warn_of_inexact()]
 
     def uninstall() -> None:
         for action in undo:

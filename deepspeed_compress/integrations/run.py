@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
-    if dist.is_initialized():
-        # A process that ends with threads of a group alive may be aborted, although its program has done its work.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        # A process that ends with gloo's threads alive may be aborted, although its program has done its work.
         gc.collect()
         dist.destroy_process_group()
     if not methods:

@@ -36,7 +36,7 @@ class Journal:
     def __init__(self, directory: str | None, run: str = "", step: int = 0) -> None:
         self.part = Part(run, datetime.now(UTC).isoformat(timespec="milliseconds"), step)
         self._directory = None if directory is None else Path(directory)
-        self._told = False
+        self._told: set[str] = set()
 
     @property
     def active(self) -> bool:
@@ -78,12 +78,12 @@ class Journal:
             file.parent.mkdir(parents=True, exist_ok=True)
             work(file)
         except OSError as error:
-            self.fail(f"/deepspeed_compress/monitor/path: {file} cannot be written ({error.strerror or error})")
+            self.fail("file", f"/deepspeed_compress/monitor/path: {file} cannot be written ({error.strerror or error})")
 
-    def fail(self, what: str) -> None:
-        """Say once that something of the run is not recorded."""
-        if not self._told:
-            self._told = True
+    def fail(self, kind: str, what: str) -> None:
+        """Say, once of each `kind`, that something of the run is not recorded."""
+        if kind not in self._told:
+            self._told.add(kind)
             warnings.warn(f"{what}; training goes on, what cannot be written is lost", CompressWarning, stacklevel=2)
 
 

@@ -99,7 +99,7 @@ class StatisticsWriter:
         try:
             sink.write_events(events)
         except Exception as error:  # services fail in ways of their own, and other ranks wait for this one
-            self._journal.fail(f"DeepSpeed's monitor has not taken figures of compression ({error!r})")
+            self._journal.fail("monitor", f"DeepSpeed's monitor has not taken figures of compression ({error!r})")
 
 
 def finite(value: Any) -> Any:

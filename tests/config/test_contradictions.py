@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION, expand, find_problems, parse_section
+from deepspeed_compress.config.contradictions import find_mismatches
 from deepspeed_compress.errors import ConfigError
 
 DELAYED = [{"parameters": "embed", "method": "none", "every": 4}]
@@ -231,3 +232,12 @@ def test_it_is_found_beside_a_section_that_is_wrong() -> None:
 )
 def test_what_can_be_attached_to_passes(section: dict[str, Any], native: dict[str, Any]) -> None:
     assert find_problems({**native, SECTION: section}) == []
+
+
+def test_a_guard_needs_norms() -> None:
+    native = zero(stage=1, compute_grad_norm=False)
+    [problem] = find_mismatches(native, parse_section({SECTION: {"guard": {}}}))
+    assert problem.pointer == f"/{SECTION}/guard"
+    assert "/zero_optimization/compute_grad_norm: false" in problem.what
+    assert find_mismatches(native, parse_section({SECTION: {}})) == []
+    assert find_mismatches(zero(stage=1), parse_section({SECTION: {"guard": {}}})) == []

@@ -83,8 +83,9 @@ def train_once(rank: int, section: dict[str, Any] | None) -> Seen:
 def test_sparse_gradients_go_deepspeeds_way() -> None:
     raw = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
     none, int4 = ({"gradients": gradients} for gradients in ({"method": "none"}, {"bits": 4, "block_size": 32}))
-    ranks = run_forks(2, train_words, None, none, raw, int4)
-    for plain, ours, uncompressed, compressed in ranks:
+    ranks = run_forks(2, train_words, None, none, raw, int4, {**int4, "guard": {}})
+    for plain, ours, uncompressed, compressed, guarded in ranks:
+        assert (guarded.losses, guarded.parameters) == (compressed.losses, compressed.parameters)
         assert (ours.losses, ours.parameters) == (plain.losses, plain.parameters)
         assert (uncompressed.losses, uncompressed.parameters) == (plain.losses, plain.parameters)
         # The other rank gets four rows of 12 numbers at most, and their indices.

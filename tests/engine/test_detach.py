@@ -8,6 +8,7 @@ import deepspeed
 import pytest
 
 import deepspeed_compress
+from deepspeed_compress.engine.norms import _kind
 from deepspeed_compress.errors import ConfigError, SeamError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
@@ -99,3 +100,17 @@ def test_what_cannot_be_taken_off_is_said() -> None:
     for nothing, covered in run_forks(2, refuse):
         assert "nothing is attached" in nothing
         assert "save_checkpoint was replaced by other code" in covered
+
+
+def guard_again(rank: int) -> tuple[str, str, bool]:
+    """What watches the norm for a guard, before and after; whether anything is left that DeepSpeed would read."""
+    engine = start(Job(0, {"gradients": GRADIENTS, "guard": {}}, extra={"gradient_clipping": 0.0}, steps=2))
+    before = _kind(engine)
+    run(engine, data(rank, Job(steps=2)))
+    deepspeed_compress.detach(engine)
+    deepspeed_compress.attach(engine)
+    return before, _kind(engine), hasattr(engine.optimizer, "overflow")
+
+
+def test_a_guard_watches_again() -> None:
+    assert run_forks(2, guard_again) == [("plain", "plain", False)] * 2

@@ -93,7 +93,7 @@ def collect(rank: int) -> tuple[bool, list[str], list[str], float]:
         accelerator.backward(model(**collate(sentences(BATCH))).loss)
     told: list[list[str]] = []
     states = [gathered(accelerator, model, told) if rank == 0 else {}]
-    accelerator.wait_for_everyone()
+    model.compression.synchronise()
     states.append(gathered(accelerator, model, told) if rank == 0 else {})
     masters = model.optimizer.single_partition_of_fp32_groups[0]
     held = model.optimizer.parallel_partitioned_bit16_groups[0][rank]
