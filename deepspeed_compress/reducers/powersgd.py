@@ -72,6 +72,8 @@ class PowerSGDReducer:
     ) -> None:
         self.others = others
         self.factors = factors
+        self.shapes = shapes
+        self.rank = rank
         self.residuals = residuals
         self.warm = warm
         self.chosen = chosen
