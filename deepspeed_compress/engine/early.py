@@ -7,8 +7,8 @@ that reduces the same buckets step after step has them sent off as soon as their
 DeepSpeed would reduce, all ranks compare what was sent with what is to be reduced, bit for bit, and agree: either all
 of it counts, or none of it does, everything that it wrote into memories is forgotten, and DeepSpeed goes on as ever.
 
-On all ranks the same messages are sent in the same order, whatever becomes of them: every bucket of the plan once,
-before the agreement. The plan is that of earlier steps, which were equal on all ranks since they were reduced.
+On all ranks an engine sends the same messages in the same order, whatever becomes of them: every bucket of the plan
+once, before the agreement. The plan is that of earlier steps, which were equal on all ranks since they were reduced.
 """
 
 from collections.abc import Callable, Iterator, Sequence
