@@ -16,8 +16,7 @@ from deepspeed_compress.errors import (
     StateError,
     UnsupportedError,
 )
-from deepspeed_compress.leaving import look_when_leaving
-from deepspeed_compress.version import __version__
+from deepspeed_compress.integrations.leaving import look_when_leaving
 
 __all__ = [
     "CompressError",
@@ -34,10 +33,12 @@ __all__ = [
     "install",
 ]
 
+__version__ = "0.1.0"
+
 _LOADED_ON_USE = MappingProxyType(
-    {"attach": "engine", "detach": "engine", "initialize": "engine", "install": "integrations"}
+    {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.attach", "install": "integrations"}
 )
-"""Entry points, and the parts that they are in."""
+"""Entry points, and the modules that they are in."""
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress import __version__
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from deepspeed_compress.report import load_runs, print_table, write_report
+    from deepspeed_compress.tools.report import load_runs, print_table, write_report
 
     runs = load_runs(options.run_dir, options.baseline)
     written = write_report(runs, options.output or options.run_dir)
@@ -183,31 +183,31 @@ def _positive(text: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from deepspeed_compress.plan import run
+    from deepspeed_compress.tools.plan import run
 
     return run(options)
 
 
 def _lint_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.lint.options import add_lint_arguments
+    from deepspeed_compress.tools.lint.options import add_lint_arguments
 
     add_lint_arguments(parser)
 
 
 def _lint(options: argparse.Namespace) -> int:
-    from deepspeed_compress.lint.command import run
+    from deepspeed_compress.tools.lint.command import run
 
     return run(options)
 
 
 def _rule_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.lint.options import add_rule_arguments
+    from deepspeed_compress.tools.lint.options import add_rule_arguments
 
     add_rule_arguments(parser)
 
 
 def _rule(options: argparse.Namespace) -> int:
-    from deepspeed_compress.lint.explain import run
+    from deepspeed_compress.tools.lint.explain import run
 
     return run(options)
 
@@ -240,7 +240,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say_what_is_locked() -> None:
-    from deepspeed_compress.builds import warn_of_abandoned_locks
+    from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -250,13 +250,13 @@ def _say_what_is_locked() -> None:
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.tune.options import add_tune_arguments
+    from deepspeed_compress.tools.tune.options import add_tune_arguments
 
     add_tune_arguments(parser)
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from deepspeed_compress.tune.command import run
+    from deepspeed_compress.tools.tune.command import run
 
     options.arguments = options.arguments[1:]
     _say_what_is_locked()
@@ -264,31 +264,31 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _tune_options() -> Mapping[str, int]:
-    from deepspeed_compress.tune.options import own_options
+    from deepspeed_compress.tools.tune.options import own_options
 
     return own_options()
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.bench.options import add_bench_arguments
+    from deepspeed_compress.tools.bench.options import add_bench_arguments
 
     add_bench_arguments(parser)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from deepspeed_compress.bench.command import run
+    from deepspeed_compress.tools.bench.command import run
 
     return run(options)
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.doctor.options import add_doctor_arguments
+    from deepspeed_compress.tools.doctor.options import add_doctor_arguments
 
     add_doctor_arguments(parser)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from deepspeed_compress.doctor.command import run
+    from deepspeed_compress.tools.doctor.command import run
 
     return run(options)
 

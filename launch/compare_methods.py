@@ -40,7 +40,7 @@ def main() -> int:
     import torch
 
     import deepspeed_compress.engine
-    import deepspeed_compress.train.main  # noqa: F401  (imported here, so that no rank needs to)
+    import deepspeed_compress.training.main  # noqa: F401  (imported here, so that no rank needs to)
 
     torch.set_num_threads(1)
     for seed in options.seeds:
@@ -95,7 +95,7 @@ def _train(options: argparse.Namespace, method: str, seed: int, run: Path) -> No
 def _rank(rank: int, ranks: int, port: int, argv: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from deepspeed_compress.train.main import main as train
+    from deepspeed_compress.training.main import main as train
 
     sys.exit(train(argv))
 

@@ -22,16 +22,23 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from deepspeed_compress.buckets import even_partition
-from deepspeed_compress.build import Groups, Parameters, Reduction, Stores, build_reduction, build_weight_gather
+from deepspeed_compress.communication import StepClock
+from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.communication.build import (
+    Groups,
+    Parameters,
+    Reduction,
+    Stores,
+    build_reduction,
+    build_weight_gather,
+)
 from deepspeed_compress.config import SECTION, CompressConfig, parse_section
-from deepspeed_compress.data import Windows, eval_starts, open_cache, split_windows, step_starts
 from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.session import FinishedStep, Session
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.policy import Policy
-from deepspeed_compress.reducers import StepClock
+from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]
 

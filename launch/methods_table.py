@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from deepspeed_compress.data import build_cache, cache_key, text_files, train_tokenizer
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.models import read_model_config
+from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
 from launch.methods_lab import Spec, digest, run
 from launch.methods_plot import Point, draw
 

@@ -119,7 +119,7 @@ find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
 mkdir -p "$runs"
 
 say "corpus"
-python -m deepspeed_compress.data data/shakespeare
+python -m deepspeed_compress.training.data data/shakespeare
 choose_device
 train dense configs/quickstart_dense.json
 train int4 configs/quickstart_int4.json

@@ -2,7 +2,7 @@
 
 An ordinary script: nothing in it knows of compression. The configuration asks for it, and `ds-compress run` sees to it:
 
-    python -m deepspeed_compress.data data/shakespeare
+    python -m deepspeed_compress.training.data data/shakespeare
     ds-compress run --num_gpus 2 launch/run_trainer.py --deepspeed configs/huggingface/zero2_int4.json \\
         --train_files data/shakespeare --output_dir runs/trainer --max_steps 300 --learning_rate 1e-3 \\
         --per_device_train_batch_size 4 --logging_steps 10 --do_eval --use_cpu
@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from deepspeed_compress.data import text_files, train_tokenizer
+from deepspeed_compress.training.data import text_files, train_tokenizer
 
 Rows = list[dict[str, list[int]]]
 

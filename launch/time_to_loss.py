@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from deepspeed_compress.bench.hosts import Cluster, signals_as_exceptions
-from deepspeed_compress.run_directory import METRICS, read_lines
+from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
+from deepspeed_compress.tools.run_directory import METRICS, read_lines
 
 VALUES = {"method": "blockwise", "bits": 4}
 GRADIENTS: dict[str, dict[str, Any]] = {

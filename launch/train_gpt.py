@@ -2,7 +2,7 @@
 
 import sys
 
-from deepspeed_compress.train.main import main
+from deepspeed_compress.training.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

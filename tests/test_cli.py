@@ -92,7 +92,7 @@ def test_report_calls_the_writer(
     module = types.SimpleNamespace(
         load_runs=lambda run_dir, baseline: [baseline, run_dir], write_report=write_report, print_table=calls.append
     )
-    monkeypatch.setitem(sys.modules, "deepspeed_compress.report", module)
+    monkeypatch.setitem(sys.modules, "deepspeed_compress.tools.report", module)
     assert main(["report", "run", *options]) == 0
     runs = [baseline and Path(baseline), Path("run")]
     assert calls == [(runs, Path(output)), runs]

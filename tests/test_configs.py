@@ -12,7 +12,7 @@ from deepspeed_compress.config import check_world, find_notices, find_problems, 
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
-from deepspeed_compress.train.main import main
+from deepspeed_compress.training.main import main
 from tests.support.forks import run_forks
 
 CONFIGS = Path(__file__).parents[1] / "configs"

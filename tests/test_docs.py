@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress.compression.methods import METHODS, compressor_from
 from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.methods import METHODS, compressor_from
 from launch.methods_table import SETTINGS
 
 ROOT = Path(__file__).parent.parent

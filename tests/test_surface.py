@@ -29,12 +29,12 @@ LIGHT = [
     "deepspeed_compress",
     "deepspeed_compress.config",
     "deepspeed_compress.cli",
-    "deepspeed_compress.lint",
-    "deepspeed_compress.bench.options",
-    "deepspeed_compress.report",
-    "deepspeed_compress.doctor",
-    "deepspeed_compress.doctor.command",
-    "deepspeed_compress.tune.options",
+    "deepspeed_compress.tools.lint",
+    "deepspeed_compress.tools.bench.options",
+    "deepspeed_compress.tools.report",
+    "deepspeed_compress.tools.doctor",
+    "deepspeed_compress.tools.doctor.command",
+    "deepspeed_compress.tools.tune.options",
 ]
 HEAVY = {"torch", "deepspeed", "transformers"}
 ROOT = Path(deepspeed_compress.__file__).parent
@@ -56,8 +56,9 @@ def test_every_error_is_a_compress_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in vars(deepspeed_compress)])
 def test_a_name_loaded_on_use_is_public_in_its_part(name: str) -> None:
-    part = deepspeed_compress._LOADED_ON_USE[name]
-    tree = ast.parse((ROOT / part / "__init__.py").read_text(encoding="utf-8"))
+    place = ROOT.joinpath(*deepspeed_compress._LOADED_ON_USE[name].split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     [names] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.build import Parameters, message_compressor
+from deepspeed_compress.communication.build import Parameters, message_compressor
 from deepspeed_compress.config import CompressConfig, brief, find_missing
 from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.groups import reduction_group

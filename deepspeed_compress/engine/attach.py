@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.build import (
+from deepspeed_compress.communication import StepClock
+from deepspeed_compress.communication.build import (
     Parameters,
     Reduction,
     Stores,
@@ -21,7 +22,6 @@ from deepspeed_compress.build import (
     build_weight_gather,
     build_weight_reducer,
 )
-from deepspeed_compress.builds import warn_of_abandoned_locks
 from deepspeed_compress.config import (
     SECTION,
     CompressConfig,
@@ -31,8 +31,10 @@ from deepspeed_compress.config import (
     read_ds_config,
     total_steps,
 )
+from deepspeed_compress.config.names import called
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
+from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.engine.checkpoint import attach_checkpoint
 from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
@@ -57,9 +59,7 @@ from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, write_configuration
-from deepspeed_compress.naming import called
 from deepspeed_compress.policy import Policy
-from deepspeed_compress.reducers import StepClock
 
 __all__ = ["attach", "detach", "initialize", "install"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress import state
+from deepspeed_compress.compression import state
 from deepspeed_compress.engine.groups import find_position
 from deepspeed_compress.engine.norms import loss_scale
 from deepspeed_compress.engine.session import Session

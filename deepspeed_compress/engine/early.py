@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition
+from deepspeed_compress.communication import PayloadReducer, Pending
+from deepspeed_compress.communication.buckets import Partition
 from deepspeed_compress.engine.session import Session
-from deepspeed_compress.reducers import PayloadReducer, Pending
 
 __all__ = ["EarlyReductions", "Key"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.build import RAW
-from deepspeed_compress.feedback import MomentumCorrection
-from deepspeed_compress.reducers import ClippingReducer, PayloadReducer, PowerSGDReducer, Reducer, TwoLevelReducer
-from deepspeed_compress.reducers.plan import Piece, make_plans
-from deepspeed_compress.residuals import Residuals
+from deepspeed_compress.communication import ClippingReducer, PayloadReducer, PowerSGDReducer, Reducer, TwoLevelReducer
+from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.communication.build import RAW
+from deepspeed_compress.communication.plan import Piece, make_plans
+from deepspeed_compress.compression.feedback import MomentumCorrection
+from deepspeed_compress.compression.residuals import Residuals
 
 __all__ = ["Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
 

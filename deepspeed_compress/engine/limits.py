@@ -11,11 +11,11 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.config.contradictions import WITH_TRAINER
 from deepspeed_compress.engine.groups import partition_groups
 from deepspeed_compress.errors import UnsupportedError
-from deepspeed_compress.kernels import FASTEST
 
 __all__ = [
     "compresses",

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import Partition
-from deepspeed_compress.build import message_compressor
+from deepspeed_compress.communication import link_seconds
+from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.build import message_compressor
 from deepspeed_compress.policy import Adaptive, AlphaBeta, Measurement, fit
-from deepspeed_compress.reducers import link_seconds
 
 __all__ = ["Prober"]
 

@@ -9,8 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition, gather
-from deepspeed_compress.build import Reduction, Stores
+from deepspeed_compress.communication import (
+    Done,
+    PayloadReducer,
+    Pending,
+    Reducer,
+    StepClock,
+    cosine_with_truth,
+    true_sum,
+)
+from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.build import Reduction, Stores
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import gather
+from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.exact import ExactWeights
 from deepspeed_compress.engine.observer import Losses, Means
@@ -20,9 +32,6 @@ from deepspeed_compress.engine.reporting import Reporter
 from deepspeed_compress.engine.uncompressed import uncompressed_bytes
 from deepspeed_compress.monitor import Event, Journal, Meter, StepStatistics
 from deepspeed_compress.policy import Observation, Plan, Policy
-from deepspeed_compress.reducers import Done, PayloadReducer, Pending, Reducer, StepClock, cosine_with_truth, true_sum
-from deepspeed_compress.residuals import Residuals
-from deepspeed_compress.state import OWNED
 
 __all__ = ["FinishedStep", "Session", "Watch"]
 

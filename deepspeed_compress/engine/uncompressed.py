@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.buckets import Partition
-from deepspeed_compress.build import RAW
-from deepspeed_compress.reducers import ClippingReducer, PayloadReducer, PowerSGDReducer, Reducer, TwoLevelReducer
+from deepspeed_compress.communication import ClippingReducer, PayloadReducer, PowerSGDReducer, Reducer, TwoLevelReducer
+from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.build import RAW
 
 __all__ = ["uncompressed_bytes"]
 

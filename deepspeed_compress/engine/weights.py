@@ -18,10 +18,10 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import PADDING
+from deepspeed_compress.communication.gather import DifferenceGather
+from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.errors import SeamError, UnsupportedError
-from deepspeed_compress.reducers.gather import DifferenceGather
 
 __all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights"]
 

@@ -17,10 +17,10 @@ from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.buckets import partition_by_owners
+from deepspeed_compress.communication import Landing, PayloadReducer
+from deepspeed_compress.communication.buckets import partition_by_owners
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import SeamError, UnsupportedError
-from deepspeed_compress.reducers import Landing, PayloadReducer
 
 __all__ = ["attach_weights_3", "check_weights_3"]
 

@@ -12,7 +12,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
-from deepspeed_compress.buckets import PADDING, even_partition
+from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 

@@ -18,11 +18,12 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.buckets import LAYOUTS, Partition, Segment, partition_by_sizes
+from deepspeed_compress.communication import Pending
+from deepspeed_compress.communication.buckets import LAYOUTS, Partition, partition_by_sizes
+from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.engine.early import EarlyReductions, Key
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
-from deepspeed_compress.reducers import Pending
 
 __all__ = ["attach_zero_12"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
 
-from deepspeed_compress.buckets import Partition, partition_by_sizes
+from deepspeed_compress.communication.buckets import Partition, partition_by_sizes
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_reduce, ring_reduce_scatter

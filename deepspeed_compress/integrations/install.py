@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from importlib.util import find_spec
 
-import deepspeed_compress.engine as engine
-
 __all__ = ["install"]
 
 
@@ -17,7 +15,10 @@ def install() -> Callable[[], None]:
     Trainers log what compression does (`integrations.hf`). Returns a function that undoes all of it; a second call
     changes nothing.
     """
-    undo = [engine.install()]
+    # Loads torch and DeepSpeed, which those who only import this do not wait for.
+    from deepspeed_compress.engine import attach
+
+    undo = [attach.install()]
     if find_spec("accelerate") is not None:
         from deepspeed_compress.integrations.early import check_early
         from deepspeed_compress.integrations.saving import warn_of_inexact

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from deepspeed_compress.config.names import called
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
-from deepspeed_compress.naming import called
 
 __all__ = ["save_pretrained"]
 

@@ -6,9 +6,9 @@ import torch
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
+from deepspeed_compress.config.names import HF_NAME
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import Source
-from deepspeed_compress.naming import HF_NAME
 
 __all__ = ["fill"]
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from deepspeed_compress.naming import HF_NAME
+from deepspeed_compress.config.names import HF_NAME
 
 __all__ = ["TRANSPOSED", "build_skeleton", "linear_layers"]
 

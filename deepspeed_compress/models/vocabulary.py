@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
 from torch import nn
 
-from deepspeed_compress.naming import HF_NAME
+from deepspeed_compress.config.names import HF_NAME
 
 __all__ = ["split_vocabulary", "use_split_loss", "vocabulary_weights", "whole_logits"]
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from deepspeed_compress.bench.collectives import COLLECTIVES, Collective
-from deepspeed_compress.bench.comm import table_of
-from deepspeed_compress.bench.comm_rank import measure_messages
-from deepspeed_compress.bench.gauges import join
-from deepspeed_compress.bench.plots import plot_comm
 from deepspeed_compress.cli import main
+from deepspeed_compress.tools.bench.collectives import COLLECTIVES, Collective
+from deepspeed_compress.tools.bench.comm import table_of
+from deepspeed_compress.tools.bench.comm_rank import measure_messages
+from deepspeed_compress.tools.bench.gauges import join
+from deepspeed_compress.tools.bench.plots import plot_comm
 from tests.support.forks import run_forks
 from tests.support.hosts import needs_hosts
 

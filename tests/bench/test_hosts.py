@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.bench.hosts import Cluster
-from deepspeed_compress.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
+from deepspeed_compress.tools.bench.hosts import Cluster
+from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import needs_hosts
 
 TRANSFER = """

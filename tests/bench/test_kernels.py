@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.bench.kernels import measure
-from deepspeed_compress.bench.operations import OPERATIONS
 from deepspeed_compress.cli import main
+from deepspeed_compress.compression.kernels import implementations
+from deepspeed_compress.compression.kernels.forms import Form
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.kernels import implementations
-from deepspeed_compress.kernels.forms import Form
+from deepspeed_compress.tools.bench.kernels import measure
+from deepspeed_compress.tools.bench.operations import OPERATIONS
 
 CPU = torch.device("cpu")
 NUMEL = 3 * 4096 + 5

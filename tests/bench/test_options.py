@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from deepspeed_compress.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
-from deepspeed_compress.bench.peers import PEERS as MADE
 from deepspeed_compress.cli import main
+from deepspeed_compress.tools.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
+from deepspeed_compress.tools.bench.peers import PEERS as MADE
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

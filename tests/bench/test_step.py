@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deepspeed_compress.bench.document import new_document, read_document, save_document
-from deepspeed_compress.bench.plots import check_plotting, plot_steps
-from deepspeed_compress.bench.step import merge, missing_rates, steps_at
-from deepspeed_compress.bench.step_table import FORMS, step_table
-from deepspeed_compress.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.tools.bench.document import new_document, read_document, save_document
+from deepspeed_compress.tools.bench.plots import check_plotting, plot_steps
+from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
+from deepspeed_compress.tools.bench.step_table import FORMS, step_table
+from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from tests.support.forks import free_port
 from tests.support.hosts import needs_hosts
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.bench.gauges import Peak, join
-from deepspeed_compress.bench.options import PEERS
-from deepspeed_compress.bench.step_rank import measure_group
-from deepspeed_compress.bench.workload import Group, group_contenders
+from deepspeed_compress.tools.bench.gauges import Peak, join
+from deepspeed_compress.tools.bench.options import PEERS
+from deepspeed_compress.tools.bench.step_rank import measure_group
+from deepspeed_compress.tools.bench.workload import Group, group_contenders
 from tests.support.forks import run_forks
 
 TOY = {"model_type": "gpt2", "vocab_size": 128, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.bench.workload import (
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,
     OURS,
     Group,
@@ -16,8 +18,6 @@ from deepspeed_compress.bench.workload import (
     stage_of,
     without_section,
 )
-from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import ConfigError
 
 SIZES = {"micro_batch": None, "seq_len": 16, "seed": 0}
 Write = Callable[..., str]

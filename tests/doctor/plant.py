@@ -193,7 +193,7 @@ def _on_machine(name: str, plant: Plant, directory: Path) -> None:
 
 
 def _on_hosts(name: str, plant: Plant, directory: Path) -> None:
-    from deepspeed_compress.bench.hosts import Cluster, signals_as_exceptions
+    from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 
     assert plant.rate is not None, "a plant on hosts has the rate of their links"
     command = [sys.executable, "-m", "tests.doctor.plant", "--rank-of", name, "--directory", str(directory)]

@@ -10,8 +10,8 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import find_problems
-from deepspeed_compress.doctor.finding import Rule
-from deepspeed_compress.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.finding import Rule
+from deepspeed_compress.tools.doctor.rules import RULES
 from tests.doctor.plant import RUNS
 
 PAGE = Path(__file__).parents[2] / "docs/doctor.md"

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_compress.config import SECTION, CompressConfig, find_problems
-from deepspeed_compress.doctor.ladders import softer, stronger
-from deepspeed_compress.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
-from deepspeed_compress.doctor.trends import noise, quarters, turn
+from deepspeed_compress.tools.doctor.ladders import softer, stronger
+from deepspeed_compress.tools.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
+from deepspeed_compress.tools.doctor.trends import noise, quarters, turn
 from tests.doctor.synthetic import config
 from tests.support.sections import OF_GRADIENTS
 

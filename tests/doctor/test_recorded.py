@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.config import find_problems
-from deepspeed_compress.doctor.case import Case
-from deepspeed_compress.doctor.diagnose import Diagnosis, diagnose
-from deepspeed_compress.doctor.patches import apply
-from deepspeed_compress.doctor.rules import RULES
-from deepspeed_compress.doctor.run import read_run
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose
+from deepspeed_compress.tools.doctor.patches import apply
+from deepspeed_compress.tools.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.run import read_run
 from tests.doctor.plant import PLANTS, RUNS
 
 PLANTED = sorted(name for name, plant in PLANTS.items() if plant.finds)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import find_problems
-from deepspeed_compress.doctor.patches import apply
-from deepspeed_compress.doctor.rules import RULES
-from deepspeed_compress.doctor.run import Run
+from deepspeed_compress.tools.doctor.patches import apply
+from deepspeed_compress.tools.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.run import Run
 from tests.doctor.synthetic import config, examine, losses, names, run
 
 TOPK = {"method": "topk", "density": 0.01}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.doctor.case import Case
-from deepspeed_compress.doctor.run import read_run
 from deepspeed_compress.errors import ConfigError, DataError
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.run import read_run
 from tests.doctor.synthetic import HEALTHY, config
 
 

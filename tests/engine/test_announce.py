@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.residuals import Residuals
+from deepspeed_compress.compression.residuals import Residuals
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.bench.hosts import Cluster
+from deepspeed_compress.tools.bench.hosts import Cluster
 from tests.support.hosts import needs_hosts
 
 PROGRAM = str(Path(__file__).with_name("network_rank.py"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.compressors import Blockwise
-from deepspeed_compress.run_directory import read_statistics
+from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
 

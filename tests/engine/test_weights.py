@@ -14,12 +14,12 @@ from deepspeed.runtime.zero import stage_1_and_2
 
 import deepspeed_compress
 from deepspeed_compress import SeamError, UnsupportedError
-from deepspeed_compress.codec import Codec
-from deepspeed_compress.compressors import Blockwise, Cast
+from deepspeed_compress.communication.gather import EXACT, DifferenceGather
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise, Cast
 from deepspeed_compress.engine.limits import shared_parameters
 from deepspeed_compress.engine.weights import Weights, attach_weights
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.reducers.gather import EXACT, DifferenceGather
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.lint.document import Document, parse
-from deepspeed_compress.lint.edits import replace
-from deepspeed_compress.lint.fixes import apply, edited
-from deepspeed_compress.lint.hit import Path
-from deepspeed_compress.lint.rule import Context, Rule
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document
-from deepspeed_compress.lint.selection import Selection
-from deepspeed_compress.lint.strings import to_json
+from deepspeed_compress.tools.lint.document import Document, parse
+from deepspeed_compress.tools.lint.edits import replace
+from deepspeed_compress.tools.lint.fixes import apply, edited
+from deepspeed_compress.tools.lint.hit import Path
+from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.lint.strings import to_json
 from tests.support.properties import properties
 
 ODD: tuple[Any, ...] = (

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_compress import __version__
 from deepspeed_compress.cli import main
-from deepspeed_compress.lint import command
-from deepspeed_compress.lint.document import Document, parse
-from deepspeed_compress.lint.finding import Finding
-from deepspeed_compress.lint.rule import Context, Rule
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document, lint_text
-from deepspeed_compress.lint.selection import Selection
-from deepspeed_compress.version import __version__
+from deepspeed_compress.tools.lint import command
+from deepspeed_compress.tools.lint.document import Document, parse
+from deepspeed_compress.tools.lint.finding import Finding
+from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.selection import Selection
 from tests.lint.texts import STRICT, TOYS, rule
 from tests.support.properties import properties
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.lint.document import Document, parse
-from deepspeed_compress.lint.hit import Hit
-from deepspeed_compress.lint.nodes import Node
-from deepspeed_compress.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS
+from deepspeed_compress.tools.lint.document import Document, parse
+from deepspeed_compress.tools.lint.hit import Hit
+from deepspeed_compress.tools.lint.nodes import Node
+from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS
 from tests.lint.texts import CONFIGS, NOISE, broken
 from tests.support.properties import properties
 

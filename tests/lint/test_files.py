@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.lint import files
-from deepspeed_compress.lint.files import Search, Source, sources
+from deepspeed_compress.tools.lint import files
+from deepspeed_compress.tools.lint.files import Search, Source, sources
 
 CONFIG = '{"zero_optimization": {"stage": 2}}'
 
@@ -114,7 +114,7 @@ def test_standard_input_with_a_name() -> None:
 
 FROM_THE_SHELL = """
 import sys
-from deepspeed_compress.lint.files import Search, sources
+from deepspeed_compress.tools.lint.files import Search, sources
 print([source.document.data for source in sources(sys.argv[1:], Search(), sys.stdin.buffer)])
 """
 

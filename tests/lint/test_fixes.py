@@ -7,16 +7,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.lint.document import Document, parse
-from deepspeed_compress.lint.edits import Edits, add, fix, move, remove, rename, replace
-from deepspeed_compress.lint.explain import fix_of
-from deepspeed_compress.lint.finding import Finding
-from deepspeed_compress.lint.fixes import apply, diff, edited
-from deepspeed_compress.lint.hit import Edit, Hit, Path, Span
-from deepspeed_compress.lint.rule import Context, Rule
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document
-from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.tools.lint.document import Document, parse
+from deepspeed_compress.tools.lint.edits import Edits, add, fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.explain import fix_of
+from deepspeed_compress.tools.lint.finding import Finding
+from deepspeed_compress.tools.lint.fixes import apply, diff, edited
+from deepspeed_compress.tools.lint.hit import Edit, Hit, Path, Span
+from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.selection import Selection
 from tests.lint.texts import CONFIGS, REMOVED, STAGE, STRICT, TOYS, rule
 from tests.support.properties import properties
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.lint.rule import Context
-from deepspeed_compress.lint.runner import lint_text
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.runner import lint_text
 
 FIXTURES = sorted(Path(__file__).with_name("fixtures").iterdir())
 _CONTEXT = re.compile(r"# context: (\{.*\})")

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_compress.lint.document import parse
-from deepspeed_compress.lint.fixes import edited
-from deepspeed_compress.lint.hit import Edit, Span
-from deepspeed_compress.lint.options import FORMATS
-from deepspeed_compress.lint.outputs import Report, render
-from deepspeed_compress.lint.rule import Context
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document
-from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.tools.lint.fixes import edited
+from deepspeed_compress.tools.lint.hit import Edit, Span
+from deepspeed_compress.tools.lint.options import FORMATS
+from deepspeed_compress.tools.lint.outputs import Report, render
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.selection import Selection
 from tests.lint.texts import CONFIGS, NOISE, TOYS, broken
 from tests.support.properties import properties
 

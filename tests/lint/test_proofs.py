@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.lint.document import parse
-from deepspeed_compress.lint.rule import Context, Rule
-from deepspeed_compress.lint.rules import RULES
+from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rules import RULES
 from tests.lint.starting import Outcome, read_configuration, start, warm_up
 
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.lint.files import Search, sources
-from deepspeed_compress.lint.finding import Finding
-from deepspeed_compress.lint.rule import Context
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document, lint_text
-from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.tools.lint.files import Search, sources
+from deepspeed_compress.tools.lint.finding import Finding
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.selection import Selection
 
 HF: dict[str, Any] = {"framework": "hf"}
 ACCELERATE: dict[str, Any] = {"framework": "accelerate"}

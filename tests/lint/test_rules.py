@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from deepspeed_compress.lint.document import parse
-from deepspeed_compress.lint.fixes import apply
-from deepspeed_compress.lint.rule import Context, Rule
-from deepspeed_compress.lint.rules import RULES
-from deepspeed_compress.lint.runner import lint_document, lint_text
-from deepspeed_compress.lint.selection import Selection
+from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.tools.lint.fixes import apply
+from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.selection import Selection
 
 BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
 """Rules that find something in the bad example of another."""

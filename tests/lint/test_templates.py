@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from deepspeed_compress.lint.document import parse
-from deepspeed_compress.lint.placeholders import placeholders
-from deepspeed_compress.lint.rule import Context
-from deepspeed_compress.lint.runner import lint_document, lint_text
-from deepspeed_compress.lint.selection import Selection
-from deepspeed_compress.lint.yaml_reader import parse_yaml
+from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.tools.lint.placeholders import placeholders
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
 MARKS = (
     *("ZERO_STAGE", "$STAGE", "${STAGE}", "${oc.env:STAGE, 2}", "{{ stage }}", "{{stage|default(2)}}", "{stage}"),

@@ -5,10 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from deepspeed_compress.lint.document import Document, Extension
-from deepspeed_compress.lint.edits import fix, remove, replace
-from deepspeed_compress.lint.hit import Fix, Hit
-from deepspeed_compress.lint.rule import Context, Rule, raises
+from deepspeed_compress.tools.lint.document import Document, Extension
+from deepspeed_compress.tools.lint.edits import fix, remove, replace
+from deepspeed_compress.tools.lint.hit import Fix, Hit
+from deepspeed_compress.tools.lint.rule import Context, Rule, raises
 
 PIECES = (
     *"{}[],:\"'#\\ \n\t-+_ab019é\u00a0\x0b\x00",

@@ -16,7 +16,7 @@ import deepspeed_compress
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_model, build_parallel, read_model_config
 from deepspeed_compress.models.export import whole_weights
-from deepspeed_compress.train.stepper import PipelineStepper, PlainStepper, Share, Stepper, mean_over_ranks, share_of
+from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, mean_over_ranks, share_of
 from tests.models.families import random_tokens
 
 SEED = 3

@@ -16,9 +16,9 @@ from deepspeed_compress.errors import CompressError, ConfigError, UnsupportedErr
 from deepspeed_compress.models import Layout, build_model, build_parallel, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
 from deepspeed_compress.models.sources import open_source
-from deepspeed_compress.train.options import parse_options
-from deepspeed_compress.train.ranks import Ranks
-from deepspeed_compress.train.setup import read_plan
+from deepspeed_compress.training.options import parse_options
+from deepspeed_compress.training.ranks import Ranks
+from deepspeed_compress.training.setup import read_plan
 from tests.models.families import save_model, write_config
 from tests.models.runs import SEED
 from tests.support.forks import run_forks

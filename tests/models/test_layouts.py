@@ -11,10 +11,10 @@ import torch
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor
 
-from deepspeed_compress.data import Windows
 from deepspeed_compress.models import Layout, build_model, read_model_config
 from deepspeed_compress.models.families import family_of
-from deepspeed_compress.train.stepper import share_of, train_step
+from deepspeed_compress.training.data import Windows
+from deepspeed_compress.training.stepper import share_of, train_step
 from tests.models.families import LENGTH, MODELS, padded, random_tokens, write_config
 from tests.models.runs import (
     ADAM,

@@ -12,7 +12,7 @@ from deepspeed.checkpoint import ds_to_universal
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout
-from deepspeed_compress.train.stepper import mean_over_ranks, share_of
+from deepspeed_compress.training.stepper import mean_over_ranks, share_of
 from tests.models.families import write_config
 from tests.models.runs import Run, finish, own_part, start, stepper_of
 from tests.support.forks import RankError, run_forks

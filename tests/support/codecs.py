@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compressors import (
+from deepspeed_compress.compression.compressors import (
     FP8,
     QSGD,
     BlockTopK,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed_compress.build import message_compressor
+from deepspeed_compress.communication.build import message_compressor
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Policy

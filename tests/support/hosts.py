@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_compress.bench.links import ClusterError, check_machine
+from deepspeed_compress.tools.bench.links import ClusterError, check_machine
 
 
 def obstacle() -> str | None:

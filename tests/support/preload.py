@@ -10,6 +10,6 @@ with warnings.catch_warnings():
 
     import deepspeed_compress.engine
     import deepspeed_compress.models
-    import deepspeed_compress.train.main  # noqa: F401
+    import deepspeed_compress.training.main  # noqa: F401
 
 deepspeed.utils.logger.setLevel(logging.ERROR)

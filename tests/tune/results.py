@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from deepspeed_compress.tune.halving import Result, Round, Rung
-from deepspeed_compress.tune.space import BASELINE, Candidate
+from deepspeed_compress.tools.tune.halving import Result, Round, Rung
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 
 LAST = Rung(1, 30, gap=0.01, slack=0.0)
 BASE = Result(BASELINE, "finished", loss=2.0, step_ms=100.0, bytes=1000.0, seconds=10.0)

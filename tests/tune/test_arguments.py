@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tune.arguments import excludes_momentum, for_trial, with_config
+from deepspeed_compress.tools.tune.arguments import excludes_momentum, for_trial, with_config
 
 TRIAL = Path("/results/exps/int4")
 FILE = TRIAL / "ds_config.json"

@@ -9,11 +9,11 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION, find_problems
-from deepspeed_compress.lint.runner import lint_text
-from deepspeed_compress.tune import picture
-from deepspeed_compress.tune.halving import Result, Rung
-from deepspeed_compress.tune.space import BASELINE, Candidate
-from deepspeed_compress.tune.trials import Trials
+from deepspeed_compress.tools.lint.runner import lint_text
+from deepspeed_compress.tools.tune import picture
+from deepspeed_compress.tools.tune.halving import Result, Rung
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate
+from deepspeed_compress.tools.tune.trials import Trials
 from tests.tune.results import BASE, result
 
 FILE = {
@@ -100,7 +100,7 @@ def test_without_the_packages_that_draw(
     tune: Tune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    monkeypatch.setattr("deepspeed_compress.tune.command._check", lambda *given: None)
+    monkeypatch.setattr("deepspeed_compress.tools.tune.command._check", lambda *given: None)
     assert tune() == 0
     assert "pip install 'deepspeed-compress[plot]'" in capsys.readouterr().out
     assert not Path("tuning_results/pareto.png").exists()

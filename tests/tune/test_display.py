@@ -4,9 +4,9 @@ import io
 
 from rich.console import Console
 
-from deepspeed_compress.tune.display import Display
-from deepspeed_compress.tune.halving import Result, plan
-from deepspeed_compress.tune.search import Budget
+from deepspeed_compress.tools.tune.display import Display
+from deepspeed_compress.tools.tune.halving import Result, plan
+from deepspeed_compress.tools.tune.search import Budget
 from tests.tune.results import BASE, candidates
 
 

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION, find_problems
-from deepspeed_compress.tune import files
-from deepspeed_compress.tune.files import TRIAL, Task, figures, finished_before, save_result, steps_done, trial_config
-from deepspeed_compress.tune.halving import Result
-from deepspeed_compress.tune.space import SPACE, Candidate, find_candidates
+from deepspeed_compress.tools.tune import files
+from deepspeed_compress.tools.tune.files import (
+    TRIAL,
+    Task,
+    figures,
+    finished_before,
+    save_result,
+    steps_done,
+    trial_config,
+)
+from deepspeed_compress.tools.tune.halving import Result
+from deepspeed_compress.tools.tune.space import SPACE, Candidate, find_candidates
 
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,

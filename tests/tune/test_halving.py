@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_compress.tune.halving import Result, Rung, best, loss_gap, plan, reasons, reserve, survivors, trials_left
+from deepspeed_compress.tools.tune.halving import (
+    Result,
+    Rung,
+    best,
+    loss_gap,
+    plan,
+    reasons,
+    reserve,
+    survivors,
+    trials_left,
+)
 from tests.tune.results import BASE, LAST, a_round, result
 
 

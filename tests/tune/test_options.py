@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress import cli
-from deepspeed_compress.tune.options import add_tune_arguments, duration, own_options, share
+from deepspeed_compress.tools.tune.options import add_tune_arguments, duration, own_options, share
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

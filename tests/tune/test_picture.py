@@ -2,9 +2,9 @@
 
 import itertools
 
-from deepspeed_compress.tune.picture import _figure
-from deepspeed_compress.tune.search import Outcome
-from deepspeed_compress.tune.summary import Aim, summarise
+from deepspeed_compress.tools.tune.picture import _figure
+from deepspeed_compress.tools.tune.search import Outcome
+from deepspeed_compress.tools.tune.summary import Aim, summarise
 from tests.tune.results import a_round, candidates, result
 
 CLOSE = ["blockwise4-weights4", "topk10-values4", "powersgd4", "sign", "file"]

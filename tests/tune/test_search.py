@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deepspeed_compress.tune.halving import Result, Rung, plan
-from deepspeed_compress.tune.search import Budget, Outcome, search
-from deepspeed_compress.tune.space import BASELINE, Candidate
+from deepspeed_compress.tools.tune.halving import Result, Rung, plan
+from deepspeed_compress.tools.tune.search import Budget, Outcome, search
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from tests.tune.results import BASE, candidates, result
 
 RUNGS = plan(10, 3, 0.01)

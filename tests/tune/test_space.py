@@ -8,8 +8,16 @@ import pytest
 
 from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.lint.runner import lint_text
-from deepspeed_compress.tune.space import BASELINE, DENSE_START, FILE, SPACE, Candidate, find_candidates, load_space
+from deepspeed_compress.tools.lint.runner import lint_text
+from deepspeed_compress.tools.tune.space import (
+    BASELINE,
+    DENSE_START,
+    FILE,
+    SPACE,
+    Candidate,
+    find_candidates,
+    load_space,
+)
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
 TRAINERS = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.tune import trials
-from deepspeed_compress.tune.halving import Result, Rung
-from deepspeed_compress.tune.space import Candidate
-from deepspeed_compress.tune.trials import Trials
+from deepspeed_compress.tools.tune import trials
+from deepspeed_compress.tools.tune.halving import Result, Rung
+from deepspeed_compress.tools.tune.space import Candidate
+from deepspeed_compress.tools.tune.trials import Trials
 
 RUNG = Rung(1, 30, 0.01, 0.0)
 CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})
@@ -30,7 +30,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(program: str, seconds: float = 60) -> Result:
         def command(launcher: str, arguments: list[str], runner: str) -> list[str]:
-            assert (launcher, runner) == ("none", "deepspeed_compress.tune.rank")
+            assert (launcher, runner) == ("none", "deepspeed_compress.tools.tune.rank")
             return [sys.executable, "-c", program, *arguments]
 
         monkeypatch.setattr("deepspeed_compress.integrations.launch.launch_command", command)
@@ -163,7 +163,7 @@ def test_what_does_not_end_by_itself_is_ended(start: Any, monkeypatch: pytest.Mo
 TUNES = """
 import sys
 from pathlib import Path
-from deepspeed_compress.tune import command, trials
+from deepspeed_compress.tools.tune import command, trials
 with command._terminable():
     trials._wait([sys.executable, "-c", Path(sys.argv[1]).read_text(), "", "", sys.argv[2] + "/x"],
                  Path(sys.argv[2]), float("inf"), lambda done: None)

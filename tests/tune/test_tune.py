@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.tune.space import BASELINE
+from deepspeed_compress.tools.tune.space import BASELINE
 from tests.support.forks import free_port
 
 ROOT = Path(__file__).parents[2]

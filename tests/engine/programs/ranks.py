@@ -18,7 +18,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from deepspeed_compress.engine import install
+from deepspeed_compress.engine.attach import install
 from deepspeed_compress.errors import CompressError
 from tests.engine.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks

@@ -1,0 +1,132 @@
+"""Which slice of a flat bucket is owned by which data-parallel rank.
+
+Pure functions and frozen values: a partition is built once for a bucket layout and is then a dictionary key.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from deepspeed_compress.compression.segments import Segment
+
+__all__ = [
+    "LAYOUTS",
+    "Partition",
+    "cut",
+    "even_partition",
+    "partition_by_owners",
+    "partition_by_sizes",
+    "relabel",
+    "select",
+]
+
+LAYOUTS = 1024
+"""Layouts of buckets for which what was worked out is kept: more than the buckets of a large model, and a bound where
+layers that are used now and then make ever new ones."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat bucket cut into segments, in bucket order; every element belongs to exactly one owner.
+
+    `world_size`: number of data-parallel ranks; owners are ranks within that group.
+    """
+
+    segments: tuple[Segment, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        position = 0
+        for segment in self.segments:
+            assert segment.offset == position, f"segments leave a gap or overlap at {position}: {segment}"
+            assert 0 <= segment.owner < self.world_size, f"owner outside the group of {self.world_size}: {segment}"
+            position += segment.numel
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    def owned_by(self, rank: int) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.owner == rank)
+
+
+def even_partition(sizes: Sequence[tuple[str, int]], world_size: int) -> Partition:
+    """A bucket of whole parameters (name, numel) cut into `world_size` runs of near-equal length.
+
+    The first `numel % world_size` owners get one element more; with fewer elements than ranks the last own nothing.
+    """
+    total = sum(numel for _, numel in sizes)
+    share, larger = divmod(total, world_size)
+    ends = [share * (rank + 1) + min(rank + 1, larger) for rank in range(world_size)]
+    segments: list[Segment] = []
+    offset = owner = 0
+    for name, numel in sizes:
+        begin = 0
+        while begin < numel:
+            while ends[owner] <= offset:
+                owner += 1
+            length = min(numel - begin, ends[owner] - offset)
+            segments.append(Segment(name, begin, length, offset, owner))
+            begin, offset = begin + length, offset + length
+    return Partition(tuple(segments), world_size)
+
+
+def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], world_size: int) -> Partition:
+    """A bucket of parameters, each given as (name, [(owner, numel), ...]) in element order; empty parts vanish."""
+    segments: list[Segment] = []
+    offset = 0
+    for name, owners in parts:
+        begin = 0
+        for owner, numel in owners:
+            if numel:
+                segments.append(Segment(name, begin, numel, offset, owner))
+            begin, offset = begin + numel, offset + numel
+    return Partition(tuple(segments), world_size)
+
+
+@lru_cache(maxsize=LAYOUTS)
+def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> Partition:
+    """A buffer that has, for one owner after the other, its share of every parameter: (name, numel of a share)."""
+    segments: list[Segment] = []
+    offset = 0
+    for owner in range(world_size):
+        for name, numel in sizes:
+            segments.append(Segment(name, owner * numel, numel, offset, owner))
+            offset += numel
+    return Partition(tuple(segments), world_size)
+
+
+def select(partition: Partition, keep: Callable[[Segment], bool]) -> tuple[tuple[Segment, ...], Partition]:
+    """The segments that `keep` accepts, and the partition of the sub-bucket that they form.
+
+    `gather(bucket, segments)` is that sub-bucket; the partition has the same segments at their offsets in it.
+    """
+    kept = tuple(segment for segment in partition.segments if keep(segment))
+    moved: list[Segment] = []
+    offset = 0
+    for segment in kept:
+        moved.append(replace(segment, offset=offset))
+        offset += segment.numel
+    return kept, Partition(tuple(moved), partition.world_size)
+
+
+def relabel(partition: Partition, owner_of: Callable[[int], int], world_size: int) -> Partition:
+    """The same segments with owners `owner_of(owner)` in a group of `world_size`."""
+    return Partition(tuple(replace(part, owner=owner_of(part.owner)) for part in partition.segments), world_size)
+
+
+def cut(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment, ...], ...]:
+    """`segments` in `count` runs of near-equal numbers of elements, in order; some are empty if there are too few."""
+    total = sum(segment.numel for segment in segments)
+    runs: list[list[Segment]] = [[] for _ in range(count)]
+    position = 0
+    for segment in segments:
+        done = 0
+        while done < segment.numel:
+            run = position * count // total
+            # The first position of the next run: the smallest p with p * count // total > run.
+            length = min(segment.numel - done, -(-(run + 1) * total // count) - position)
+            begin, offset = segment.begin + done, segment.offset + done
+            runs[run].append(replace(segment, begin=begin, offset=offset, numel=length))
+            done, position = done + length, position + length
+    return tuple(tuple(run) for run in runs)

@@ -1,0 +1,76 @@
+"""Two-level reduction: first among the ranks of a node, then between nodes, where the link is slower."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.communication.buckets import LAYOUTS, Partition, relabel, select
+from deepspeed_compress.communication.contracts import Pending, Reducer, reduce_at_once
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.compression.segments import Segment, gather, scatter
+
+__all__ = ["TwoLevelReducer"]
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """`node`: the bucket, each segment for the local rank of its owner. `across`: of this local rank's segments, which
+    are `mine` in the bucket, each for the node of its owner."""
+
+    node: Partition
+    mine: tuple[Segment, ...]
+    across: Partition
+
+
+def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> _Levels:
+    """For the local rank `local` of `locals_`, on one of `nodes`."""
+    mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
+    return _Levels(
+        node=relabel(partition, lambda owner: owner % locals_, locals_),
+        mine=mine,
+        across=relabel(across, lambda owner: owner // locals_, nodes),
+    )
+
+
+class TwoLevelReducer:
+    """Reduces over `group`, whose rank is `local + node * ranks_per_node`.
+
+    `node` reduces over the ranks of one node, in their order; `across` over the ranks with the same local rank, one a
+    node, in the order of nodes. Every element crosses the link between nodes once a node instead of once a rank.
+    """
+
+    def __init__(self, group: ProcessGroup, node: PayloadReducer, across: Reducer) -> None:
+        self.group = group
+        self.node = node
+        self.across = across
+        # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
+        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
+        shape = (node.group.size(), across.group.size(), node.group.rank())
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
+
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        return reduce_at_once(self, bucket, partition, scale)
+
+    def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        part = gather(whole, levels.mine)
+        self.across.reduce_scatter(part, levels.across, scale * self._node_factor)
+        own, _ = select(levels.across, lambda segment: segment.owner == self.across.group.rank())
+        scatter(gather(part, own), partition.owned_by(self.group.rank()), bucket)
+
+    def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        part = gather(whole, levels.mine)
+        self.across.all_reduce(part, levels.across, scale * self._node_factor)
+        scatter(part, levels.mine, whole)
+        self.node.all_gather(whole, levels.node)
+        bucket.copy_(whole)

@@ -1,0 +1,1 @@
+"""Tensors in, bytes out, and what is remembered between messages: no network, no configuration."""

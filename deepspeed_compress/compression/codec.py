@@ -1,0 +1,67 @@
+"""What both ends of a message agree on: a change of basis, then a compressor."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import Compressor, Remembering
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.transforms import Identity, Transform
+
+__all__ = ["Codec", "Silence"]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Decodes to zeros: the steps between two sends of delayed synchronisation.
+
+    Payload: one fp32 number, 0, or NaN if an element is not finite, which makes all decoded ones NaN: the optimizer
+    must skip such a step now, before the memory of what was held back is spoiled.
+    """
+
+    def payload_bytes(self, numel: int) -> int:
+        return 4 if numel else 0
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        if x.numel():
+            out.view(torch.float32).copy_(x.mul(0.0).sum())
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        if out.numel():
+            out.add_(payload.view(torch.float32))
+
+
+@dataclass(frozen=True)
+class Codec:
+    """`compressor` applied to the coefficients that `transform` gives."""
+
+    compressor: Compressor
+    transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
+
+    @property
+    def silent(self) -> bool:
+        return isinstance(self.compressor, Silence)
+
+    @property
+    def remembering(self) -> Remembering | None:
+        """The compressor, if it takes the memory of error feedback along, and sees the elements as they are."""
+        plain = isinstance(self.transform, Identity)
+        return self.compressor if plain and isinstance(self.compressor, Remembering) else None
+
+    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
+        """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""
+        self.compressor.compress(self.transform.forward(x, segments), out, key)
+
+    def decode_add(self, payloads: Iterable[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
+        """`out` (flat fp32) += `scale` * the sum of the decoded `payloads`, in their order.
+
+        The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
+        """
+        plain = isinstance(self.transform, Identity)
+        coefficients = out if plain else torch.zeros_like(out)
+        for payload in payloads:
+            self.compressor.decompress_add(payload, coefficients, scale)
+        if not plain:
+            out.add_(self.transform.inverse(coefficients, segments))

@@ -1,0 +1,65 @@
+"""The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels.forms import Memory
+
+__all__ = ["ALIGNMENT", "Compressor", "Remembering", "aligned", "message_key", "random_key"]
+
+ALIGNMENT = 4
+"""Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
+
+
+class Compressor(Protocol):
+    """Pure and stateless: all settings are fields, all randomness comes from the key."""
+
+    def payload_bytes(self, numel: int) -> int:
+        """Exact size of the payload of `numel` elements; 0 for none; a multiple of `ALIGNMENT`."""
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        """Encode `x` (flat fp32) into `out` (uint8 [payload_bytes(x.numel())]). `x` is not changed.
+
+        `key` is the 64-bit key of the random numbers (see `message_key`). A non-finite element of `x` makes
+        at least one decoded element non-finite.
+        """
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        """`out` (flat fp32) += `scale` * decoded `payload` (uint8)."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A compressor that does the work of error feedback in the same pass."""
+
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+        """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def random_key(*parts: int) -> int:
+    """A 64-bit key from (seed, step, message, rank, ...): the finalizer of SplitMix64 over the parts.
+
+    Equal parts give an equal key on every machine; no global random state takes part.
+    """
+    mask = (1 << 64) - 1
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state
+
+
+def message_key(message: tuple[int, ...], sender: int) -> int:
+    """The key of a message: its upper 32 bits come from `message` (seed, step, ...) alone, so all ranks have the same.
+
+    The lower 32 bits differ from sender to sender, so that their rounding errors are independent.
+    """
+    return random_key(*message) >> 32 << 32 | random_key(*message, sender) >> 32

@@ -1,0 +1,174 @@
+"""What all quantizers share: cutting into blocks, the layout of the payload, scales, symmetric levels."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import aligned
+from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.forms import Form, Memory, fitted
+
+__all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantizer", "fitted"]
+
+
+class BlockQuantizer(ABC):
+    """Some numbers (scales) a block of `block_size` elements, and a code of `code_bits` bits an element.
+
+    The last block may be shorter; it is quantized by itself, never padded. Payload: the numbers of all blocks,
+    block after block, in `scale_dtype`; then the codes as a little-endian bit string; each part is padded with zeros
+    to a multiple of 4 bytes.
+    """
+
+    block_size: int
+    numbers: ClassVar[int] = 1
+    """Numbers that a block needs."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether codes are drawn at random."""
+        return False
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    @abstractmethod
+    def code_bits(self) -> int:
+        """Bits of a code: 1 to 8."""
+
+    def payload_bytes(self, numel: int) -> int:
+        return aligned(self._number_bytes(numel)) + aligned(self._code_bytes(numel))
+
+    def _number_bytes(self, numel: int) -> int:
+        return -(-numel // self.block_size) * self.numbers * self.scale_dtype.itemsize
+
+    def _code_bytes(self, numel: int) -> int:
+        return -(-numel * self.code_bits // 8)
+
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The number bytes and the code bytes of `payload`, both with their padding, as views."""
+        first = aligned(self._number_bytes(numel))
+        return payload[:first], payload[first:]
+
+    def _numbers(self, field: Tensor, numel: int) -> Tensor:
+        """Numbers ([blocks, numbers], in `scale_dtype`) in the number bytes, as a view."""
+        return field[: self._number_bytes(numel)].view(self.scale_dtype).view(-1, self.numbers)
+
+    def _clear_padding(self, number_field: Tensor, numel: int) -> None:
+        number_field[self._number_bytes(numel) :].zero_()
+
+    @abstractmethod
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        """See `Compressor`."""
+
+    @abstractmethod
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        """See `Compressor`."""
+
+
+class FormQuantizer(BlockQuantizer):
+    """A quantizer that is one kernel, which takes the memory of error feedback along."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """Of blocks, scales and codes."""
+
+    @property
+    def code_bits(self) -> int:
+        return self.form.bits
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        self._encode(x, out, key, None)
+
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+        """See `Remembering`."""
+        self._encode(x, out, key, memory)
+
+    def _encode(self, x: Tensor, out: Tensor, key: int, memory: Memory | None) -> None:
+        number_field, code_field = self._split(out, x.numel())
+        self._clear_padding(number_field, x.numel())
+        numbers = self._numbers(number_field, x.numel()).view(-1)
+        kernels, seed = for_device(x.device), key if self.stochastic else None
+        kernels.quantize_blocks(x, self.form, numbers, code_field, seed, memory)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        number_field, code_field = self._split(payload, out.numel())
+        numbers = self._numbers(number_field, out.numel()).view(-1)
+        for_device(out.device).dequantize_blocks_add(numbers, code_field, self.form, out, scale)
+
+
+class RowQuantizer(BlockQuantizer):
+    """A quantizer that says how the rows of a matrix become numbers and codes, and back; a row is a block."""
+
+    @abstractmethod
+    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Numbers (fp32 [r, numbers], exact in `scale_dtype`) and codes ([r, b], one byte) of `rows` (fp32 [r, b]).
+
+        `noise` (fp32 [r, b] in [0, 1)) is given to stochastic quantizers. The upper bits of a code are ignored.
+        A row with a non-finite element gets a non-finite number.
+        """
+
+    @abstractmethod
+    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+        """`out` (fp32 [r, b]) += `scale` * what `numbers` (fp32 [r, numbers]) and `codes` (uint8 [r, b]) stand for."""
+
+    def _rows(self, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Views of `flat`: whole blocks [r, block_size], a shorter last one [1, rest]; with which blocks those are."""
+        whole, rest = divmod(flat.numel(), self.block_size)
+        if whole:
+            yield slice(whole), flat[: whole * self.block_size].view(whole, self.block_size)
+        if rest:
+            yield slice(whole, whole + 1), flat[-rest:].view(1, rest)
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        kernels = for_device(x.device)
+        number_field, code_field = self._split(out, x.numel())
+        self._clear_padding(number_field, x.numel())
+        numbers = self._numbers(number_field, x.numel())
+        codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+        noise = kernels.uniform(x.numel(), key, x.device) if self.stochastic else None
+        for (blocks, rows), (_, code_rows) in zip(self._rows(x), self._rows(codes), strict=True):
+            row_noise = None if noise is None else noise[: rows.numel()].view_as(rows)
+            noise = None if noise is None else noise[rows.numel() :]
+            row_numbers, row_codes = self._quantize(rows, row_noise)
+            numbers[blocks] = row_numbers
+            code_rows.copy_(row_codes.view(torch.uint8))
+        kernels.pack_codes(codes, self.code_bits, code_field)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        number_field, code_field = self._split(payload, out.numel())
+        numbers = self._numbers(number_field, out.numel()).to(torch.float32)
+        codes = for_device(out.device).unpack_codes(code_field, self.code_bits, out.numel())
+        for (blocks, out_rows), (_, code_rows) in zip(self._rows(out), self._rows(codes), strict=True):
+            self._dequantize_add(numbers[blocks], code_rows, out_rows, scale)
+
+
+class SymmetricQuantizer(RowQuantizer):
+    """x is sent as q = round(x / s), an integer of magnitude `levels` at most, in two's complement.
+
+    Rounding is to nearest even, or if stochastic to floor(x / s + u), u uniform in [0, 1), which is unbiased where
+    |x| <= `levels` * s (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1). Larger elements are clipped.
+    """
+
+    @property
+    @abstractmethod
+    def levels(self) -> int:
+        """The largest code, 127 at most."""
+
+    @abstractmethod
+    def _scales(self, rows: Tensor) -> Tensor:
+        """s of each of `rows` (fp32 [r, b]): fp32 [r], exact in `scale_dtype`, non-finite where the row is."""
+
+    def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        scales = self._scales(rows)
+        return scales.unsqueeze(1), for_device(rows.device).quantize_rows(rows, scales, self.levels, noise)
+
+    def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+        unused = 8 - self.code_bits
+        signed = (codes << unused).view(torch.int8) >> unused
+        for_device(out.device).dequantize_rows_add(numbers.squeeze(1), signed, out, scale)

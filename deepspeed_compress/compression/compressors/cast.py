@@ -1,0 +1,35 @@
+"""Sending every element in another dtype; in its own dtype this is the identity."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import aligned
+from deepspeed_compress.compression.kernels import for_device
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Elements as `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact.
+
+    Finite values beyond the range of `dtype` become its largest one, so that only infinite ones arrive as infinite.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    def payload_bytes(self, numel: int) -> int:
+        return aligned(numel * self.dtype.itemsize)
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        for_device(x.device).cast(x, self.elements(out, x.numel()))
+        out[x.numel() * self.dtype.itemsize :].zero_()
+
+    def elements(self, payload: Tensor, numel: int) -> Tensor:
+        """The `numel` elements of `payload`: a view of `dtype`."""
+        return payload[: numel * self.dtype.itemsize].view(self.dtype)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        for_device(out.device).add_cast(self.elements(payload, out.numel()), out, scale)

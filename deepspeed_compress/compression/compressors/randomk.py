@@ -1,0 +1,87 @@
+"""Random-k sparsification with positions that all ranks draw alike, so that no index travels."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import Compressor, random_key
+from deepspeed_compress.compression.compressors.cast import Cast
+from deepspeed_compress.compression.compressors.selection import Selection
+from deepspeed_compress.compression.kernels import for_device
+
+__all__ = ["RandomK"]
+
+_SEED_BYTES = 4
+_COLUMNS, _SHIFTS = 0, 1
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """ceil(density * block_size) = k elements of every block of n, drawn without replacement.
+
+    Source: Stich et al. (arXiv:1809.07599, definition 2.1): E|x - C(x)|^2 = (1 - k/n) |x|^2, for error feedback.
+    `rescale` multiplies by n/k at the receiver, which makes it unbiased: the subsampling of Konecny et al.
+    (arXiv:1610.05492, section 3), for use without error feedback.
+
+    The draw depends on the upper 32 bits of the key alone, which are equal on all ranks of a message. In every block it
+    is a uniformly random set of k columns: one set for all whole blocks, turned by a random shift in each.
+    A non-finite element anywhere makes the first value sent NaN. What `rescale` takes out of the range of fp32 becomes
+    its largest number.
+
+    Payload: those 32 bits, then the payload of the values of all blocks as one vector. To decode, the host reads the 32
+    bits from the device of the payload.
+    """
+
+    density: float = 0.01
+    block_size: int = 4096
+    values: Compressor = Cast(torch.float32)  # noqa: RUF009  (frozen, hence safe to share)
+    rescale: bool = False
+
+    def _selection(self, numel: int) -> Selection:
+        return Selection(numel, self.block_size, self.density)
+
+    def kept(self, numel: int) -> int:
+        """Elements kept of `numel`."""
+        return self._selection(numel).kept
+
+    def payload_bytes(self, numel: int) -> int:
+        return _SEED_BYTES + self.values.payload_bytes(self.kept(numel)) if numel else 0
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        if not x.numel():
+            return
+        seed = key >> 32
+        out[:_SEED_BYTES].view(torch.int32).fill_(seed - (seed >> 31 << 32))
+        values = x[self._positions(x, seed)]
+        values[0] += 0.0 * torch.linalg.vector_norm(x, math.inf)
+        self.values.compress(values, out[_SEED_BYTES:], key)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        if not out.numel():
+            return
+        positions = self._positions(out, int(payload[:_SEED_BYTES].view(torch.int32)) & 0xFFFFFFFF)
+        values = torch.zeros(len(positions), dtype=torch.float32, device=out.device)
+        self.values.decompress_add(payload[_SEED_BYTES:], values, 1.0)
+        if self.rescale:
+            self._rescale(values, out.numel())
+        out.index_add_(0, positions, values, alpha=scale)
+
+    def _positions(self, like: Tensor, seed: int) -> Tensor:
+        """Indices of the elements of `like` that are kept: int64 [kept]."""
+        selection, kernels = self._selection(like.numel()), for_device(like.device)
+        columns = []
+        for part, (count, width, kept) in enumerate(selection.parts):
+            noise = kernels.uniform(width, random_key(seed, part, _COLUMNS), like.device)
+            shifts = kernels.uniform(count, random_key(seed, part, _SHIFTS), like.device).mul_(width).to(torch.int64)
+            columns.append((kernels.top_k_rows(noise.view(1, -1), kept) + shifts.unsqueeze(1)) % width)
+        return selection.positions(torch.cat([part.view(-1) for part in columns]))
+
+    def _rescale(self, values: Tensor, numel: int) -> None:
+        """Multiply `values` by n/k of their blocks, within the range of fp32."""
+        largest, begin = torch.finfo(torch.float32).max, 0
+        for count, width, kept in self._selection(numel).parts:
+            values[begin : begin + count * kept].mul_(width / kept)
+            begin += count * kept
+        values.clamp_(-largest, largest)

@@ -1,0 +1,75 @@
+"""How many elements a sparsifier keeps, and where: the same number of every block, whatever the values."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import aligned
+from deepspeed_compress.compression.kernels import for_device
+
+__all__ = ["Selection"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """`numel` elements in blocks of `block_size`, the last one shorter; ceil(density * width) are kept of a block.
+
+    Indices are relative to their block, so that they take log2(block_size) bits, rounded up.
+    """
+
+    numel: int
+    block_size: int
+    density: float
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """(blocks, width, kept of each) of the whole blocks and of the shorter last one, where there are any."""
+        whole, rest = divmod(self.numel, self.block_size)
+        return [
+            (count, width, self._of(width)) for count, width in ((whole, self.block_size), (1, rest)) if count * width
+        ]
+
+    def _of(self, width: int) -> int:
+        """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
+        return min(width, math.ceil(self.density * width - 1e-9))
+
+    @property
+    def kept(self) -> int:
+        return sum(count * kept for count, _, kept in self.parts)
+
+    @property
+    def index_bits(self) -> int:
+        return (self.block_size - 1).bit_length()
+
+    @property
+    def index_bytes(self) -> int:
+        return aligned(-(-self.kept * self.index_bits // 8))
+
+    def columns(self, x: Tensor, select: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Block-relative indices (int64 [kept]) by `select`, which gets rows of `x` and k: int64 [rows, k]."""
+        found, begin = [x.new_empty(0, dtype=torch.int64)], 0
+        for count, width, kept in self.parts:
+            rows = x[begin : begin + count * width].view(count, width)
+            found.append(select(rows, kept).view(-1))
+            begin += count * width
+        return torch.cat(found)
+
+    def positions(self, columns: Tensor) -> Tensor:
+        """Absolute indices of the block-relative `columns`, both int64 [kept]."""
+        starts, begin = [columns.new_empty(0)], 0
+        for count, width, kept in self.parts:
+            first = torch.arange(begin, begin + count * width, width, device=columns.device)
+            starts.append(first.repeat_interleave(kept))
+            begin += count * width
+        return columns + torch.cat(starts)
+
+    def pack(self, columns: Tensor, out: Tensor) -> None:
+        """`columns` to `out` (uint8 [index_bytes])."""
+        for_device(columns.device).pack_bits(columns, self.index_bits, out)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The absolute indices of packed columns: int64 [kept]."""
+        return self.positions(for_device(packed.device).unpack_bits(packed, self.index_bits, self.kept))

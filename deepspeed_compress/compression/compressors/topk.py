@@ -1,0 +1,67 @@
+"""Top-k sparsification, the kept values sent as they are or quantized."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import Compressor
+from deepspeed_compress.compression.compressors.cast import Cast
+from deepspeed_compress.compression.compressors.selection import Selection
+from deepspeed_compress.compression.kernels import for_device
+
+__all__ = ["TopK"]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The ceil(density * n) elements of largest magnitude of every n.
+
+    Source: top-k sparsification with memory, Stich et al. (arXiv:1809.07599, definition 2.1). `scope` says of what:
+    "block": of every `block_size` elements, which makes indices short; "tensor": of the whole message; "threshold":
+    the same elements as "tensor", found by the sampled threshold of Deep Gradient Compression (Lin et al.,
+    arXiv:1712.01887), which is quicker on long messages. NaN counts as largest; of equal magnitudes the first are kept.
+
+    `values` compresses the kept values of the whole message as one vector. Those of a magnitude below
+    `min_magnitude` are sent as zero, so that the size stays what it is.
+
+    Payload: packed indices (see `Selection`), then the payload of the values.
+    """
+
+    density: float = 0.01
+    block_size: int = 4096
+    values: Compressor = Cast(torch.float32)  # noqa: RUF009  (frozen, hence safe to share)
+    scope: Literal["block", "tensor", "threshold"] = "block"
+    min_magnitude: float = 0.0
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of an index of scope "block"."""
+        return self._selection(self.block_size).index_bits
+
+    def _selection(self, numel: int) -> Selection:
+        return Selection(numel, self.block_size if self.scope == "block" else max(numel, 1), self.density)
+
+    def kept(self, numel: int) -> int:
+        """Elements kept of `numel`: exact, whatever their values."""
+        return self._selection(numel).kept
+
+    def payload_bytes(self, numel: int) -> int:
+        selection = self._selection(numel)
+        return selection.index_bytes + self.values.payload_bytes(selection.kept)
+
+    def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+        selection, kernels = self._selection(x.numel()), for_device(x.device)
+        select = kernels.top_k_sampled if self.scope == "threshold" else kernels.top_k_rows
+        columns = selection.columns(x, select)
+        selection.pack(columns, out[: selection.index_bytes])
+        values = x[selection.positions(columns)]
+        values.masked_fill_(values.abs() < self.min_magnitude, 0.0)
+        self.values.compress(values, out[selection.index_bytes :], key)
+
+    def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
+        selection = self._selection(out.numel())
+        values = torch.zeros(selection.kept, dtype=torch.float32, device=out.device)
+        self.values.decompress_add(payload[selection.index_bytes :], values, scale)
+        out.index_add_(0, selection.unpack(payload[: selection.index_bytes]), values)

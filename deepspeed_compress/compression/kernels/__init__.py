@@ -1,0 +1,65 @@
+"""The few operations that compression is made of, one implementation a kind of device.
+
+`reference` is plain torch and defines what every other implementation must return: `cpu` is C++, `gpu` Triton.
+"""
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+
+import torch
+
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.errors import CompressWarning
+
+__all__ = ["FASTEST", "SWITCH", "for_device", "implementations"]
+
+FASTEST: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "cuda": "gpu"})
+"""Device type to the module with the fastest implementation."""
+SWITCH = "DEEPSPEED_COMPRESS_KERNELS"
+"""Environment variable: "torch" selects plain torch, which is slower."""
+_MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "a C++ compiler (g++, or $CXX) and ninja are needed: apt-get install g++; pip install ninja",
+        "cuda": "Triton is needed: pip install triton",
+    }
+)
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """The implementation for tensors on `device`; KeyError names a device type that has none.
+
+    Warns once when it is plain torch because the fast one cannot be loaded.
+    """
+    return _implementation(device.type)
+
+
+@functools.cache
+def _implementation(device_type: str) -> ModuleType:
+    module = FASTEST[device_type]
+    if os.environ.get(SWITCH) == "torch":
+        return reference
+    try:
+        return importlib.import_module(f"{__name__}.{module}")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        warnings.warn(
+            f"compression runs on plain torch, several times slower than its own kernels for {device_type} tensors: "
+            f"{reason[0]}; {_MISSING[device_type]}. {SWITCH}=torch in the environment silences this",
+            CompressWarning,
+            stacklevel=3,
+        )
+        return reference
+
+
+def implementations(device: torch.device) -> dict[str, ModuleType]:
+    """All implementations for tensors on `device` by name, the one in use first."""
+    chosen = for_device(device)
+    return {
+        name: module
+        for name, module in ((FASTEST[device.type], chosen), ("reference", reference))
+        if name == "reference" or chosen is not reference
+    }

@@ -1,0 +1,200 @@
+"""Triton programs that encode and decode blocks: one program takes some whole blocks, which stay in registers.
+
+Tensors of bf16 and options of the launch: see `gpu_bits`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# Triton goes on reading after a branch that returns, so what must not be read is in an else.
+# ruff: noqa: RET505
+
+import triton
+import triton.language as tl
+
+from deepspeed_compress.compression.kernels.forms import OUTER
+from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
+
+__all__ = ["decode", "encode"]
+
+_OUTER = tl.constexpr(OUTER)
+_MIDDLE = tl.constexpr((1 + OUTER) / 2)
+"""Where the outer level becomes the nearer one, in units of the scale."""
+_INFINITY = tl.constexpr(float("inf"))
+_INTEGERS = tl.constexpr(1.5 * 2**23)
+"""Added to a small fp32 number, leaves the integer nearest to it in the low bits, ties to even."""
+_INTEGER_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def _fitted(scales, limit: tl.constexpr):
+    """As `forms.fitted`, up to the rounding to 16 bits: `scales` (fp32 or fp64, >= 0) to fp32."""
+    largest = tl.full(scales.shape, limit, scales.dtype)
+    return tl.where((scales > largest) & (scales < _INFINITY), largest, scales).to(tl.float32)
+
+
+@triton.jit
+def _scales(rows, widths, limit: tl.constexpr, kind: tl.constexpr, levels: tl.constexpr):
+    """A scale (fp32) a row of `rows` (fp32, 0 beyond their end), whose elements are `widths`; see `Form`."""
+    magnitudes = rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if kind == "absmax":
+        # As integers, in the order of which NaN is the largest.
+        largest = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
+        return _fitted(tl.div_rn(largest, tl.full(largest.shape, levels, tl.float32)), limit)
+    elif kind == "norm":
+        exact = rows.to(tl.float64)
+        return _fitted(tl.sqrt(tl.sum(exact * exact, axis=1)) / levels, limit)
+    else:
+        total = tl.sum(magnitudes.to(tl.float32, bitcast=True).to(tl.float64), axis=1)
+        if kind == "mean":
+            return _fitted(total / widths, limit)
+        else:
+            return _fitted(_lloyd(magnitudes.to(tl.float32, bitcast=True), total, widths), limit)
+
+
+@triton.jit
+def _lloyd(magnitudes, total, widths):
+    # The zeros beyond the end of a row are outer only if the scale is 0 in fp32, and then it stays 0.
+    scales = total / (2 * widths)
+    for _ in tl.static_range(2):
+        outer = magnitudes >= (scales.to(tl.float32) * _MIDDLE)[:, None]
+        outer_total = tl.sum(tl.where(outer, magnitudes, 0.0).to(tl.float64), axis=1)
+        outer_count = tl.sum(outer.to(tl.int32), axis=1)
+        scales = (total + (_OUTER - 1) * outer_total) / (widths + (_OUTER * _OUTER - 1) * outer_count)
+    return scales
+
+
+@triton.jit
+def _rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
+    """As `reference.quantize_rows`, int32; `noise` is not read unless `stochastic`."""
+    quotient = tl.div_rn(rows, tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], rows.shape))
+    quotient = tl.where(quotient == quotient, quotient, 0.0)
+    if stochastic:
+        bounded = tl.minimum(tl.maximum(quotient + noise, -levels), levels)
+        whole = _nearest(bounded)
+        # The floor of the library takes a denormal for zero.
+        return whole - (whole.to(tl.float32) > bounded).to(tl.int32)
+    else:
+        return _nearest(tl.minimum(tl.maximum(quotient, -levels), levels))
+
+
+@triton.jit
+def _nearest(x):
+    return (x + _INTEGERS).to(tl.int32, bitcast=True) - _INTEGER_BITS
+
+
+@triton.jit
+def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
+    """What `codes` (int32, the upper bits 0) stand for, in units of the scale: int32."""
+    if kind == "mean":
+        return codes * 2 - 1
+    elif kind == "lloyd":
+        return ((codes & 1) * (_OUTER - 1) + 1) * ((codes & 2) - 1)
+    else:
+        return (codes << (32 - bits)) >> (32 - bits)
+
+
+@triton.jit(do_not_specialize=["numel", "code_bytes", "key_low", "key_high"])
+def encode(
+    x, before, after, numbers, codes, numel, code_bytes, decay, key_low, key_high,
+    kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+):  # fmt: skip
+    """As `reference.quantize_blocks`, `group` blocks a program.
+
+    `limit`: `forms.scale_limit`. `after_limit`: the largest finite number of `after`. `before` and `after` are not used
+    unless `remember`, nor the key unless `stochastic`.
+    """
+    first = tl.program_id(0).to(tl.int64) * (group * block)
+    if numel - first >= group * block:
+        # The same with a constant: comparing with a multiple of 16 leaves loads of 16 bytes whole.
+        _encode(
+            x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
+            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+        )  # fmt: skip
+    else:
+        _encode(
+            x, before, after, numbers, codes, first, (numel - first).to(tl.int32), code_bytes - first // (8 // bits),
+            decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+        )  # fmt: skip
+
+
+@triton.jit
+def _encode(
+    x, before, after, numbers, codes, first, left, room, decay, key_low, key_high,
+    kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+):  # fmt: skip
+    """The blocks from element `first` on, of which `left` elements and `room` bytes of codes are there."""
+    row = tl.arange(0, group)
+    place = row[:, None] * block + tl.arange(0, block)[None, :]
+    inside = place < left
+    message = tl.load(x + first + place, mask=inside, other=0.0)
+    if remember:
+        message += as_fp32(tl.load(before + first + place, mask=inside, other=0)) * decay
+
+    widths = tl.minimum(tl.maximum(left - row * block, 1), block).to(tl.float64)
+    stored = from_fp32(_scales(message, widths, limit, kind, levels), numbers.dtype.element_ty)
+    tl.store(numbers + first // block + row, stored, mask=row * block < left)
+    scales = as_fp32(stored)
+
+    values = _codes(message, scales, (first + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
+    values = tl.where(inside, values & ((1 << bits) - 1), 0)
+    _store_packed(values, place, codes + first // (8 // bits), room, bits)
+    if remember:
+        rest = message + (-scales)[:, None] * _signed(values, kind, bits).to(tl.float32)
+        tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
+
+
+@triton.jit
+def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: tl.constexpr, stochastic: tl.constexpr):
+    """Codes (int32) of `rows`, of which only the lower bits count; `index` (uint32) numbers the elements."""
+    if kind == "mean":
+        return (rows >= 0).to(tl.int32)
+    elif kind == "lloyd":
+        return (rows >= 0).to(tl.int32) * 2 + (tl.abs(rows) >= (scales * _MIDDLE)[:, None]).to(tl.int32)
+    else:
+        noise = mixed(index, key_low, key_high) if stochastic else 0.0
+        return _rounded(rows, scales, noise, levels, stochastic)
+
+
+@triton.jit
+def _store_packed(values, place, out, size, bits: tl.constexpr):
+    """`values` (below 2**`bits`, 0 beyond the end), of which `place` is the order, to the `size` bytes at `out`."""
+    per_byte: tl.constexpr = 8 // bits
+    count: tl.constexpr = values.numel // per_byte
+    byte = tl.arange(0, count)
+    packed = tl.sum(tl.reshape(values << (place % per_byte) * bits, [count, per_byte]), axis=1)
+    tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def decode(
+    numbers, codes, out, numel, factor,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    """As `reference.dequantize_blocks_add`, `group` blocks a program."""
+    first = tl.program_id(0).to(tl.int64) * (group * block)
+    if numel - first >= group * block:
+        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group)
+    else:
+        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group)
+
+
+@triton.jit
+def _decode(
+    numbers, codes, out, first, left, factor,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    """See `_encode`."""
+    per_byte: tl.constexpr = 8 // bits
+    row = tl.arange(0, group)
+    place = row[:, None] * block + tl.arange(0, block)[None, :]
+    scales = as_fp32(tl.load(numbers + first // block + row, mask=row * block < left, other=0)) * factor
+
+    byte = tl.arange(0, group * block // per_byte)
+    used = (left + per_byte - 1) // per_byte
+    packed = tl.load(codes + first // per_byte + byte, mask=byte < used, other=0).to(tl.int32)
+    values = (packed[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]) & ((1 << bits) - 1)
+    signed = _signed(tl.reshape(values, [group, block]), kind, bits).to(tl.float32)
+
+    target = out + first + place
+    tl.store(target, tl.load(target, mask=place < left, other=0.0) + scales[:, None] * signed, mask=place < left)

@@ -1,0 +1,269 @@
+"""Plain torch implementations: the definition that faster kernels are tested against.
+
+A "row" is one quantization or selection block. Everything is deterministic: the same input and key
+give the same bits on every device.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels.forms import OUTER, Form, Memory, fitted
+from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
+from deepspeed_compress.compression.kernels.reference_bits import pack_bits, pack_codes, unpack_bits, unpack_codes
+
+__all__ = [
+    "add_cast",
+    "cast",
+    "dct_tiles",
+    "dequantize_blocks_add",
+    "dequantize_rows_add",
+    "hadamard_tiles",
+    "pack_bits",
+    "pack_codes",
+    "quantize_blocks",
+    "quantize_rows",
+    "quantize_rows_between",
+    "top_k_rows",
+    "top_k_sampled",
+    "uniform",
+    "unpack_bits",
+    "unpack_codes",
+]
+
+_MASK32 = 0xFFFFFFFF
+
+
+def uniform(count: int, key: int, device: torch.device) -> Tensor:
+    """`count` fp32 numbers in [0, 1), the i-th a pure function of (`key`, i).
+
+    A counter goes through the 32-bit integer mixer "lowbias32" (C. Wellons' hash prospector), so the
+    numbers need no state and are equal on every device. The upper 24 bits become the mantissa.
+    """
+    bits = torch.arange(count, dtype=torch.int64, device=device)
+    bits.add_(key & _MASK32).bitwise_and_(_MASK32)
+    bits ^= (key >> 32) & _MASK32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits ^= bits >> shift
+        bits.mul_(factor).bitwise_and_(_MASK32)
+    bits ^= bits >> 16
+    return (bits >> 8).to(torch.float32).mul_(2.0**-24)
+
+
+def cast(x: Tensor, out: Tensor) -> None:
+    """`x` (flat fp32) to `out` (fp32, bf16 or fp16), rounded to nearest even.
+
+    Finite values beyond the range of `out` become its largest one, so that only infinite ones become infinite.
+    """
+    if out.dtype != x.dtype:
+        largest = torch.finfo(out.dtype).max
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    out.copy_(x)
+
+
+def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
+    """`out` (flat fp32) += `scale` * `values` (fp32, bf16 or fp16), product and sum rounded each by itself."""
+    out.add_(values.to(torch.float32) * scale)
+
+
+def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    """`rows` (fp32 [r, b]) / `scales` (fp32 [r]), rounded and clipped to -levels..levels: int8 [r, b]; NaN becomes 0.
+
+    `noise` (fp32 [r, b] in [0, 1)) selects stochastic rounding, None rounds to nearest even.
+    """
+    # A scale may underflow to zero, or be so small that the quotient leaves the range of int8.
+    quotient = rows / torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
+    quotient = quotient.round_() if noise is None else quotient.add_(noise).floor_()
+    return quotient.clamp_(-levels, levels).nan_to_num_(0.0).to(torch.int8)
+
+
+def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
+    """`out` (fp32 [r, b]) += (scales * `scale`)[:, None] * codes, each product and each sum rounded by itself."""
+    out.add_(codes.to(torch.float32).mul_((scales * scale).unsqueeze(1)))
+
+
+def top_k_rows(rows: Tensor, k: int) -> Tensor:
+    """Columns of the `k` largest magnitudes of each row (fp32 [r, n]): int64 [r, k], ascending.
+
+    NaN counts as largest, and of equal magnitudes the lower column wins. The k largest elements lie in the k
+    groups of largest maximum, so most elements are only compared within their group.
+    """
+    magnitudes = _magnitudes(rows)
+    group = 1 << max(0, round(math.log2(rows.shape[1] / k) / 2))
+    # Zeros at the end lose against all elements, since they come last of equals.
+    magnitudes = F.pad(magnitudes, (0, -rows.shape[1] % group))
+    maxima = magnitudes.view(len(rows), magnitudes.shape[1] // group, group).amax(dim=2)
+    every_group = torch.arange(maxima.shape[1], device=rows.device).expand_as(maxima)
+    groups = _largest(maxima, every_group, min(k, maxima.shape[1]))
+    columns = (groups.unsqueeze(2) * group + torch.arange(group, device=rows.device)).flatten(1)
+    return _largest(magnitudes.gather(1, columns), columns, k).sort(dim=1).values
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    """int32 in the order of |x| (fp32), NaN above infinity: the bits without the sign."""
+    return x.view(torch.int32) & 0x7FFFFFFF
+
+
+def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
+    """Those of `columns` (int64 [r, c]) that have the `k` largest `magnitudes` (int32 [r, c]): int64 [r, k].
+
+    Of equal magnitudes the lower column wins, on every device: `topk` alone leaves that open.
+    """
+    ranks = magnitudes.to(torch.int64).mul_(1 << 32).sub_(columns)
+    return columns.gather(1, ranks.topk(k, dim=1, sorted=False).indices)
+
+
+_SAMPLE_STRIDE = 100
+"""One element of so many is sampled."""
+
+
+def top_k_sampled(row: Tensor, k: int) -> Tensor:
+    """What `top_k_rows` returns for one row (fp32 [1, n]), by a threshold that a sample gives.
+
+    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the
+    threshold, then the exact top-k is taken of the survivors. The threshold is that of 3 standard deviations more
+    elements than k, so that rarely too few survive; then all elements are searched.
+    """
+    magnitudes = _magnitudes(row)
+    sample = magnitudes[0, ::_SAMPLE_STRIDE]
+    expected = k * sample.numel() / row.numel()
+    rank = math.ceil(expected + 3 * math.sqrt(expected))
+    if rank > sample.numel():
+        return top_k_rows(row, k)
+    survivors = (magnitudes[0] >= sample.topk(rank).values[-1]).nonzero().view(1, -1)
+    if survivors.numel() < k:
+        return top_k_rows(row, k)
+    return _largest(magnitudes.gather(1, survivors), survivors, k).sort(dim=1).values
+
+
+def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    """(`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 where high = low.
+
+    `rows`: fp32 [r, b]; `low`, `high`: fp32 [r]; `noise` as in `quantize_rows`.
+    """
+    # Half of everything where the difference is beyond fp32; elsewhere that could cost denormals their last bit.
+    factor = 1 - 0.5 * (high - low).isinf().to(rows.dtype).unsqueeze(1)
+    start = low.unsqueeze(1) * factor
+    span = high.unsqueeze(1) * factor - start
+    quotient = (rows * factor - start) / torch.where(span > 0, span, torch.ones_like(span)) * levels
+    quotient = quotient.round_() if noise is None else quotient.add_(noise).floor_()
+    return quotient.clamp_(0, levels).nan_to_num_(0.0).to(torch.uint8)
+
+
+def quantize_blocks(
+    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: Memory | None = None
+) -> None:
+    """Scales of the blocks of `x` (flat fp32 [n], not changed) to `numbers` (fp32, bf16 or fp16 [blocks]), and packed
+    codes to `codes` (uint8; what is not needed of it becomes 0).
+
+    Codes are rounded to nearest even, or with a `key` stochastically: element i by the i-th number of `uniform`. With a
+    `memory` it is x + decay * before that is encoded, and what decoding does not give back becomes `after` (finite
+    where the fp32 value is).
+    """
+    if memory is not None:
+        x = x + memory.before.to(torch.float32) * memory.decay
+    kind, values = _KINDS[form.kind], torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    noise = uniform(x.numel(), key, x.device) if key is not None else None
+    for blocks, elements, shape in _blocks(x.numel(), form.block_size):
+        rows = x[elements].view(shape)
+        scales = kind.scales(rows, form.levels, numbers.dtype)
+        numbers[blocks] = scales
+        row_noise = None if noise is None else noise[elements].view(shape)
+        values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
+    pack_codes(values, form.bits, codes)
+    if memory is not None:
+        dequantize_blocks_add(numbers, codes, form, x, -1.0)
+        cast(x, memory.after)
+
+
+def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+    """`out` (flat fp32 [n]) += `scale` times what `quantize_blocks` encoded: s * `scale` first, then times the code."""
+    values, scales = unpack_codes(codes, form.bits, out.numel()), numbers.to(torch.float32)
+    for blocks, elements, shape in _blocks(out.numel(), form.block_size):
+        signed = _KINDS[form.kind].signed(values[elements], form.bits).view(shape)
+        dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
+
+
+def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    """(blocks, their elements, shape [r, b]) of the whole blocks and of the shorter last one, where there are any."""
+    whole, rest = divmod(numel, block_size)
+    if whole:
+        yield slice(whole), slice(whole * block_size), (whole, block_size)
+    if rest:
+        yield slice(whole, whole + 1), slice(whole * block_size, numel), (1, rest)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """`scales`: of rows (fp32 [r, b]), by levels and dtype: fp32 [r], exact in that dtype. `codes`: of rows, scales,
+    levels and noise: one byte each [r, b]. `signed`: codes (uint8, by their number of bits) as int8 multiples of s."""
+
+    scales: Callable[[Tensor, int, torch.dtype], Tensor]
+    codes: Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
+    signed: Callable[[Tensor, int], Tensor]
+
+
+def _absmax_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    largest = rows.abs().amax(dim=1)
+    # Not by a number: on GPU that would multiply by the reciprocal.
+    return fitted(largest / torch.full_like(largest, levels), dtype, levels)
+
+
+def _norm_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    # The squares of fp32 numbers neither overflow nor underflow in fp64.
+    return fitted(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) / levels, dtype, levels)
+
+
+def _mean_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    # In fp64, since the sum of finite elements may overflow.
+    return fitted(rows.abs().mean(dim=1, dtype=torch.float64), dtype)
+
+
+_ITERATIONS = 2
+
+
+def _lloyd_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+    """Sums are fp64, which nothing can overflow and which the order of summation hardly shows in."""
+    magnitudes, width = rows.abs(), rows.shape[1]
+    total = magnitudes.sum(dim=1, dtype=torch.float64)
+    # The best scale for normal and Laplace distributed elements is about half of the mean magnitude.
+    scales = total / (2 * width)
+    for _ in range(_ITERATIONS):
+        outer = _is_outer(magnitudes, scales.to(torch.float32))
+        outer_total = (magnitudes * outer).sum(dim=1, dtype=torch.float64)
+        # Counting in fp32 is exact, and much faster than in int64.
+        outer_count = outer.sum(dim=1, dtype=torch.float32)
+        scales = (total + (OUTER - 1) * outer_total) / (width + (OUTER**2 - 1) * outer_count)
+    return fitted(scales, dtype, OUTER)
+
+
+def _is_outer(magnitudes: Tensor, scales: Tensor) -> Tensor:
+    """Whether each of `magnitudes` [r, b] is nearer to the outer level of its scale [r]: bool."""
+    return magnitudes >= (scales * ((1 + OUTER) / 2)).unsqueeze(1)
+
+
+def _sign_extended(codes: Tensor, bits: int) -> Tensor:
+    return (codes << 8 - bits).view(torch.int8) >> 8 - bits
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "absmax": _Kind(_absmax_scales, quantize_rows, _sign_extended),
+        "norm": _Kind(_norm_scales, quantize_rows, _sign_extended),
+        "mean": _Kind(
+            _mean_scales,
+            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
+            lambda codes, bits: codes.view(torch.int8) * 2 - 1,
+        ),
+        "lloyd": _Kind(
+            _lloyd_scales,
+            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8) * 2 + _is_outer(rows.abs(), scales),
+            lambda codes, bits: ((codes & 1) * (OUTER - 1) + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
+        ),
+    }
+)

@@ -1,0 +1,291 @@
+"""What a sender remembers between messages, kept for every element of every parameter.
+
+Buckets form differently from run to run (DeepSpeed learns the order of gradients during the first steps), so memory is
+addressed by parameter ranges, and kept contiguous for each message layout.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
+from deepspeed_compress.compression.segments import Segment
+
+__all__ = ["STORAGE", "Layout", "Range", "Residuals"]
+
+STORAGE: Mapping[str, Compressor] = MappingProxyType(
+    {"fp32": Cast(torch.float32), "bf16": Cast(torch.bfloat16), "int8": Blockwise(8, 256)}
+)
+"""Forms of memory: 4, 2, or about 1 bytes an element (LoCo, arXiv:2407.04480, has 8 bits)."""
+
+Range = tuple[str, int, int]
+"""Elements of a parameter: (name, begin, numel)."""
+Layout = tuple[Range, ...]
+"""The ranges of one message, in its order."""
+
+
+@dataclass
+class _Values:
+    """Elements in fp32: what the last applied step left, and what the running step has written, if it has."""
+
+    applied: Tensor
+    running: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> "_Values":
+        running = self.running[start:stop] if self.running is not None else None
+        return _Values(self.applied[start:stop], running)
+
+    def take(self, part: "_Values", position: int) -> None:
+        """Copy `part` to `position`."""
+        if part.running is not None and self.running is None:
+            self.running = self.applied.clone()
+        place = slice(position, position + part.applied.numel())
+        self.applied[place] = part.applied
+        if self.running is not None:
+            # Also where this step has not written yet: the whole message is read from `running` from now on.
+            self.running[place] = part.running if part.running is not None else part.applied
+
+
+@dataclass
+class _Slot:
+    """The memory of one message, encoded by the store's compressor."""
+
+    applied: Tensor
+    running: Tensor | None = None
+    written: bool = False
+
+    @property
+    def current(self) -> Tensor:
+        return self.running if self.written and self.running is not None else self.applied
+
+
+class Residuals:
+    """A number for every element that a rank sends: its residual, or a momentum.
+
+    `dtype` is the form in which it is stored (a key of `STORAGE`). A step may be skipped by the optimizer
+    (non-finite gradients): with `transactional` every write goes to a second buffer until `commit`, and `rollback`
+    forgets it, for twice the memory and no copies; without it writes are final. `on_host` keeps everything in the
+    memory of the host and copies it to the accelerator, message by message. `scaled`: the values are in the units of
+    the gradients, hence they follow the loss scale.
+    """
+
+    def __init__(self, dtype: str, transactional: bool, on_host: bool = False, scaled: bool = True) -> None:
+        self.dtype = dtype
+        self.storage = STORAGE[dtype]
+        self.transactional = transactional
+        self.on_host = on_host
+        self.scaled = scaled
+        self._slots: dict[Layout, _Slot] = {}
+        self._homes: dict[str, dict[Range, Layout]] = {}
+
+    def read(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
+        """The values of the message made of `segments`: a new flat fp32 tensor; zeros at first."""
+        values = torch.zeros(sum(segment.numel for segment in segments), device=device)
+        self.add_to(values, segments, 1.0)
+        return values
+
+    def add_to(self, x: Tensor, segments: Sequence[Segment], factor: float) -> None:
+        """`x` (flat fp32, the elements of `segments`) += `factor` * their values."""
+        payload = self._slot(_layout(segments), x.device).current
+        self.storage.decompress_add(payload.to(x.device), x, factor)
+
+    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        """Replace the values of the message by flat fp32 `values`."""
+        self._target(self._slot(_layout(segments), values.device)).copy_(self._encoded(values))
+
+    def _target(self, slot: _Slot) -> Tensor:
+        """Where the running step writes the new values of `slot`."""
+        slot.written = True
+        if self.transactional and slot.running is None:
+            slot.running = torch.zeros_like(slot.applied)
+        return slot.current
+
+    def buffers(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The values of the message, and where new ones go, to be written in place of `write`: flat fp32 or bf16.
+
+        They may be the same. None where values are stored in another form, or not on `device`.
+        """
+        if not isinstance(self.storage, Cast) or (self.on_host and device.type != "cpu"):
+            return None
+        slot, numel = self._slot(_layout(segments), device), sum(segment.numel for segment in segments)
+        before = self.storage.elements(slot.current, numel)
+        return before, self.storage.elements(self._target(slot), numel)
+
+    def holds(self, segments: Sequence[Segment]) -> bool:
+        """Whether anything was ever written for elements of `segments`."""
+        return any(known for piece in _layout(segments) for known in self._overlapping(piece))
+
+    def written(self, segments: Sequence[Segment]) -> bool:
+        """Whether the running step has written the message made of `segments`."""
+        slot = self._slots.get(_layout(segments))
+        return slot is not None and slot.written
+
+    def _encoded(self, values: Tensor) -> Tensor:
+        payload = torch.empty(self.storage.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self.storage.compress(values, payload, 0)
+        return payload
+
+    def _decoded(self, payload: Tensor, numel: int) -> Tensor:
+        values = torch.zeros(numel, device=payload.device)
+        self.storage.decompress_add(payload, values, 1.0)
+        return values
+
+    def _slot(self, layout: Layout, device: torch.device) -> _Slot:
+        slot = self._slots.get(layout)
+        return slot if slot is not None else self._adopt(layout, device)
+
+    def _adopt(self, layout: Layout, device: torch.device) -> _Slot:
+        """Make a slot for a new layout from the values that its elements had in others.
+
+        Those others are dissolved: what the new layout does not take becomes messages of single ranges.
+        """
+        fresh = _Values(torch.zeros(_numel(layout), device=device))
+        for home in self._homes_touching(layout):
+            values = self._remove(home, device)
+            for (name, begin, _), start, first, last, target in _cuts(home, layout):
+                part = values.part(start + first - begin, start + last - begin)
+                if target is None:
+                    self._settle(((name, first, last - first),), part)
+                else:
+                    fresh.take(part, target)
+        return self._settle(layout, fresh)
+
+    def _homes_touching(self, layout: Layout) -> Iterable[Layout]:
+        return dict.fromkeys(self._homes[known[0]][known] for piece in layout for known in self._overlapping(piece))
+
+    def _overlapping(self, piece: Range) -> list[Range]:
+        """The known ranges that share elements with `piece`."""
+        name, begin, numel = piece
+        return [
+            known for known in self._homes.get(name, {}) if known[1] < begin + numel and begin < known[1] + known[2]
+        ]
+
+    def _remove(self, layout: Layout, device: torch.device) -> _Values:
+        slot, numel = self._slots.pop(layout), _numel(layout)
+        for piece in layout:
+            del self._homes[piece[0]][piece]
+        running = self._decoded(slot.current, numel).to(device) if slot.written and self.transactional else None
+        return _Values(self._decoded(slot.applied, numel).to(device), running)
+
+    def _settle(self, layout: Layout, values: _Values) -> _Slot:
+        """Make a slot with `values` the home of the ranges of `layout`."""
+        running = self._stored(self._encoded(values.running)) if values.running is not None else None
+        slot = _Slot(self._stored(self._encoded(values.applied)), running, running is not None)
+        self._register(layout, slot)
+        return slot
+
+    def _stored(self, payload: Tensor) -> Tensor:
+        return payload.to("cpu") if self.on_host else payload
+
+    def _register(self, layout: Layout, slot: _Slot) -> None:
+        self._slots[layout] = slot
+        for piece in layout:
+            self._homes.setdefault(piece[0], {})[piece] = layout
+
+    def commit(self) -> None:
+        """The optimizer applied the step: what it wrote becomes the memory."""
+        for slot in self._slots.values():
+            if slot.written and slot.running is not None:
+                slot.applied, slot.running = slot.running, slot.applied
+            slot.written = False
+
+    def rollback(self) -> None:
+        """The optimizer skipped the step: as if it had not been."""
+        for slot in self._slots.values():
+            slot.written = False
+
+    def prune(self) -> None:
+        """Forget the messages that the running step has not written: after loading, what other ranks own."""
+        for layout in [layout for layout, slot in self._slots.items() if not slot.written]:
+            del self._slots[layout]
+            for piece in layout:
+                del self._homes[piece[0]][piece]
+
+    def scale(self, factor: float) -> None:
+        """Follow a change of the loss scale."""
+        for layout, slot in self._slots.items() if self.scaled else ():
+            slot.applied.copy_(self._encoded(self._decoded(slot.applied, _numel(layout)).mul_(factor)))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+        self._homes.clear()
+
+    def square_norm(self) -> float:
+        """Sum of squares over this rank's values, those of the running step included."""
+        return sum(self._square(slot.current, _numel(layout)) for layout, slot in self._slots.items())
+
+    def _square(self, payload: Tensor, numel: int) -> float:
+        # Numbers are read where they are stored, not decoded first.
+        storage = self.storage
+        values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
+        return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+
+    def items(self) -> Iterator[tuple[Range, Tensor]]:
+        """Every range with its applied values, flat fp32."""
+        for layout, slot in self._slots.items():
+            values = self._decoded(slot.applied, _numel(layout))
+            for piece, position in _placed(layout):
+                yield piece, values[position : position + piece[2]]
+
+    def payloads(self) -> Iterator[tuple[Layout, Tensor]]:
+        """Every message layout with its applied values as they are stored (uint8): what `restore` takes back."""
+        for layout, slot in self._slots.items():
+            yield layout, slot.applied
+
+    def restore(self, payloads: Mapping[Layout, Tensor], device: torch.device) -> None:
+        """Replace everything by `payloads` of a store with the same storage, bit for bit."""
+        self.clear()
+        for layout, payload in payloads.items():
+            self._register(layout, _Slot(self._stored(payload.to(device, copy=True))))
+
+    def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device, factor: float = 1.0) -> None:
+        """The applied values of the given ranges become `factor` times what they are plus flat fp32 `values`.
+
+        Outside of any step. A `factor` of 0 replaces them.
+        """
+        for (name, begin, numel), more in values:
+            segments, total = (Segment(name, begin, numel, 0, 0),), more.to(device, torch.float32, copy=True)
+            self.add_to(total, segments, factor)
+            self.write(segments, total)
+        self.commit()
+
+
+def _layout(segments: Sequence[Segment]) -> Layout:
+    return tuple((segment.parameter, segment.begin, segment.numel) for segment in segments)
+
+
+def _numel(layout: Layout) -> int:
+    return sum(numel for _, _, numel in layout)
+
+
+def _placed(layout: Layout) -> Iterator[tuple[Range, int]]:
+    """Every range with its position in the message."""
+    position = 0
+    for piece in layout:
+        yield piece, position
+        position += piece[2]
+
+
+def _cuts(home: Layout, layout: Layout) -> Iterator[tuple[Range, int, int, int, int | None]]:
+    """Cut the ranges of `home` where those of `layout` begin and end.
+
+    Yields (range, its position in `home`, first element of the part, its end, its position in `layout` or None).
+    """
+    for piece, start in _placed(home):
+        name, begin, numel = piece
+        done = begin
+        takers = sorted((taker[1], taker[1] + taker[2], at) for taker, at in _placed(layout) if taker[0] == name)
+        for first, last, at in takers:
+            low, high = max(begin, first), min(begin + numel, last)
+            if low >= high:
+                continue
+            if done < low:
+                yield piece, start, done, low, None
+            yield piece, start, low, high, at + low - first
+            done = high
+        if done < begin + numel:
+            yield piece, start, done, begin + numel, None

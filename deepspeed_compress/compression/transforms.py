@@ -1,0 +1,204 @@
+"""Orthonormal changes of basis of a message, under which gradients are easier to sparsify or quantize.
+
+They are linear and keep the length, so sums over ranks are taken of coefficients and one inverse follows. Every
+transform here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T with orthonormal matrices A.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.segments import Segment
+
+__all__ = ["DCT", "Hadamard", "Identity", "Transform"]
+
+
+class Transform(Protocol):
+    """An orthonormal linear map of flat fp32 vectors, a pure function of the vector and of what it is made of.
+
+    The same layout gives the same bits. A non-finite element makes its whole tile non-finite.
+    """
+
+    def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Coefficients (flat fp32 [x.numel()]) of `x` (flat fp32, the elements of `segments` in order, not changed).
+
+        The result may be `x` itself.
+        """
+
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """The vector that has these `coefficients` (not changed); may be `coefficients` itself."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Coefficients are the elements."""
+
+    def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return x
+
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return coefficients
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Randomized Walsh-Hadamard transform H diag(s) of blocks of `block_size` elements, a power of two.
+
+    Source: SDP4Bit (arXiv:2410.15526); it spreads outliers over their block. H has entries
+    +-block_size**-0.5 in natural order (Sylvester). The signs s are a pure function of `seed` and equal for all
+    blocks. A shorter rest is covered by blocks of descending powers of two. Segments do not matter.
+    """
+
+    block_size: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.block_size.bit_count() == 1, f"block_size {self.block_size} is not a power of two"
+
+    def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        blocks = _powers_of_two(x.numel(), self.block_size)
+        return _forward(x * self._signs(x), blocks, for_device(x.device).hadamard_tiles)
+
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
+        blocks = _powers_of_two(coefficients.numel(), self.block_size)
+        operation = for_device(coefficients.device).hadamard_tiles
+        return _inverse(coefficients, blocks, operation).mul_(self._signs(coefficients))
+
+    def _signs(self, like: Tensor) -> Tensor:
+        """+1 or -1 for every element of `like`."""
+        uniform: Tensor = for_device(like.device).uniform(self.block_size, self.seed, like.device)
+        signs = torch.where(uniform < 0.5, -1.0, 1.0)
+        return signs.repeat(-(-like.numel() // self.block_size))[: like.numel()]
+
+
+@dataclass(frozen=True)
+class DCT:
+    """Orthonormal DCT-II of tiles of `tile` x `tile` elements of each matrix.
+
+    Source: DeMo (arXiv:2411.19870). `widths` gives the row length of every parameter that is a matrix;
+    the others are vectors. The whole rows of a segment are cut into tiles, smaller ones at the right and lower
+    edge; the parts of a row at its ends, and vectors, into runs of up to `tile` elements.
+
+    Coefficients are in order of tiles, the largest tiles first, and row by row within a tile: the full ones fill
+    consecutive blocks of tile**2 elements from the first element on.
+    """
+
+    widths: Mapping[str, int] = field(hash=False)
+    tile: int = 64
+
+    def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return _forward(x, self._tiles(x, segments), for_device(x.device).dct_tiles)
+
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return _inverse(coefficients, self._tiles(coefficients, segments), for_device(coefficients.device).dct_tiles)
+
+    def _tiles(self, x: Tensor, segments: Sequence[Segment]) -> "tuple[Tiles, ...]":
+        layout = tuple((part.begin, part.numel, self.widths.get(part.parameter, 0)) for part in segments)
+        assert x.numel() == sum(numel for _, numel, _ in layout), f"{x.numel()} elements are not those of {segments}"
+        return _matrix_tiles(layout, self.tile)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`rows` x `columns` adjacent tiles of `height` x `width` elements, in a matrix of row length `stride`.
+
+    `offset`: the first element's position in the message.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    height: int
+    width: int
+    stride: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns * self.height * self.width
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The view [rows, columns, height, width] of the contiguous `flat`."""
+        sizes = (self.rows, self.columns, self.height, self.width)
+        strides = (self.height * self.stride, self.width, self.stride, 1)
+        return flat.as_strided(sizes, strides, flat.storage_offset() + self.offset)
+
+
+Operation = Callable[[Tensor, Tensor, bool], None]
+"""(tiles [rows, columns, h, w], out of that shape, inverse): transforms every tile."""
+
+
+def _forward(x: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
+    """The coefficients of all tiles, in their order."""
+    x, coefficients = x.contiguous(), torch.empty_like(x)
+    for one, place in _places(tiles, coefficients):
+        operation(one.of(x), place, False)
+    return coefficients
+
+
+def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
+    """The inverse of `_forward`."""
+    x = torch.empty_like(coefficients)
+    for one, place in _places(tiles, coefficients):
+        operation(place, one.of(x), True)
+    return x
+
+
+def _places(tiles: Sequence[Tiles], coefficients: Tensor) -> Iterator[tuple[Tiles, Tensor]]:
+    """Where the coefficients of `tiles` are: views [rows, columns, h, w] of flat `coefficients`."""
+    parts = torch.split(coefficients, [one.numel for one in tiles])
+    for one, part in zip(tiles, parts, strict=True):
+        yield one, part.view(one.rows, one.columns, one.height, one.width)
+
+
+def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:
+    """Blocks of `block_size` elements, then one of each descending power of two that the rest is made of.
+
+    A block of n = h * w elements is a tile [h, w], since H_n = H_h (x) H_w (Kronecker product).
+    """
+    whole, rest = divmod(numel, block_size)
+    blocks = [(whole, block_size)] + [(1, 1 << bit) for bit in range(rest.bit_length())[::-1] if rest >> bit & 1]
+    tiles, offset = [], 0
+    for count, size in blocks:
+        width = 1 << size.bit_length() // 2
+        tiles.append(Tiles(offset, count, 1, size // width, width, width))
+        offset += count * size
+    return [one for one in tiles if one.rows]
+
+
+@lru_cache(maxsize=1024)
+def _matrix_tiles(layout: tuple[tuple[int, int, int], ...], tile: int) -> tuple[Tiles, ...]:
+    """Tiles of the segments (begin, numel, row length or 0 for a vector), larger ones first."""
+    tiles: list[Tiles] = []
+    offset = 0
+    for begin, numel, width in layout:
+        # The whole rows are first .. last - 1 of the matrix; none where last <= first. A vector has none.
+        first, last = (-(-begin // width), (begin + numel) // width) if width else (0, 0)
+        head = min(numel, first * width - begin) if last > first else 0
+        body = (last - first) * width if last > first else 0
+        tiles += _cut(offset, 1, head, tile)
+        tiles += _cut(offset + head, last - first, width, tile) if body else []
+        tiles += _cut(offset + head + body, 1, numel - head - body, tile)
+        offset += numel
+    return tuple(sorted(tiles, key=lambda one: (-one.height * one.width, one.shape)))
+
+
+def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
+    """A matrix [rows, width] at `offset`: full tiles, then those of the right and lower edge and of the corner."""
+    rest_height, rest_width = rows % tile, width % tile
+    below, beside = (rows - rest_height) * width, width - rest_width
+    parts = (
+        Tiles(offset, rows // tile, width // tile, tile, tile, width),
+        Tiles(offset + beside, rows // tile, 1, tile, rest_width, width),
+        Tiles(offset + below, 1, width // tile, rest_height, tile, width),
+        Tiles(offset + below + beside, 1, 1, rest_height, rest_width, width),
+    )
+    return [part for part in parts if part.rows * part.columns * part.height * part.width]

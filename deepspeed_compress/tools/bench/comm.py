@@ -1,0 +1,99 @@
+"""`bench comm`: latency and bandwidth of collectives, on emulated hosts or in the processes of a launcher."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.document import Row, new_document, save_document
+from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
+from deepspeed_compress.tools.bench.launch import launched, on_hosts
+from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
+from deepspeed_compress.tools.bench.plots import check_plotting, plot_comm
+
+__all__ = ["run", "table_of"]
+
+RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
+CAPTION = "bus: the least bytes that a rank must send / time; link: of what it carries"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write and draw. The exit code is 1 when the run failed."""
+    if options.plot:
+        check_plotting()
+    if len(set(options.sizes)) < 2:
+        raise ConfigError(f"--sizes {options.sizes}: a latency and a bandwidth need two different sizes; write more")
+    rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
+    if rows:
+        _show(rows, options)
+    return int(failed)
+
+
+def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
+    check_machine()
+    job = {"rates": options.emulate.rates, "sizes": options.sizes}
+    with signals_as_exceptions():
+        rows, failure = on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+    return rows, failure is not None
+
+
+def _on_cluster(options: argparse.Namespace) -> tuple[list[Row], bool]:
+    launched()
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.bench.comm_rank import measure_messages
+    from deepspeed_compress.tools.bench.gauges import join
+
+    join()
+    rows: list[Row] = []
+    measure_messages([None], options.sizes, rows.append, lambda text: print(f"  {text}", flush=True))
+    dist.destroy_process_group()
+    return rows, False
+
+
+def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    heading = f"collectives on {rows[0]['ranks']} ranks"
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        console.print(table_of(heading, [row for row in rows if row["rate"] == rate]))
+    if options.json:
+        save_document(new_document(rows), options.json)
+    if options.plot:
+        plot_comm(rows, heading, options.plot)
+
+
+def table_of(heading: str, rows: Sequence[Row]) -> Table:
+    """The rows of one rate."""
+    rate = rows[0]["rate"]
+    title = f"{heading}{f' at {rate}' if rate else ''}"
+    table = Table(title=title, caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ("latency ms", "bus MB/s", "link", "fit error", *(f"{_short(size)} ms" for size in rows[0]["sizes"]))
+    for name in ("collective", *columns):
+        table.add_column(name, justify="left" if name == "collective" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    bus, link = row["fitted_bus_bytes_per_s"], bits_per_second(row["rate"]) / 8 if row["rate"] else None
+    return [
+        row["collective"],
+        f"{1e3 * row['fit']['latency']:.2f}",
+        f"{1e-6 * bus:,.1f}" if bus else "-",
+        f"{bus / link:.2f}" if bus and link else "-",
+        f"{100 * row['fit']['error']:.0f} %",
+        *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"]),
+    ]
+
+
+def _short(size: int) -> str:
+    """The largest unit of which it is a whole number."""
+    for unit, factor in (("M", 2**20), ("K", 2**10)):
+        if size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)

@@ -1,0 +1,254 @@
+"""Hosts of a slow network on one Linux machine: network namespaces on a bridge, every link really limited.
+
+Each host has an interface eth0; what it sends and what it receives each pass a token-bucket filter of the same rate,
+so a link is full duplex. One process runs on each host, with the environment that the deepspeed launcher sets.
+Everything is taken down at the end, also after errors and signals. Needs Linux, root, iproute2 and util-linux.
+
+From Python:
+
+    with Cluster(4, "1gbit") as cluster:
+        run = cluster.run([sys.executable, "program.py"])
+
+examples:
+  python -m deepspeed_compress.tools.bench.hosts --hosts 2 --rate 100mbit -- python program.py --option
+  python -m deepspeed_compress.tools.bench.hosts --clean
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from deepspeed_compress.tools.bench.links import (
+    DEVICE,
+    HOSTS_VARIABLE,
+    PREFIX,
+    UNLIMITED,
+    ClusterError,
+    check_machine,
+    clean,
+    ip,
+    run_tool,
+    set_rate,
+)
+
+__all__ = ["Cluster", "Run", "signals_as_exceptions"]
+
+NETWORK = "10.77.0."
+MTU = 1500
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes did, in host order. `failure` is None when all of them ended with 0."""
+
+    exit_codes: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    seconds: float
+    failure: str | None
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program through its clean-up, as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Cluster:
+    """A context of `hosts` hosts whose links carry `rate`. Raises ClusterError when they cannot be made."""
+
+    def __init__(self, hosts: int, rate: str = UNLIMITED) -> None:
+        self.hosts = hosts
+        self.rate = rate
+        self.prefix = f"{PREFIX}{os.getpid()}"
+        self.namespaces = tuple(f"{self.prefix}-{host}" for host in range(hosts))
+        self._bridge = f"{self.prefix}-bridge"
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> "Cluster":
+        check_machine()
+        with contextlib.ExitStack() as undo:
+            for namespace in (self._bridge, *self.namespaces):
+                _add_namespace(namespace, undo)
+            ip(self._bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            ip(self._bridge, "link", "set", "br0", "mtu", str(MTU), "up")
+            for host in range(self.hosts):
+                self._add_host(host)
+            self.set_rate(self.rate)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def _add_host(self, host: int) -> None:
+        namespace, port = self.namespaces[host], f"port{host}"
+        link = ("link", "add", DEVICE, "mtu", str(MTU), "type", "veth")
+        ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
+        ip(self._bridge, "link", "set", port, "master", "br0", "up")
+        ip(namespace, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
+        ip(namespace, "link", "set", DEVICE, "up")
+        # Fair between the flows of one bridge, and the same on every machine.
+        run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+
+    def set_rate(self, rate: str) -> None:
+        """Limit every link, in both directions."""
+        for host, namespace in enumerate(self.namespaces):
+            set_rate(namespace, DEVICE, rate)
+            set_rate(self._bridge, f"port{host}", rate)
+
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        timeout: float | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Run:
+        """Run `command` on every host, pinned to one core each, until all have ended.
+
+        The first process that fails, or `timeout` seconds, end them all. `on_line` gets
+        each line that host 0 prints.
+        """
+        begin = time.monotonic()
+        processes: list[subprocess.Popen[str]] = []
+        try:
+            for host in range(self.hosts):
+                processes.append(self._start(host, command, environment))
+            readers = [_Reader(process, on_line if host == 0 else None) for host, process in enumerate(processes)]
+            failure = _wait(processes, timeout)
+        finally:
+            _end(processes)
+        outputs = tuple(reader.text() for reader in readers)
+        exit_codes = tuple(process.returncode for process in processes)
+        return Run(exit_codes, outputs, time.monotonic() - begin, failure)
+
+    def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        core = str(host % (os.cpu_count() or 1))
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespaces[host], "taskset", "-c", core, *command],
+            env=os.environ | self._environment(host) | dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _environment(self, host: int) -> dict[str, str]:
+        ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "MASTER_ADDR": f"{NETWORK}1", "MASTER_PORT": "29500"}
+        local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", HOSTS_VARIABLE: self.prefix}
+        return ranks | local | threads | offline
+
+
+class _Reader:
+    """Collects what a process prints, on a thread, so that no pipe fills up."""
+
+    def __init__(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(process, on_line), daemon=True)
+        self._thread.start()
+
+    def _read(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._lines.append(line)
+                if on_line is not None:
+                    on_line(line)
+
+    def text(self) -> str:
+        self._thread.join(5)
+        return "".join(self._lines)
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> str | None:
+    """Until all ended with 0 (None), one failed, or time is up (what happened)."""
+    deadline = time.monotonic() + (timeout or float("inf"))
+    while any(process.poll() is None for process in processes):
+        if failed := [host for host, process in enumerate(processes) if process.poll()]:
+            time.sleep(2)  # the others may be about to say more about it
+            return f"host {failed[0]} ended with {processes[failed[0]].returncode}"
+        if time.monotonic() > deadline:
+            return f"not finished after {timeout:.0f} s"
+        time.sleep(0.1)
+    codes = [process.returncode for process in processes]
+    return f"exit codes {codes}" if any(codes) else None
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Each process leads a session of its own, so its whole group ends with it."""
+    for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+
+
+def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
+    run_tool("ip", "netns", "add", name)
+    undo.callback(run_tool, "ip", "netns", "del", name, check=False)
+    # Neighbour discovery would count as traffic.
+    run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
+    ip(name, "link", "set", "lo", "up")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default=UNLIMITED, help="of every link, such as 100mbit (default: no limit)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS")
+    parser.add_argument("--clean", action="store_true", help="delete what killed runs have left, and end")
+    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    options = parser.parse_args()
+    if bool(options.command) == options.clean:
+        parser.error("write a command after --, or --clean")
+    try:
+        return _clean() if options.clean else _run_command(options)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _clean() -> int:
+    check_machine()
+    for name in clean():
+        print(f"deleted {name}")
+    return 0
+
+
+def _print(line: str) -> None:
+    print(line, end="")
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    with signals_as_exceptions(), Cluster(options.hosts, options.rate) as cluster:
+        run = cluster.run(options.command, timeout=options.timeout, on_line=_print)
+    if run.failure is not None:
+        for host, output in enumerate(run.outputs):
+            print(f"--- host {host}, last lines\n{output[-1500:]}", file=sys.stderr)
+        print(f"error: {run.failure}", file=sys.stderr)
+    return int(run.failure is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""`bench kernels`: the operations of compression, every implementation beside copying the same memory, in one run."""
+
+import argparse
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import implementations
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.tools.bench.document import Row, new_document, save_document
+from deepspeed_compress.tools.bench.operations import OPERATIONS, TOP_K_BLOCK, Operation
+from deepspeed_compress.tools.bench.plots import check_plotting, plot_kernels
+
+__all__ = ["measure", "run"]
+
+COPY = "copy"
+SEED = 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write and draw."""
+    if options.plot:
+        check_plotting()
+    rows = measure(options.numel, torch.device(options.device), options.repeats, options.only)
+    heading = f"{options.numel:,} fp32 elements on {_name(torch.device(options.device))}"
+    Console(width=None if sys.stdout.isatty() else 132).print(_table(heading, rows))
+    if options.json:
+        save_document(new_document(rows) | {"device": heading}, options.json)
+    if options.plot:
+        plot_kernels(rows, heading, options.plot)
+    return 0
+
+
+def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None) -> list[Row]:
+    """Rows of the copy and of every operation that `only` is found in, on one core or GPU.
+
+    Raises ConfigError when nothing is left to measure, UnsupportedError without the device.
+    """
+    chosen = [operation for operation in OPERATIONS if only is None or only.search(operation.name)]
+    if not chosen:
+        names = ", ".join(operation.name for operation in OPERATIONS)
+        raise ConfigError(f"--only {only.pattern if only else ''}: is found in none of {names}; write a part of one")
+    if numel < TOP_K_BLOCK:
+        raise ConfigError(f"--numel {numel}: write at least {TOP_K_BLOCK}, a block of top-k")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch finds no GPU here; write --device cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return list(_rows(numel, device, repeats, chosen))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(numel: int, device: torch.device, repeats: int, chosen: list[Operation]) -> Iterator[Row]:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
+    copy = _row(COPY, "torch", x, _seconds(partial(torch.empty_like(x).copy_, x), device, repeats))
+    yield copy | {"of_copy": 1.0}
+    for operation in chosen:
+        for name, module in implementations(device).items():
+            row = _row(operation.name, name, x, _seconds(operation.prepare(module, x), device, repeats))
+            yield row | {"of_copy": row["gb_per_s"] / copy["gb_per_s"]}
+
+
+def _row(operation: str, implementation: str, x: Tensor, seconds: list[float]) -> Row:
+    median = statistics.median(seconds)
+    return {
+        "operation": operation,
+        "implementation": implementation,
+        "numel": x.numel(),
+        "seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
+        "gb_per_s": 4e-9 * x.numel() / median,
+    }
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Of each of `repeats` calls; the first one, which is not counted, compiles and touches memory."""
+    call()
+    clock = _on_gpu if device.type == "cuda" else _on_cpu
+    return [clock(call) for _ in range(repeats)]
+
+
+def _on_cpu(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _on_gpu(call: Callable[[], object]) -> float:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return 1e-3 * float(first.elapsed_time(last))
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", path.read_text() if path.is_file() else "")
+    return f"one core of {found[1] if found else platform.processor() or platform.machine()}"
+
+
+def _table(heading: str, rows: list[Row]) -> Table:
+    caption = "GB/s of input: 4 bytes an element, whatever else is read and written; of copying the same memory"
+    table = Table(title=heading, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("operation", "implementation", "ms", "GB/s", "/ copy"):
+        table.add_column(name, justify="left" if name in ("operation", "implementation") else "right", no_wrap=True)
+    for index, row in enumerate(rows):
+        if index and row["operation"] != rows[index - 1]["operation"]:
+            table.add_section()
+        milliseconds = f"{1e3 * row['seconds']['median']:.2f}"
+        figures = (milliseconds, f"{row['gb_per_s']:.2f}", f"{row['of_copy']:.2f}")
+        table.add_row(row["operation"], row["implementation"], *figures)
+    return table

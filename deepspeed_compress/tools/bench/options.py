@@ -1,0 +1,157 @@
+"""Options of `ds-compress bench`. Loaded with every command, so it is light."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
+
+PEERS = ("deepspeed", "deepspeed-bf16", "ddp", "ddp-bf16", "ddp-powersgd1", "ddp-powersgd4", "fsdp2")
+SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Hosts to make on this machine, and the rates of their links, as tc writes them."""
+
+    hosts: int
+    rates: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One of `ds-compress bench`: `arguments` adds its options to a parser."""
+
+    summary: str
+    examples: tuple[str, ...]
+    arguments: Callable[[argparse.ArgumentParser], object]
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """A subparser for each benchmark; its name becomes `benchmark`."""
+    subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, benchmark in BENCHMARKS.items():
+        subparser = subparsers.add_parser(
+            name, help=benchmark.summary, description=benchmark.summary, **_epilog(name, benchmark.examples)
+        )
+        benchmark.arguments(subparser)
+
+
+def _epilog(name: str, examples: Sequence[str]) -> dict[str, Any]:
+    lines = "".join(f"\n  ds-compress bench {name} {example}" for example in examples)
+    return {"epilog": f"examples:{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--config", nargs="+", required=True, metavar="FILE", help="DeepSpeed configurations")
+    model = "config of a Hugging Face causal LM, or a directory (default: configs/models/gpt_10m.json)"
+    what.add_argument("--model", nargs="+", default=["configs/models/gpt_10m.json"], metavar="PATH", help=model)
+    peers = f"what else to measure, of {', '.join(PEERS)}; deepspeed is each file without its section (default)"
+    what.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=peers)
+    micro = "sequences of a micro-batch (default: as in the file)"
+    what.add_argument("--micro-batch", type=_positive, metavar="N", help=micro)
+    what.add_argument("--seq-len", type=_positive, default=64, metavar="N", help="tokens of a sequence (default: 64)")
+    what.add_argument("--seed", type=int, default=0, metavar="N")
+    steps = "measured steps: one number, or one a rate (default: 7, or 3 below 500 Mbit/s)"
+    what.add_argument("--steps", type=_positive, nargs="+", metavar="N", help=steps)
+    _add_where(parser)
+    output = parser.add_argument_group("output")
+    kept = "where rows go after every run; what it holds is not measured again"
+    output.add_argument("--output", type=Path, required=True, metavar="FILE.json", help=kept)
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="bars of the ratio to compute-only")
+
+
+def _comm_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = f"bytes of the whole buffer of a rank, such as 64K or 4M (default: {' '.join(SIZES)})"
+    default = [size(text) for text in SIZES]
+    parser.add_argument("--sizes", type=size, nargs="+", default=default, metavar="SIZE", help=sizes)
+    _add_where(parser)
+    _add_output(parser, "time against size, and the fits")
+
+
+def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
+    numel = "elements of the input (default: 100M)"
+    parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=numel)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=_positive, default=5, metavar="N", help="of which the median counts")
+    parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="operations whose name it is found in")
+    _add_output(parser, "bars of the throughput")
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,1gbit,100mbit"
+    where.add_argument(
+        "--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=f"{emulate} (else: the launcher's processes)"
+    )
+    where.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of one emulated run")
+
+
+def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE.json", help="every figure")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help=drawn)
+
+
+def emulation(text: str) -> Emulation:
+    """ "2,1gbit,100mbit" as hosts and rates. Raises ArgumentTypeError."""
+    hosts, *rates = text.split(",")
+    if not hosts.isdecimal() or not 2 <= int(hosts) <= 250 or not rates:
+        raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit")
+    try:
+        for rate in rates:
+            bits_per_second(rate)
+    except ClusterError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return Emulation(int(hosts), tuple(rates))
+
+
+def size(text: str) -> int:
+    """Bytes: "64K" is 65,536. Raises ArgumentTypeError."""
+    return _number(text, _UNITS, "64K or 4M")
+
+
+def count(text: str) -> int:
+    """Elements: "100M" is 100,000,000. Raises ArgumentTypeError."""
+    return _number(text, _COUNTS, "100M or 1000000")
+
+
+def _number(text: str, units: dict[str, int], example: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if found is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
+    return int(found[1]) * units[found[2]]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+BENCHMARKS = {
+    "step": Benchmark(
+        "Training steps: your configuration against DeepSpeed without it, against compute alone, and against peers.",
+        (
+            "--config ds_config.json --emulate 2,1gbit,100mbit --output step.json --plot step.png",
+            "--config configs/zero[0-3]_int4.json --peers deepspeed ddp fsdp2 --emulate 4,1gbit --output step.json",
+        ),
+        _step_arguments,
+    ),
+    "comm": Benchmark(
+        "Messages of many sizes: latency and bandwidth of the collectives, and of the exchange used here.",
+        ("--emulate 2,1gbit --json comm.json --plot comm.png", "--emulate 4,100mbit --sizes 16K 1M"),
+        _comm_arguments,
+    ),
+    "kernels": Benchmark(
+        "The operations of compression on one core or GPU: GB/s of input, beside copying the same memory.",
+        ("--numel 100M --json kernels.json", "--device cuda", "--only int4 --numel 10M"),
+        _kernels_arguments,
+    ),
+}

@@ -1,0 +1,220 @@
+"""`bench step`: which runs are missing in the output file, running them, and what their rows say together."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.document import Row, read_document, save_document
+from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
+from deepspeed_compress.tools.bench.launch import launched, on_hosts
+from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
+from deepspeed_compress.tools.bench.plots import check_plotting, plot_steps
+from deepspeed_compress.tools.bench.step_table import print_steps
+from deepspeed_compress.tools.bench.workload import (
+    DEEPSPEED,
+    OURS,
+    Contender,
+    Group,
+    group_contenders,
+    stage_of,
+    without_section,
+)
+
+__all__ = ["merge", "missing_rates", "run", "steps_at"]
+
+HEADER_BYTES = 14 + 20 + 32
+"""Of every packet: Ethernet, IPv4, TCP with timestamps."""
+FAST, MANY_STEPS, FEW_STEPS = 500e6, 7, 3
+"""Measured steps where --steps is not given: many from this rate (bits per second) on, few below."""
+RANK_PROGRAM = "deepspeed_compress.tools.bench.step_rank"
+
+Steps = dict[str | None, int]
+"""Measured steps by rate; the rate is None where the links are what they are."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write, print and draw. The exit code is 1 when a run failed."""
+    if options.plot:
+        check_plotting()
+    return _emulated(options) if options.emulate else _on_cluster(options)
+
+
+def _emulated(options: argparse.Namespace) -> int:
+    check_machine()
+    document, steps = read_document(options.output), steps_at(options, options.emulate.rates)
+    groups, begin, failures = _groups(options, options.emulate.hosts), time.monotonic(), 0
+    with signals_as_exceptions():
+        for number, group in enumerate(groups, 1):
+            label = f"[{number}/{len(groups)}, {time.monotonic() - begin:.0f} s] {_title(group, options.emulate.hosts)}"
+            missing = missing_rates(document["rows"], group, options.emulate.hosts, steps)
+            print(f"{label}: {', '.join(map(str, missing)) or f'in {options.output} already'}", flush=True)
+            if missing:
+                job = {"group": group.to_json(), "rates": list(missing), "steps": list(missing.values())}
+                rows, failure = on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+                failures += failure is not None
+                merge(document, rows)
+                save_document(document, options.output)
+    _show(document, options)
+    return int(failures > 0)
+
+
+def _on_cluster(options: argparse.Namespace) -> int:
+    """In the processes of a launcher. Only rank 0 has the file."""
+    launched()
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.bench.gauges import join
+    from deepspeed_compress.tools.bench.step_rank import measure_group
+
+    ranks = join()
+    groups, steps = _groups(options, ranks.world_size), steps_at(options, (None,))
+    if len({(group.workload.tensor, group.workload.pipeline) for group in groups}) > 1:
+        raise ConfigError(
+            "--config: the files divide the ranks differently, which one run cannot; give them one by one"
+        )
+    document = ranks.first_only(partial(read_document, options.output))
+    for group in groups:
+        missing = ranks.first_only(partial(missing_rates, document["rows"], group, ranks.world_size, steps))
+        rows: list[Row] = []
+        if missing:
+            measure_group(group, missing, rows.append, lambda text: print(f"  {text}", flush=True))
+        if rows:
+            merge(document, rows)
+            save_document(document, options.output)
+    dist.destroy_process_group()
+    if ranks.is_first:
+        _show(document, options)
+    return 0
+
+
+def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
+    stems = [Path(file).stem for file in options.config]
+    if len(set(stems)) < len(stems):
+        raise ConfigError(f"--config: {', '.join(options.config)}: rows are named by the file; give each another name")
+    sizes = {name: getattr(options, name) for name in ("micro_batch", "seq_len", "seed")}
+    groups = [
+        group
+        for model in options.model
+        for group in group_contenders(options.config, model, options.peers, sizes, ranks)
+    ]
+    for group in groups:
+        _ = group.workload.share  # raises before anything is measured
+    return groups
+
+
+def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
+    """Raises ConfigError for a wrong number of numbers."""
+    fast = [rate is None or bits_per_second(rate) >= FAST for rate in rates]
+    given = options.steps or [MANY_STEPS if quick else FEW_STEPS for quick in fast]
+    if len(given) not in (1, len(rates)):
+        raise ConfigError(f"--steps {given}: write one number, or one for each of the {len(rates)} rates")
+    return dict(zip(rates, given * len(rates), strict=False))
+
+
+def _title(group: Group, ranks: int) -> str:
+    work = group.workload
+    layout = f", tensor {work.tensor} x pipeline {work.pipeline}" if work.tensor * work.pipeline > 1 else ""
+    return f"{Path(work.model).stem} on {ranks} ranks{layout}, {len(group.contenders)} ways to train"
+
+
+def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps) -> Steps:
+    """The rates at which a contender is missing: there all are measured again, so that ratios are from one run."""
+    present = {_identity(row) for row in rows}
+    probe = group.to_json()
+    return {
+        rate: count
+        for rate, count in steps.items()
+        if any(
+            _identity({"ranks": ranks, "rate": rate, "workload": probe["workload"], "contender": contender})
+            not in present
+            for contender in probe["contenders"]
+        )
+    }
+
+
+def _identity(row: Row) -> str:
+    """What makes a row the same measurement."""
+    return json.dumps([row[name] for name in ("ranks", "rate", "workload", "contender")], sort_keys=True)
+
+
+def merge(document: Row, rows: Sequence[Row]) -> None:
+    """The `rows` of one run replace those of the same measurement. What compares rows is made within the run."""
+    compared = [row | _compared(row, rows) for row in rows]
+    merged = {_identity(row): row for row in [*document["rows"], *compared]}
+    document["rows"] = sorted(merged.values(), key=_order)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    """By workload, rate and stage; contenders without a stage last."""
+    contender = Contender(**row["contender"])
+    stage, rate = stage_of(contender.ds_config), row["rate"]
+    work = (row["workload"]["model"], row["ranks"], json.dumps(row["workload"], sort_keys=True))
+    speed = -bits_per_second(rate) if rate else 0.0
+    return (*work, speed, 9 if stage is None else stage, contender.kind == OURS, contender.name)
+
+
+def _compared(row: Row, rows: Sequence[Row]) -> Row:
+    """Ratios of times, and the bytes of a step: means over the ranks, but the greatest difference of any rank."""
+    alone, step = _uncompressed(row, rows), row["step_s"]["median"]
+    return {
+        "of_compute_only": step / row["compute_only_s"]["median"],
+        "speedup": alone["step_s"]["median"] / step if alone else None,
+        "bytes": _bytes(row["traffic"], _predictions(row, rows)),
+    }
+
+
+def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of the same file without its section."""
+    ds_config = row["contender"]["ds_config"]
+    if ds_config is None:
+        return None
+    wanted = _identity(row | {"contender": vars(Contender(DEEPSPEED, DEEPSPEED, without_section(ds_config)))})
+    return next((other for other in rows if _identity(other) == wanted), None)
+
+
+def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
+    """Payload of every rank as the package counts it; a row that gathers weights alike says it for DeepSpeed."""
+    if row["contender"]["kind"] == OURS:
+        return [rank["predicted"] for rank in row["traffic"]]
+    counted = next((other for other in rows if _counts_for(other, row, rows)), None)
+    return [rank["predicted_uncompressed"] for rank in counted["traffic"]] if counted else None
+
+
+def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
+    if other["contender"]["kind"] != OURS or other["rate"] != row["rate"] or _uncompressed(other, rows) is not row:
+        return False
+    section = other["contender"]["ds_config"][SECTION]
+    weights: Row = section.get("weights") or {}
+    return bool(weights.get("method", "none") == "none")
+
+
+def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
+    """What was counted and what was predicted, as far as they are there."""
+    predicted = {"predicted": statistics.mean(predictions)} if predictions else {}
+    if "interface" not in traffic[0]:
+        return predicted
+    payloads = [rank["interface"] - HEADER_BYTES * rank["packets"] for rank in traffic]
+    differences = [100 * (sent / said - 1) for sent, said in zip(payloads, predictions or (), strict=False) if said]
+    counted = {
+        "interface": statistics.mean(rank["interface"] for rank in traffic),
+        "headers": HEADER_BYTES * statistics.mean(rank["packets"] for rank in traffic),
+        "headers_on_wire": HEADER_BYTES * statistics.mean(rank["segments"] for rank in traffic),
+        "payload": statistics.mean(payloads),
+    }
+    return counted | predicted | ({"difference_percent": max(differences, key=abs)} if differences else {})
+
+
+def _show(document: Row, options: argparse.Namespace) -> None:
+    """The rows of the models that were asked for; the file may hold others."""
+    rows = [row for row in document["rows"] if row["workload"]["model"] in options.model]
+    print_steps(rows)
+    if options.plot:
+        plot_steps(rows, options.plot)
+        print(options.plot)

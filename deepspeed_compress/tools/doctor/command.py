@@ -1,0 +1,61 @@
+"""The command `ds-compress doctor`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from deepspeed_compress.config import MASK
+from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.diagnose import Diagnosis, Found, diagnose, patched
+from deepspeed_compress.tools.doctor.outputs import as_json, print_text
+from deepspeed_compress.tools.doctor.run import read_run
+
+__all__ = ["FAILED", "FOUND", "HEALTHY", "run"]
+
+HEALTHY, FOUND, FAILED = 0, 1, 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look at a run, and give the exit code: 0 healthy, 1 findings, 2 it cannot be read."""
+    try:
+        return _run(options)
+    except (CompressError, OSError) as error:
+        print(f"ds-compress: error: {error}", file=sys.stderr)
+    return FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.apply is not None and options.apply.exists():
+        raise ConfigError(f"--apply {options.apply}: exists already. Write the name of a new file.")
+    baseline = read_run(options.baseline) if options.baseline is not None else None
+    diagnosis = diagnose(Case(read_run(options.run_dir, options.config), baseline))
+    if options.json:
+        print(as_json(diagnosis))
+    else:
+        print_text(diagnosis)
+    if options.apply is not None:
+        _apply(diagnosis, options.apply)
+    return FOUND if diagnosis.found else HEALTHY
+
+
+def _apply(diagnosis: Diagnosis, file: Path) -> None:
+    """Write the configuration with the patches, and say on standard error which they are."""
+    if diagnosis.found and diagnosis.case.run.config is None:
+        raise ConfigError(f"--apply {file}: the run left no ds_config.json. Write --config FILE to say what it was.")
+    config, taken, left = patched(diagnosis)
+    if not taken:
+        print(f"{file}: not written, because nothing found is changed by a setting", file=sys.stderr)
+        return
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write(json.dumps(config, indent=2) + "\n")
+    print(f"{file}: {_names(taken)}", file=sys.stderr)
+    if MASK in json.dumps(config):
+        print(f'{file}: write secrets in place of "{MASK}", or give --config the file that has them', file=sys.stderr)
+    if left:
+        print(f"left out, because they change the same settings: {_names(left)}", file=sys.stderr)
+
+
+def _names(found: tuple[Found, ...]) -> str:
+    return ", ".join(one.rule.name for one in found)

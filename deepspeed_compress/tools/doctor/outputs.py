@@ -1,0 +1,113 @@
+"""What was found, for people and for programs."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.diagnose import Diagnosis, Found
+
+__all__ = ["as_json", "print_text"]
+
+_COLOURS = {"critical": "bold red", "serious": "yellow", "notice": "cyan"}
+
+
+def as_json(diagnosis: Diagnosis) -> str:
+    """One object; its keys are described in docs/doctor.md."""
+    case = diagnosis.case
+    document = {
+        "run": str(case.run.directory),
+        "baseline": None if case.baseline is None else str(case.baseline.directory),
+        "findings": [_finding(one) for one in diagnosis.found],
+        "checked": [rule.name for rule in diagnosis.checked],
+        "not_checked": {rule.name: list(needs) for rule, needs in diagnosis.unchecked},
+    }
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
+
+
+def _finding(one: Found) -> dict[str, Any]:
+    finding = one.finding
+    return {
+        "name": one.rule.name,
+        "severity": one.severity,
+        "symptom": finding.symptom,
+        "evidence": dict(finding.evidence),
+        "steps": list(finding.steps),
+        "remedy": finding.remedy,
+        "patch": one.patch,
+        "page": one.rule.page,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become their names."""
+    if isinstance(value, Mapping):
+        return {key: _finite(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_finite(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Findings with what to change, and what was looked at."""
+    console = console or Console(soft_wrap=False)
+    console.print(escape(_head(diagnosis.case)), highlight=False)
+    for number, one in enumerate(diagnosis.found, start=1):
+        _print_finding(console, number, one)
+    console.print()
+    if not diagnosis.found:
+        console.print("[green]Nothing found.[/green]")
+    named = {one.rule.name for one in diagnosis.found}
+    _print_list(console, "Looked at, and in order:", [r.question for r in diagnosis.checked if r.name not in named])
+    lines = [f"{rule.question} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
+    _print_list(console, "Not looked at, because it was not recorded:", lines)
+
+
+def _head(case: Case) -> str:
+    steps, times = case.run.steps, case.times
+    shown = steps[-1].get("settings") or steps[-1]["method"]
+    head = f"{case.run.directory}: {len(steps):,} measured steps, the last one {steps[-1]['step']:,}, with {shown}."
+    if times is None:
+        return head
+    parts = f"{times.step:.4g} ms: encoding and decoding {times.cost:.3g}, waiting for messages {times.wait:.3g}"
+    return f"{head} A compressed step takes {parts}."
+
+
+def _print_finding(console: Console, number: int, one: Found) -> None:
+    finding, colour = one.finding, _COLOURS[one.severity]
+    console.print(f"\n[{colour}]{number}. {one.rule.name}[/{colour}] ({one.severity})", highlight=False)
+    first, last = finding.steps
+    body = [finding.symptom, *_evidence(finding.evidence), f"steps {first:,} to {last:,}", f"Remedy: {finding.remedy}"]
+    if one.patch is not None:
+        body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
+    if one.obstacle:
+        body.append(f"No patch, because it would not be valid: {one.obstacle}")
+    for line in [*body, f"More: {one.rule.page}"]:
+        console.print(Padding(escape(line), (0, 0, 0, 3)), highlight=False)
+
+
+def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in evidence.items():
+        if isinstance(value, list):
+            yield f"- {name}:"
+            yield from (f"    {_shown(item)}" for item in value)
+        else:
+            yield f"- {name}: {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _print_list(console: Console, title: str, lines: list[str]) -> None:
+    if lines:
+        console.print(title, highlight=False)
+        for line in lines:
+            console.print(Padding(escape(f"- {line}"), (0, 0, 0, 3)), highlight=False)

@@ -1,0 +1,133 @@
+"""What the guard did: too often, for too long; and steps that were skipped."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config import Guard
+from deepspeed_compress.config.patches import brief
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.finding import Finding, Rule
+from deepspeed_compress.tools.doctor.ladders import softer
+from deepspeed_compress.tools.doctor.patches import slower, with_gradients, with_section
+from deepspeed_compress.tools.doctor.run import Line
+
+_COOLDOWN = 50
+"""Steps without anomaly after which the guard goes back by one, unless the configuration says so."""
+_SHOWN = 5
+_BOUNDS = ("exploding", "loss_spike", "residual_growth")
+
+
+def _often(case: Case) -> Iterator[Finding]:
+    """So many anomalies that settings cannot come back between two of them, or settings that never came back. What
+    happens in the dense steps at the start is no doing of compression."""
+    dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
+    found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
+    anomalies = [event for event in found if not _not_finite(event)]
+    if len(anomalies) < case.limits.anomalies:
+        return
+    first, last = anomalies[0]["step"], case.run.steps[-1]["step"]
+    between, away = (last - first + 1) / len(anomalies), _away(case, first)
+    if between > _cooldown(case) and away < 0.5:
+        return
+    remedy, wanted = _calmer(case)
+    yield Finding(
+        f"The guard fires every {between:.0f} steps, and the chosen settings are out of force for {away:.0%} of the "
+        "steps since the first time.",
+        {
+            "anomalies": len(anomalies),
+            "part of the steps since without the settings": away,
+            "reasons": _told(anomalies),
+        },
+        remedy,
+        (first, anomalies[-1]["step"]),
+        wanted,
+        max(away, min(1.0, _cooldown(case) / between / 2)),
+    )
+
+
+def _away(case: Case, first: int) -> float:
+    """Part of the measured steps from `first` on in which something else than the chosen settings was in force."""
+    section = case.run.section
+    since = [line for line in case.run.steps if line["step"] >= first]
+    if section is None or not since:
+        return 0.0
+    wanted = brief(section.gradients)
+    return sum(bool(line.get("settings", wanted) != wanted) for line in since) / len(since)
+
+
+def _cooldown(case: Case) -> int:
+    guard = getattr(case.run.section, "guard", None)
+    return int(getattr(guard, "cooldown_steps", _COOLDOWN))
+
+
+def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
+    """Default bounds where tighter ones are written, else more of the gradient."""
+    section, config = case.run.section, case.run.config
+    tight = _tighter(section.guard) if section is not None and section.guard is not None else []
+    if config is not None and tight:
+        keys = ", ".join(f"guard.{key}" for key in tight)
+        what = f"Leave out {keys}: their defaults take only for an anomaly what no healthy run does."
+        return what, with_section(config, {"guard": dict.fromkeys(tight)})
+    patch = softer(section.gradients) if section is not None else None
+    wanted = with_gradients(config, patch) if config is not None and patch is not None else None
+    return (
+        "Send more of the gradient, so that compression stays within what training bears; if gradients explode without "
+        "compression too, lower the learning rate.",
+        wanted,
+    )
+
+
+def _tighter(guard: Guard) -> list[str]:
+    """Bounds that are below their defaults."""
+    return [key for key in _BOUNDS if getattr(guard, key) < Guard.model_fields[key].default]
+
+
+def _told(events: list[Line]) -> list[str]:
+    return [f"step {event['step']}: {event.get('reason', '')}" for event in events[:_SHOWN]]
+
+
+def _not_finite(event: Line) -> bool:
+    return any(word in str(event.get("reason", "")).lower() for word in ("finite", "nan", "inf "))
+
+
+def _skipped(case: Case) -> Iterator[Finding]:
+    steps, late = _skipped_steps(case), case.run.steps[-1]["step"] - case.limits.skipped_from
+    share = len(steps) / late if late > 0 else 0.0
+    if share <= case.limits.skipped or len(steps) < case.limits.anomalies:
+        return
+    remedy, wanted = _finite_again(case.run.config)
+    yield Finding(
+        f"{share:.0%} of the steps were skipped, because their gradients were not finite.",
+        {"skipped steps seen": len(steps), "the first of them": steps[:_SHOWN]},
+        remedy,
+        (steps[0], steps[-1]),
+        wanted,
+        min(1.0, share),
+    )
+
+
+def _skipped_steps(case: Case) -> list[int]:
+    """By events, and by a gradient norm that is missing where others are there."""
+    found = {event["step"] for event in case.run.events or () if event["kind"] == "anomaly" and _not_finite(event)}
+    if case.values("grad_norm", case.run.steps):
+        found |= {line["step"] for line in case.run.steps if "grad_norm" in line and line["grad_norm"] is None}
+    return sorted(step for step in found if step > case.limits.skipped_from)
+
+
+def _finite_again(config: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any] | None]:
+    if config is None:
+        return "Use bf16 in place of fp16, or a lower learning rate.", None
+    fp16 = config.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled"):
+        wanted = {**config, "bf16": {"enabled": True}}
+        wanted.pop("fp16")
+        return "Use bf16, which needs no loss scale, where the hardware has it; else lower the learning rate.", wanted
+    return "Halve the learning rate, and look for bad data: without fp16 no loss scale explains it.", slower(config)
+
+
+RULES = (
+    Rule(
+        "guard-fires-often", "serious", "how often the guard fired, and whether settings came back", ("events",), _often
+    ),
+    Rule("skipped-steps", "serious", "how many steps were skipped", ("events|grad_norm",), _skipped),
+)

@@ -1,0 +1,200 @@
+"""Whether the model learns: compression that is too strong, a loss that rises."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.finding import Finding, Rule, Severity
+from deepspeed_compress.tools.doctor.ladders import forgets, softer
+from deepspeed_compress.tools.doctor.patches import slower, with_gradients
+from deepspeed_compress.tools.doctor.trends import quarters, turn
+
+_NEAR = 5
+"""Events that are shown."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One reason to think that too little of the gradient arrives."""
+
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    severity: Severity = "critical"
+
+
+def _too_strong(case: Case) -> Iterator[Finding]:
+    section = case.run.section
+    if section is None or section.gradients.method == "none":
+        return
+    signs = [sign for find in _SIGNS for sign in find(case, section.gradients)]
+    if not signs:
+        return
+    patch = softer(section.gradients)
+    wanted = None if patch is None or case.run.config is None else with_gradients(case.run.config, patch)
+    yield Finding(
+        f"Compression is too strong for the model to learn well: {signs[0].text}",
+        {key: value for sign in signs for key, value in sign.figures.items()} | _settings(case),
+        "Send more of the gradient, and feed back what is not sent; if that is not enough, begin with dense steps "
+        "(schedule.warmup_steps).",
+        case.span,
+        wanted,
+        severity=signs[0].severity,
+    )
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    shown = case.compressed[-1].get("settings") or case.compressed[-1]["method"] if case.compressed else None
+    return {"settings": shown} if shown else {}
+
+
+def _lost_for_ever(case: Case, gradients: Any) -> Iterator[Sign]:
+    if forgets(gradients) and case.compressed:
+        share = f"{100 - 100 * gradients.density:.6g} %" if hasattr(gradients, "density") else "most"
+        yield Sign(
+            f"{gradients.method} without error feedback, so that {share} of each gradient is lost for ever.",
+            {"gradients sent, times fewer bytes": case.median("ratio")},
+        )
+
+
+def _withheld(case: Case, gradients: Any) -> Iterator[Sign]:
+    """Residuals that many steps' gradients went into. What waits by wish (`every`) waits for that long."""
+    if gradients.method in OWN_MOMENTUM:
+        return
+    lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
+    limit = case.limits.delay + max((one.every for one in getattr(gradients, "overrides", ())), default=1) - 1
+    late = [line["residual_norm"] / line["grad_norm"] for line in lines][len(lines) // 2 :]
+    if len(lines) >= case.limits.lines and statistics.median(late) >= limit:
+        yield Sign(
+            f"what waits to be sent is {statistics.median(late):.0f} times a gradient, so gradients arrive about so "
+            "many steps late.",
+            {"residual norm / gradient norm": statistics.median(late)},
+        )
+
+
+def _growing(case: Case, gradients: Any) -> Iterator[Sign]:
+    residuals = case.values("residual_norm")
+    if gradients.method in OWN_MOMENTUM or len(residuals) < case.limits.lines or not all(residuals):
+        return
+    growth, norms = _late_growth(residuals), case.values("grad_norm")
+    if growth >= case.limits.growth * max(1.0, _late_growth(norms) if len(norms) >= case.limits.lines else 1.0):
+        yield Sign(
+            f"residuals grow with every step, {growth:.1f} times from the second quarter to the last.",
+            {"residual norm, last quarter / second quarter": growth},
+        )
+
+
+def _late_growth(values: list[float]) -> float:
+    """The last quarter over the second; the first is left out, where memories fill."""
+    _, second, _, last = quarters(values)
+    return last / second if second else 1.0
+
+
+def _unlike(case: Case, gradients: Any) -> Iterator[Sign]:
+    cosines = case.values("cosine")
+    if gradients.method in OWN_MOMENTUM or len(cosines) < 4:
+        return
+    middle = statistics.median(cosines)
+    if middle < case.limits.cosine:
+        yield Sign(
+            f"the gradient that the step follows has a cosine of {middle:.2f} with the true one.", {"cosine": middle}
+        )
+
+
+def _behind(case: Case, gradients: Any) -> Iterator[Sign]:
+    gap = _loss_gap(case)
+    if gap is not None and gap > case.limits.loss_gap:
+        severity: Severity = "critical" if gap > 5 * case.limits.loss_gap else "serious"
+        yield Sign(
+            f"the loss is {gap:.1%} above that of the baseline.", {"loss above baseline": f"{gap:.2%}"}, severity
+        )
+
+
+def _loss_gap(case: Case) -> float | None:
+    """Mean relative difference over the last quarter of common steps; None without enough, or within its noise."""
+    if case.baseline is None:
+        return None
+    for ours, theirs in ((case.run.held_out, case.baseline.held_out), (case.run.losses, case.baseline.losses)):
+        other = dict(theirs)
+        pairs = [(loss, other[step]) for step, loss in ours if step in other and math.isfinite(loss + other[step])]
+        gaps = [loss / reference - 1 for loss, reference in pairs[-max(1, len(pairs) // 4) :] if reference > 0]
+        if gaps and (ours is case.run.held_out or _beyond_noise(gaps)):
+            return statistics.fmean(gaps)
+    return None
+
+
+def _beyond_noise(gaps: list[float]) -> bool:
+    """Three standard errors: losses of single batches differ by more than methods do."""
+    return len(gaps) >= 4 and abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+_SIGNS = (_lost_for_ever, _withheld, _growing, _unlike, _behind)
+
+
+def _diverged(case: Case) -> Iterator[Finding]:
+    found = _not_finite(case) or _risen(case)
+    if found is None:
+        return
+    began, what, figures = found
+    config = case.run.config
+    yield Finding(
+        f"The loss {what}, from step {began} on.",
+        {"first sign at step": began, **figures, **_events_around(case, began)},
+        "Halve the learning rate, or lengthen its warm-up; if an uncompressed run with the same one is stable, send "
+        "more of the gradient instead.",
+        (began, case.run.losses[-1][0]),
+        None if config is None else slower(config),
+    )
+
+
+def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
+    """The last losses, if they are not finite."""
+    trailing = 0
+    while trailing < len(case.run.losses) and not math.isfinite(case.run.losses[-1 - trailing][1]):
+        trailing += 1
+    if not trailing or trailing == len(case.run.losses):
+        return None
+    before = case.run.losses[-1 - trailing][1]
+    return case.run.losses[-trailing][0], "is not finite", {"last finite loss": before}
+
+
+def _risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
+    points = [(step, loss) for step, loss in case.run.losses if math.isfinite(loss)]
+    if len(points) < case.limits.lines:
+        return None
+    found, limits = turn([loss for _, loss in points]), case.limits
+    least = (limits.rise * found.lowest, limits.sigmas * found.error, limits.lost * (found.first - found.lowest))
+    if found.rise <= max(least):
+        return None
+    what = f"rises from {found.lowest:.4g} to {found.last:.4g}"
+    figures = {"lowest loss": found.lowest, "at step": points[found.lowest_at][0], "loss at the end": found.last}
+    return points[found.began_at][0], what, figures
+
+
+def _events_around(case: Case, began: int) -> dict[str, Any]:
+    """The events nearest to the beginning, in their order."""
+    nearest = sorted(case.run.events or (), key=lambda event: abs(event["step"] - began))[:_NEAR]
+    nearest.sort(key=lambda event: event["step"])
+    told = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
+    return {"events around it": told} if told else {}
+
+
+RULES = (
+    Rule(
+        "compression-too-strong",
+        "critical",
+        "what is withheld of the gradients, their cosine, the loss beside the baseline",
+        ("config", "residual_norm|cosine|baseline"),
+        _too_strong,
+    ),
+    Rule(
+        "diverging",
+        "critical",
+        "whether the loss is finite and falls",
+        ("losses",),
+        _diverged,
+    ),
+)

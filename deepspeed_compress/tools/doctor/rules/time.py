@@ -1,0 +1,187 @@
+"""Where the time of a step goes: waiting for messages, encoding and decoding, kernels that are not compiled."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.tools.doctor.case import Case, Times
+from deepspeed_compress.tools.doctor.finding import Finding, Rule
+from deepspeed_compress.tools.doctor.ladders import BLOCKS, stronger
+from deepspeed_compress.tools.doctor.patches import accumulated, with_gradients, with_stage
+
+Config = Mapping[str, Any]
+Remedy = tuple[str, dict[str, Any] | None]
+
+
+def _communication(case: Case) -> Iterator[Finding]:
+    times = case.times
+    assert times is not None, "the rule needs times"
+    share = times.wait / times.step
+    if share > case.limits.wait and not _wasted(case):
+        remedy, wanted = _less_communication(case)
+        figures = {"waiting, ms of a step": times.wait, "step, ms": times.step, "waiting, part of a step": share}
+        yield Finding(
+            f"Communication holds the run back: {share:.0%} of a step is waiting for messages.",
+            {**figures, "bytes a rank sends in a step": sum(case.traffic.values())},
+            remedy,
+            case.span,
+            wanted,
+            share,
+        )
+
+
+def _less_communication(case: Case) -> Remedy:
+    """The first of these that fits: reduce once a step, send less, or reduce less often."""
+    config, section = case.run.config, case.run.section
+    if config is None or section is None:
+        return (
+            "Compress more, accumulate more micro-batches, or sum inside each node first (gradients.hierarchy).",
+            None,
+        )
+    patch, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
+    if case.stage == 2 and case.accumulation > 1:
+        return "Use ZeRO 1, which reduces gradients once a step, where ZeRO 2 does in every micro-batch.", with_stage(
+            config, 1
+        )
+    if patch is not None and not small:
+        return (
+            "Compress gradients more; where several ranks share a node, gradients.hierarchy saves as much again.",
+            with_gradients(config, patch),
+        )
+    why = "These messages are so small that they wait for latency, not for bytes." if small else ""
+    return _less_often(config, case.stage, why)
+
+
+def _less_often(config: Config, stage: int, why: str) -> Remedy:
+    where = "gradients.hierarchy, where several ranks share a node, or a method that sends less (docs/methods.md)"
+    if stage < 2:
+        text = (
+            f"{why} Accumulate twice as many micro-batches, so that a step waits half as often for the same tokens; or "
+        )
+        return f"{text}{where}.".strip(), accumulated(config)
+    return f"{why} Use larger micro-batches, or {where}.".strip(), None
+
+
+def _slow_kernels(case: Case) -> Iterator[Finding]:
+    rate = _slow_rate(case)
+    times = case.times
+    if rate is not None and times is not None:
+        yield Finding(
+            f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, where C++ reaches several.",
+            {"encoding, ms of a step": times.compress, "bytes encoded in a second": rate, **_cost_figures(times)},
+            "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No key of the "
+            "configuration changes this.",
+            case.span,
+            weight=times.cost / times.step,
+        )
+
+
+def _slow_rate(case: Case) -> float | None:
+    """Bytes a second, if they are too few for C++ and encoding takes time that matters."""
+    times, limits, section = case.times, case.limits, case.run.section
+    size = case.encoded_bytes
+    if times is None or section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes:
+        return None
+    rate = 1e3 * size / times.compress if times.compress else None
+    matters = times.cost / times.step > limits.gain
+    return rate if rate is not None and rate < limits.kernel_rate and matters else None
+
+
+def _cost_figures(times: Times) -> dict[str, Any]:
+    return {"encoding and decoding, ms": times.cost, "encoding and decoding, part of a step": times.cost / times.step}
+
+
+def _compression(case: Case) -> Iterator[Finding]:
+    """Encoding takes long, but for all that is known it saves more than it takes."""
+    times, section = case.times, case.run.section
+    assert times is not None, "the rule needs times"
+    share = times.cost / times.step
+    if share <= case.limits.cost or _slow_rate(case) is not None or _wasted(case):
+        return
+    remedy, patch = _cheaper(section.gradients if section is not None else None)
+    wanted = None if patch is None or case.run.config is None else with_gradients(case.run.config, patch)
+    yield Finding(
+        f"Compression itself holds the run back: {share:.0%} of a step is encoding and decoding.",
+        {**_cost_figures(times), "step, ms": times.step},
+        remedy,
+        case.span,
+        wanted,
+        share,
+    )
+
+
+def _cheaper(gradients: Any) -> tuple[str, dict[str, Any] | None]:
+    """What takes time in encoding, in the order of what it takes."""
+    if gradients is None or gradients.method not in BLOCKS:
+        return "Use a method that goes through memory once: blockwise, 4 bits.", {"method": "blockwise", "bits": 4}
+    if getattr(gradients, "rotation", None) is not None:
+        return "Leave the rotation out.", {"rotation": None}
+    if getattr(gradients, "rounding", None) == "stochastic":
+        return "Round to nearest; error feedback keeps what is lost.", {"rounding": "nearest"}
+    return "Give each rank more cores, or larger micro-batches, so that a step computes longer.", None
+
+
+def _loss_of_time(case: Case) -> float | None:
+    """Milliseconds of a step that encoding and decoding take beyond what fewer bytes save, at least; negative where
+    they pay. None where messages overlap with backward: what more of them would take is not known then.
+
+    The network carries at least what was sent in the time that was waited for it: a wait may have other reasons.
+    """
+    times = case.times
+    if times is None or case.overlaps or not case.waited_bytes:
+        return None
+    fewer = max(0.0, case.median("bytes_uncompressed") - case.median("bytes_sent"))
+    return times.cost - fewer / case.waited_bytes * times.wait
+
+
+def _wasted(case: Case) -> float:
+    """The part of a step that is lost by compressing, by figures of this run or beside the baseline; 0 for less than
+    matters, or than can be told. Slow kernels are no fault of the method."""
+    times, limits = case.times, case.limits
+    if times is None or _slow_rate(case) is not None:
+        return 0.0
+    estimated = (_loss_of_time(case) or 0.0) / times.step
+    # What neither encoding nor waiting explains is no doing of compression.
+    measured = min(_slower_than_baseline(case), (times.cost + times.wait) / times.step)
+    return max(estimated, measured) if estimated > limits.gain or measured > limits.own_gain else 0.0
+
+
+def _pays(case: Case) -> Iterator[Finding]:
+    times, section, wasted = case.times, case.run.section, _wasted(case)
+    if times is None or not wasted:
+        return
+    heavy = section is not None and section.gradients.method not in BLOCKS
+    patch = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
+    slower = _slower_than_baseline(case)
+    yield Finding(
+        "Compression does not pay: encoding and decoding take longer than fewer bytes save on this network.",
+        {
+            **_cost_figures(times),
+            "step, ms": times.step,
+            **({"step beside the baseline": 1 + slower} if slower else {}),
+        },
+        "Use blockwise with 8 bits, which takes least." if heavy else "Do not compress gradients on this network.",
+        case.span,
+        None if case.run.config is None or section is None else with_gradients(case.run.config, patch),
+        min(1.0, wasted),
+    )
+
+
+def _slower_than_baseline(case: Case) -> float:
+    """By what part of the baseline's step this one is longer; 0 where that is not known."""
+    times = case.times
+    theirs = Case(case.baseline).step_ms if case.baseline is not None else None
+    return times.step / theirs - 1 if times is not None and theirs else 0.0
+
+
+RULES = (
+    Rule(
+        "communication-bound",
+        "serious",
+        "how much of a step is waiting for messages",
+        ("times", "config"),
+        _communication,
+    ),
+    Rule("slow-kernels", "serious", "how fast gradients are encoded", ("times", "config"), _slow_kernels),
+    Rule("compression-bound", "serious", "how much of a step is encoding and decoding", ("times",), _compression),
+    Rule("compression-does-not-pay", "serious", "whether fewer bytes save what encoding takes", ("times",), _pays),
+)

@@ -1,0 +1,77 @@
+"""What else a rank sends than compressed gradients."""
+
+from collections.abc import Iterator
+
+from deepspeed_compress.tools.doctor.case import OTHER_KINDS, Case
+from deepspeed_compress.tools.doctor.finding import Finding, Rule
+from deepspeed_compress.tools.doctor.patches import with_section
+
+_TITLES = {
+    "bytes_sent": "gradients",
+    "bytes_weights": "weights",
+    "bytes_pipeline": "activations between stages",
+    "bytes_tied": "gradients of tied weights",
+    "bytes_tensor": "collectives of split layers",
+}
+
+
+def _weights(case: Case) -> Iterator[Finding]:
+    """Uncompressed weights outweigh the rest, and take time that matters at the rate seen with gradients."""
+    size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
+    share = size / (sum(case.traffic.values()) or 1.0)
+    if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain:
+        return
+    bits = 8 if case.stage == 3 else 4
+    config = case.run.config
+    yield Finding(
+        f"Uncompressed weights are {share:.0%} of what a rank sends; at the rate of the gradients they take about "
+        f"{taken:.0%} of a step.",
+        {**_sizes(case), "time for weights, part of a step": taken},
+        f"Compress weights too: {bits} bits cost next to nothing in accuracy.",
+        case.span,
+        None if config is None or case.stage == 0 else with_section(config, {"weights": {"bits": bits}}),
+        taken,
+    )
+
+
+def _others(case: Case) -> Iterator[Finding]:
+    share = sum(case.traffic.get(kind, 0.0) for kind in OTHER_KINDS) / (sum(case.traffic.values()) or 1.0)
+    taken = _part_of_step(case, OTHER_KINDS)
+    if share >= case.limits.most and taken >= case.limits.wait:
+        yield Finding(
+            f"{share:.0%} of what a rank sends is neither gradients nor weights, so compressing these more is no help.",
+            {**_sizes(case), "time for it at the rate of the gradients, part of a step": taken},
+            "Put ranks that share layers on one node, or divide the model among fewer: parallelism.tensor and "
+            "parallelism.pipeline smaller, ZeRO in their place.",
+            case.span,
+            weight=taken,
+        )
+
+
+def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
+    """How much of a step the bytes of `kinds` take at the rate of the gradients, all of it at most.
+
+    Who waits for a message may wait for its encoding, so that much is no time of the network. 0 where gradients are
+    so few that they say nothing of the rate.
+    """
+    times = case.times
+    if times is None or times.wait <= times.cost or case.waited_bytes < case.limits.small_message:
+        return 0.0
+    size = sum(case.traffic.get(kind, 0.0) for kind in kinds)
+    return min(1.0, size / case.waited_bytes * (times.wait - times.cost) / times.step)
+
+
+def _sizes(case: Case) -> dict[str, float]:
+    return {f"bytes of {_TITLES[kind]}": size for kind, size in case.traffic.items()}
+
+
+RULES = (
+    Rule(
+        "weights-uncompressed",
+        "serious",
+        "whether weights outweigh compressed gradients",
+        ("times", "config"),
+        _weights,
+    ),
+    Rule("other-traffic", "notice", "whether other traffic outweighs gradients and weights", ("times",), _others),
+)

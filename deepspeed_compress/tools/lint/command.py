@@ -1,0 +1,233 @@
+"""The command `ds-compress lint`."""
+
+import argparse
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.files import STDIN, YAML, Search, Source, check_regular, sources
+from deepspeed_compress.tools.lint.finding import Finding
+from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
+from deepspeed_compress.tools.lint.frameworks import told_framework
+from deepspeed_compress.tools.lint.options import SEVERITIES, Framework
+from deepspeed_compress.tools.lint.outputs import Report, plural, render
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.selection import Selection, check_codes, ignored_by_remarks
+from deepspeed_compress.tools.lint.settings import Settings, find_settings, read_settings
+
+CLEAN, FOUND, FAILED = 0, 1, 2
+
+_EXIT_ON = "warning"
+_TOLD_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
+
+
+@dataclass(frozen=True, slots=True)
+class Linted:
+    """A file, and what is wrong with it, after the fixes that were asked for."""
+
+    source: Source
+    fixed: Fixed
+    told: Framework | None
+    """The framework, where only the file tells it."""
+
+    @property
+    def changed(self) -> bool:
+        return self.fixed.text != self.source.document.text
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lint, and give the exit code: 0 nothing grave, 1 findings, 2 wrong usage or an internal error."""
+    try:
+        return _run(options)
+    except (CompressError, OSError) as error:
+        print(f"ds-compress: error: {error}", file=sys.stderr)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        print(
+            f"ds-compress: internal error: {type(error).__name__}: {error} ({where.filename}:{where.lineno}). "
+            "Please report it with the file that was read.",
+            file=sys.stderr,
+        )
+    return FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    settings = find_settings(Path.cwd()) if options.config is None else read_settings(options.config)
+    selection, context, search = _selection(options, settings), _context(options, settings), _search(options, settings)
+    # A program without standard input has None there.
+    stdin = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
+    if not options.quiet:
+        for note in _notes(linted, options.files, search):
+            print(f"ds-compress: {note}", file=sys.stderr)
+    _write(linted, options)
+    wrong = _is_wrong(linted, options, options.exit_on or settings.exit_on or _EXIT_ON)
+    return CLEAN if options.exit_zero or not wrong else FOUND
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ConfigError for options that have no effect together."""
+    yaml = (options.stdin_filename or "").endswith(YAML)
+    for wrong, message in (
+        (
+            options.unsafe_fixes and not (options.fix or options.diff),
+            "--unsafe-fixes has no effect alone. Write it together with --fix or --diff.",
+        ),
+        (
+            options.diff and options.output_file is not None,
+            "--output-file has no effect with --diff. Write > FILE to keep the difference.",
+        ),
+        (options.diff and options.statistics, "--statistics has no effect with --diff. Write one of them."),
+        (
+            options.statistics and options.output_format not in ("full", "concise"),
+            f"--statistics has no {options.output_format} format. Write one of the two options.",
+        ),
+        (
+            options.stdin_filename is not None and STDIN not in options.files,
+            "--stdin-filename has no effect without standard input. Write - as FILE.",
+        ),
+        (yaml and options.fix, "--fix has no effect on YAML. Write --stdin-filename with another name, or no --fix."),
+        (options.exit_zero and options.exit_on, "--exit-on has no effect with --exit-zero. Write one of them."),
+    ):
+        if wrong:
+            raise ConfigError(message)
+
+
+def _search(options: argparse.Namespace, settings: Settings) -> Search:
+    exclude = settings.exclude if options.exclude is None else tuple(options.exclude)
+    return Search(exclude, options.force_exclude or settings.force_exclude, options.stdin_filename or STDIN)
+
+
+def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterator[str]:
+    """What to know of the run besides findings."""
+    if not linted and not search.force:
+        yield f"warning: no DeepSpeed configuration in {', '.join(files)}"
+    for result in linted:
+        document = result.source.document
+        try:
+            check_codes(ignored_by_remarks(document), RULES, document.path)
+        except ConfigError as error:
+            yield f"warning: {error}"
+    for framework, teller in _TOLD_BY.items():
+        paths = [result.source.path for result in linted if result.told == framework]
+        if paths:
+            more = f" and {plural(len(paths) - 1, 'more file')}" if paths[1:] else ""
+            yield f"note: {paths[0]}{more}: framework {framework}, as {teller}; --framework says otherwise"
+
+
+def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
+    """Whether any finding is as grave as `exit_on`, or --fix would correct something that --diff shows."""
+    grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
+    found = any(finding.rule.severity in grave for finding in _findings(linted))
+    return found or (options.diff and any(result.changed for result in linted))
+
+
+def _selection(options: argparse.Namespace, settings: Settings) -> Selection:
+    for codes, place in (
+        (options.select or (), "--select"),
+        (options.ignore, "--ignore"),
+        (settings.select or (), f"{settings.place}: select"),
+        (settings.ignore, f"{settings.place}: ignore"),
+        *((codes, f"{settings.place}: per-file-ignores") for codes in settings.per_file_ignores.values()),
+    ):
+        check_codes(codes, RULES, place)
+    select = tuple(options.select or settings.select or Selection().select)
+    return Selection(select, (*settings.ignore, *options.ignore), settings.per_file_ignores)
+
+
+def _context(options: argparse.Namespace, settings: Settings) -> Context:
+    return Context(
+        world_size=options.world_size or settings.world_size,
+        ranks_per_node=options.ranks_per_node or settings.ranks_per_node,
+        framework=options.framework or settings.framework,
+        model=None if options.model is None else read_model(options.model),
+        gpu_memory=options.gpu_memory,
+        bandwidth=options.bandwidth,
+    )
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """Content of the config.json of a Hugging Face model, given as a file or its directory."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        check_regular(str(file))
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise ConfigError(f"--model {file}: {reason}. Write the config.json of a model, or its directory.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model {file}: {type(config).__name__} (allowed: an object). Write a model's config.json.")
+    return config
+
+
+def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
+    hints = {"framework": told_framework(source.document), **source.hints}
+    known = replace(context, **{key: value for key, value in hints.items() if getattr(context, key) is None})
+    told = known.framework if context.framework is None else None
+
+    def lint(document: Document) -> Iterable[Finding]:
+        return lint_document(document, known, selection)
+
+    if options.fix or options.diff:
+        return Linted(source, apply(source.document, lint, options.unsafe_fixes), told)
+    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), told)
+
+
+def _write(linted: list[Linted], options: argparse.Namespace) -> None:
+    """Write corrections and findings, or differences."""
+    changed = [result for result in linted if result.changed]
+    if options.diff:
+        _show_differences(changed, options.quiet)
+        return
+    to_stdout = [result for result in linted if options.fix and result.source.from_stdin]
+    for result in changed:
+        if not result.source.from_stdin:
+            Path(result.source.path).write_bytes(result.fixed.text.encode())
+    for result in to_stdout:
+        _print(result.fixed.text, sys.stdout)
+    _report(linted, options, sys.stderr if to_stdout else sys.stdout)
+
+
+def _show_differences(changed: list[Linted], quiet: bool) -> None:
+    for result in changed:
+        _print(diff(result.source.document.text, result.fixed.text, result.source.path), sys.stdout)
+    count = sum(result.fixed.count for result in changed)
+    if not quiet:
+        print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
+
+
+def _findings(linted: Iterable[Linted]) -> Iterator[Finding]:
+    for result in linted:
+        yield from result.fixed.remaining
+
+
+def _report(linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
+    fixed = sum(result.fixed.count for result in linted)
+    colour = options.output_file is None and _has_colour(stream)
+    report = Report(tuple(_findings(linted)), len(linted), RULES, fixed, colour, options.quiet)
+    text = render(report, "statistics" if options.statistics else options.output_format)
+    if options.output_file is None:
+        _print(text, stream)
+    else:
+        options.output_file.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _has_colour(stream: Any) -> bool:
+    return bool(stream.isatty()) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def _print(text: str, stream: Any) -> None:
+    """Write `text`; characters that the terminal cannot show are escaped."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

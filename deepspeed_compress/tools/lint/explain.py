@@ -1,0 +1,112 @@
+"""The command `ds-compress rule`, and the page of all rules, both made from the table of rules."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.tools.lint.hit import Fix
+from deepspeed_compress.tools.lint.rule import Context, Proof, Rule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.selection import check_codes, matches
+
+_PROOFS: Mapping[str, str] = {
+    "raises": "DeepSpeed fails with a message that matches `{}`.",
+    "ignores": "DeepSpeed starts and ignores it.",
+    "warns": "DeepSpeed starts, and logs a message that matches `{}`.",
+    "accepts": "DeepSpeed starts without a word: {}.",
+    "unproved": "Not seen in a test: {}.",
+}
+_HEAD = """# Lint rules
+
+What [`ds-compress lint`](lint.md) finds, by family; written by `ds-compress rule --all --markdown` from the table of
+rules. Each example is tested: a rule finds its bad example once and is silent on the good one, and unless a rule says
+otherwise, both were given to DeepSpeed {version} itself.
+"""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the rules that are asked for; exit code 0, or 2 for wrong usage."""
+    if bool(options.rules) == options.all:
+        print("ds-compress: error: write the code or name of a rule, or --all", file=sys.stderr)
+        return 2
+    try:
+        codes = check_codes(options.rules, RULES, "rule")
+    except CompressError as error:
+        print(f"ds-compress: error: {error}", file=sys.stderr)
+        return 2
+    chosen = [rule for rule in RULES if options.all or matches(rule, codes)]
+    sys.stdout.write(page(chosen) if options.markdown else listing(chosen) if options.all else text(chosen))
+    return 0
+
+
+def listing(rules: Iterable[Rule]) -> str:
+    """One line a rule."""
+    return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
+
+
+def text(rules: Iterable[Rule]) -> str:
+    """Everything about the rules."""
+    return "\n".join(_section(rule, "#") for rule in rules)
+
+
+def page(rules: Iterable[Rule]) -> str:
+    """The page of documentation: a table and a section for each rule, by family."""
+    rules = sorted(rules, key=lambda rule: rule.code)
+    families = dict.fromkeys(rule.family for rule in rules)
+    version = json.loads(Path(__file__).with_name("keys.json").read_bytes())["deepspeed"]
+    parts = [_HEAD.format(version=version)]
+    for family in families:
+        of_family = [rule for rule in rules if rule.family == family]
+        parts.append("\n".join((f"## {family[0].upper()}{family[1:]}\n", *_table(of_family), "")))
+        parts += [_section(rule, "###") for rule in of_family]
+    return "\n".join(parts)
+
+
+def _table(rules: Iterable[Rule]) -> Iterator[str]:
+    yield "| code | name | severity | fix | what it finds |"
+    yield "|---|---|---|---|---|"
+    for rule in rules:
+        fix = fix_of(rule)
+        marked = "" if fix is None else "safe" if fix.safe else "unsafe"
+        link = f"[{rule.code}](#{rule.code.lower()}-{rule.name})"
+        yield f"| {link} | `{rule.name}` | {rule.severity} | {marked} | {_cell(rule.summary)} |"
+
+
+def _cell(content: str) -> str:
+    return content.replace("|", "\\|")
+
+
+def fix_of(rule: Rule) -> Fix | None:
+    """The fix that the rule has for its bad example."""
+    hits = rule.check(parse(rule.bad), Context(**rule.context))
+    return next((hit.fix for hit in hits if hit.fix is not None), None)
+
+
+def _section(rule: Rule, heading: str) -> str:
+    fix = fix_of(rule)
+    fixed = () if fix is None else (f"`--fix{'' if fix.safe else ' --unsafe-fixes'}`: {fix.title}.\n",)
+    return "\n".join(
+        (
+            f"{heading} {rule.code} {rule.name}\n",
+            f"{rule.severity.capitalize()}. {rule.summary}\n",
+            f"{rule.rationale}\n",
+            f"{_proof(rule.proof)}\n",
+            *fixed,
+            *_example("Wrong", rule.bad, rule.context),
+            *_example("Right", rule.good, rule.context),
+        )
+    )
+
+
+def _proof(proof: Proof) -> str:
+    return _PROOFS[proof.kind].format(proof.text.rstrip("."))
+
+
+def _example(title: str, source: str, context: Mapping[str, object]) -> Iterator[str]:
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
+    yield f"{title}{f' ({given})' if given else ''}:\n"
+    yield f"```hjson\n{source.strip()}\n```\n"

@@ -1,0 +1,184 @@
+"""Finds and reads configurations: files, directories, standard input, base64."""
+
+import base64
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any, BinaryIO
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.lint.document import Document, parse
+from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.tools.lint.selection import file_matches
+from deepspeed_compress.tools.lint.sniffing import is_config, is_telling, may_be_config
+
+STDIN = "-"
+MAX_BYTES = 64 * 2**20
+"""Larger files are not read."""
+
+YAML = (".yaml", ".yml")
+_SUFFIXES = (".json", ".hjson", *YAML)
+_SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
+_OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A configuration that was read. `hints`: fields of Context that the file itself gives."""
+
+    document: Document
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    from_stdin: bool = False
+
+    @property
+    def path(self) -> str:
+        return self.document.path
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is passed over, and how standard input is called."""
+
+    exclude: tuple[str, ...] = ()
+    force: bool = False
+    """Whether files that arguments name are passed over too: excluded ones, and those that are no configurations."""
+    stdin_name: str = STDIN
+
+
+def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterator[Source]:
+    """Every configuration that `arguments` mean, each file once; ConfigError for an argument that means nothing."""
+    seen: set[str] = set()
+    for argument in arguments:
+        for source in _sources(argument, search, stdin):
+            real = os.path.realpath(source.path)
+            if source.from_stdin or real not in seen:
+                seen.add(real)
+                yield source
+
+
+def _sources(argument: str, search: Search, stdin: BinaryIO) -> Iterator[Source]:
+    if argument == STDIN:
+        for source in _parsed(search.stdin_name, stdin.read(MAX_BYTES + 1)):
+            yield replace(source, from_stdin=source.path == search.stdin_name)
+    elif os.path.isdir(argument):
+        for path in _walk(argument, search.exclude):
+            yield from _read(path, found=True)
+    elif os.path.exists(argument):
+        check_regular(argument)
+        if not (search.force and is_excluded(argument, search.exclude)):
+            yield from _read(argument, found=search.force)
+    elif decoded := decode_base64(argument):
+        yield Source(replace(parse(decoded, "base64"), fixable=False))
+    else:
+        raise ConfigError(
+            f"{argument[:200]}: no such file or directory, and not a base64-encoded configuration. Write the path of a "
+            "DeepSpeed configuration, such as ds_config.json, of a directory, or - for standard input."
+        )
+
+
+def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:
+    """Files below `directory` that may be configurations, in the order of their names."""
+    for parent, directories, files in os.walk(directory):
+        directories[:] = sorted(
+            name
+            for name in directories
+            if name[0] != "." and name not in _SKIPPED and not is_excluded(os.path.join(parent, name), exclude)
+        )
+        for name in sorted(files):
+            path = os.path.normpath(os.path.join(parent, name))
+            if name.endswith(_SUFFIXES) and os.path.isfile(path) and not is_excluded(path, exclude):
+                yield path
+
+
+def is_excluded(path: str, exclude: tuple[str, ...]) -> bool:
+    """Whether a pattern fits the path or its end, or a directory below this one that it lies in."""
+    relative = PurePath(os.path.relpath(path))
+    above = () if ".." in relative.parts else relative.parents
+    return any(file_matches(str(part), pattern.rstrip("/")) for part in (path, *above) for pattern in exclude)
+
+
+def check_regular(path: str) -> None:
+    """ConfigError for what may keep its reader waiting for ever, such as a FIFO; not for what the shell has opened."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not os.path.abspath(path).startswith(_OPENED):
+        kind = next((kind for test, kind in _KINDS if test(mode)), "a device")
+        raise ConfigError(
+            f"{path}: {kind} (allowed: a regular file). Write the path of one, or - to read standard input."
+        )
+
+
+def _read(path: str, found: bool = False) -> Iterator[Source]:
+    """The configuration in a file; of those that are `found` only files that are one."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        yield Source(_unreadable(path, f"cannot be read ({error.strerror})", "a file that can"))
+        return
+    yield from _parsed(path, content, found)
+
+
+def _parsed(path: str, content: bytes, found: bool = False) -> Iterator[Source]:
+    if path.endswith(YAML):
+        yield from _of_yaml(path, content)
+    elif not found or may_be_config(path, content):
+        document = _document(path, content)
+        if not found or is_config(document):
+            yield Source(document)
+
+
+def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
+    """The configuration in a YAML file: Accelerate's, or DeepSpeed's itself. Most YAML is neither, also if named."""
+    if not may_be_config(path, content, yaml=True):
+        return
+    document = _document(path, content)
+    if document.problems:
+        yield from [Source(document)] if is_telling(path, content, yaml=True) else []
+    elif document.has("deepspeed_config"):
+        from deepspeed_compress.tools.lint.accelerate import accelerate_sources
+
+        yield from accelerate_sources(document, _read)
+    elif is_config(document):
+        yield Source(document)
+
+
+def _document(path: str, content: bytes) -> Document:
+    if len(content) > MAX_BYTES:
+        return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
+    text = decode_text(content)
+    if isinstance(text, Hit):
+        return Document(path, "", None, (text,), fixable=False)
+    if path.endswith(YAML):
+        from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
+
+        return parse_yaml(text, path)
+    decoded = decode_base64(text.strip())
+    return replace(parse(decoded, path), fixable=False) if decoded else parse(text, path)
+
+
+def decode_text(content: bytes) -> str | Hit:
+    """The text of a file, or what is wrong with it. Line ends stay as they are."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Hit((), f"not UTF-8 text (byte {error.start})", "the file in UTF-8", span=Span(0, 0))
+
+
+def _unreadable(path: str, what: str, write: str) -> Document:
+    return Document(path, "", None, (Hit((), what, write, span=Span(0, 0)),), fixable=False)
+
+
+def decode_base64(text: str) -> str | None:
+    """What `text` stands for, if it is base64 of something like a configuration."""
+    if not _BASE64.fullmatch(text) or len(text) % 4:
+        return None
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_").decode("utf-8")
+    except ValueError:
+        return None
+    return decoded if "{" in decoded or ":" in decoded else None

@@ -1,0 +1,119 @@
+"""The keys that DeepSpeed knows, by section: keys.json, which `generate_keys` writes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.tools.lint.document import Document, Member
+from deepspeed_compress.tools.lint.hit import Path as KeyPath
+
+_CLOSE = 0.72
+_PLACES = 3
+OUR_SECTION = "deepspeed_compress"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a section. No kinds: its type is not known. `deprecated`: the key to write instead."""
+
+    kinds: tuple[str, ...] = ()
+    choices: tuple[object, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """By "above", "least", "below" and "most"."""
+    alias: str = ""
+    """The name that DeepSpeed documents."""
+    deprecated: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section. `strict`: unknown keys are refused, types are checked and "auto" is dropped; else all is accepted."""
+
+    path: tuple[str, ...]
+    strict: bool
+    keys: Mapping[str, Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Everything in keys.json."""
+
+    version: str
+    sections: Mapping[tuple[str, ...], Section]
+    removed: Mapping[tuple[str, ...], frozenset[str]]
+    optimizers: Mapping[str, frozenset[str]]
+    """Keys of `params` by type; "+offload" and "+torch" behind a name are variants of it."""
+    untested_optimizers: frozenset[str]
+    schedulers: Mapping[str, Mapping[str, bool]]
+    """Keys of `params` by type, and whether they are required."""
+
+
+@cache
+def keys() -> Keys:
+    """The table, read once."""
+    table = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+    sections = [_section(_split(name), content) for name, content in table["sections"].items()]
+    return Keys(
+        table["deepspeed"],
+        {section.path: section for section in sections},
+        {_split(name): frozenset(removed) for name, removed in table["removed"].items()},
+        {name: frozenset(parameters) for name, parameters in table["optimizers"].items()},
+        frozenset(table["untested_optimizers"]),
+        table["schedulers"],
+    )
+
+
+def _split(name: str) -> tuple[str, ...]:
+    return tuple(name.split("/")) if name else ()
+
+
+def _section(path: tuple[str, ...], content: Mapping[str, Any]) -> Section:
+    found = {name: _key(key) for name, key in content["keys"].items()}
+    return Section(path, content["unknown"] == "refused", found)
+
+
+def _key(key: Mapping[str, Any]) -> Key:
+    limits = {name: key[name] for name in ("above", "least", "below", "most") if name in key}
+    kinds, choices = tuple(key.get("kinds", ())), tuple(key.get("choices", ()))
+    return Key(kinds, choices, limits, key.get("alias", ""), key.get("deprecated", ""))
+
+
+def known_values(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Key, Member]]:
+    """Every known key of the strict (or the other) sections of `document`."""
+    for section in keys().sections.values():
+        holder = document.node(*section.path) if section.strict == strict else None
+        for member in holder.members if holder is not None else ():
+            if member.key in section.keys:
+                yield (*section.path, member.key), section.keys[member.key], member
+
+
+def unknown_keys(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Section]]:
+    """Every key that the strict (or the other) sections of `document` do not know, comments left out."""
+    for section in keys().sections.values():
+        holder = document.node(*section.path) if section.strict == strict else None
+        removed = keys().removed.get(section.path, frozenset())
+        for name in dict.fromkeys(member.key for member in holder.members) if holder is not None else ():
+            remark = not strict and (name[:1] in ("_", "$", "#", "/") or name in ("comment", "comments", ""))
+            ours = not section.path and name == OUR_SECTION
+            if name not in section.keys and name not in removed and not remark and not ours:
+                yield (*section.path, name), section
+
+
+def closest(name: str, names: Mapping[str, object] | frozenset[str], cutoff: float = _CLOSE) -> str | None:
+    """The one of `names` that `name` was probably meant to be."""
+    lower = {known.lower().replace("-", "_"): known for known in sorted(names)}
+    close = get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=cutoff)
+    return lower[close[0]] if close else None
+
+
+def places(path: KeyPath) -> list[tuple[str, ...]]:
+    """Where else the last key of `path` is known; nothing for keys that are everywhere, such as "enabled"."""
+    name = str(path[-1])
+    found = [section.path for section in keys().sections.values() if name in section.keys]
+    # "bfloat16" is the old name of a section.
+    found = [place for place in found if place != path[:-1] and place != ("bfloat16",)]
+    return found if len(found) <= _PLACES else []

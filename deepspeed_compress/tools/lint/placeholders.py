@@ -1,0 +1,81 @@
+"""Templates: a script puts values into the places of such names before DeepSpeed reads the file."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from deepspeed_compress.tools.lint.document import Document, Member
+from deepspeed_compress.tools.lint.edits import unquoted
+from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.tools.lint.keys import keys
+
+TEMPLATE = "DSC006"
+
+# Of limited length, since the search begins anew at every brace.
+_MARKED = re.compile(
+    r"\{\{[^{}\n]{0,99}\}\}|\{%[^%\n]{0,99}%\}|\$\{[^{}\n]{0,99}\}|\$[A-Za-z_]\w*"
+    r"|<[A-Za-z_][\w -]{0,99}>|@[A-Z_]{1,99}@|%\([A-Za-z_]\w{0,99}\)[sdf]"
+    r"|(?:(?<=[:\[,])|(?<=[:\[,] ))\{[A-Za-z_]\w{0,99}\}"
+)
+_NAMED = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+_BARE = re.compile(r"[A-Z][A-Z0-9_]{2,}|[A-Z]\w*_\w+")
+_WORDS = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "AUTO"})
+
+
+def placeholders(document: Document) -> list[Span]:
+    """Values that stand for others: STAGE without quotes, "ZERO_STAGE", ${stage}, {{ stage }}, <stage>."""
+    return [*_values(document), *_unread(document)]
+
+
+def without_placeholders(document: Document, code: str, hits: list[Hit]) -> list[Hit]:
+    """`hits` of the rule `code`, but for those that take a placeholder for a value.
+
+    None where placeholders may be why the syntax is wrong: without quotes they take the rest of their line.
+    """
+    spans = placeholders(document) if hits and code != TEMPLATE else []
+    if spans and document.problems:
+        return []
+    return [hit for hit in hits if not any(_touch(document.span_of(hit), span) for span in spans)]
+
+
+def shown(document: Document, span: Span) -> str:
+    """The placeholder at `span`, without what an unquoted one takes with it."""
+    line = document.text[span.start :].split("\n", 1)[0]
+    marked = _MARKED.search(line)
+    return marked[0] if marked else document.text[span.start : span.end].strip(' ,"')
+
+
+def _values(document: Document) -> Iterator[Span]:
+    for _, member in document.walk():
+        if member.value.kind == "string" and _stands_for_another(document, member):
+            yield member.value.span
+
+
+def _stands_for_another(document: Document, member: Member) -> bool:
+    text = member.value.value.strip().removesuffix(",")
+    bare = unquoted(document.text, member.value)
+    if (_MARKED.match if bare else _MARKED.fullmatch)(text):
+        return True
+    named = (_BARE if bare else _NAMED).fullmatch(text)
+    return named is not None and text not in _WORDS and member.key not in _texts()
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """Keys whose values may be any text."""
+    known = [item for section in keys().sections.values() for item in section.keys.items()]
+    return frozenset(name for name, key in known if not key.kinds or "string" in key.kinds)
+
+
+def _unread(document: Document) -> Iterator[Span]:
+    """Placeholders that are no values, so that they are syntax errors."""
+    for problem in document.problems:
+        span = document.span_of(problem)
+        line_end = document.text.find("\n", span.start)
+        line_start = document.text.rfind("\n", 0, span.start) + 1
+        if _MARKED.search(document.text, line_start, line_end if line_end >= 0 else len(document.text)):
+            yield span
+
+
+def _touch(one: Span, other: Span) -> bool:
+    return one.start <= other.end and other.start <= one.end

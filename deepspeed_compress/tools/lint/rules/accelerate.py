@@ -1,0 +1,127 @@
+"""Configurations of Accelerate: what of them never reaches DeepSpeed."""
+
+import json
+from collections.abc import Iterator
+
+from deepspeed_compress.tools.lint.document import Document, Member
+from deepspeed_compress.tools.lint.embedded import NAME, PLACES, SECTION, file_name, named_file, settings
+from deepspeed_compress.tools.lint.hit import Hit
+from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, raises
+from deepspeed_compress.tools.lint.rules.common import show
+
+_FAMILY = "accelerate"
+_PRECISION = "mixed_precision"
+_LAUNCHED = frozenset(
+    {
+        NAME,
+        "zero3_init_flag",
+        "deepspeed_hostfile",
+        "deepspeed_exclusion_filter",
+        "deepspeed_inclusion_filter",
+        "deepspeed_moe_layer_cls_names",
+        "deepspeed_multinode_launcher",
+        _PRECISION,
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+    }
+)
+"""Keys of the section that the launcher reads itself."""
+_PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
+
+
+def _beside_file(document: Document, context: Context) -> Iterator[Hit]:
+    """One finding for all of them: it is one mistake."""
+    if document.origin is None or file_name(document) is None:
+        return
+    beside = [member for member in settings(document) if member.key in PLACES]
+    precision = document.origin.by_key.get(_PRECISION)
+    if precision is not None and precision.value.value is not None:
+        beside.append(precision)
+    if beside:
+        names = ", ".join(member.key for member in beside)
+        what = f"{names} beside {NAME}, which Accelerate refuses (allowed: in that file only)"
+        first = beside[0]
+        path = (first.key,) if first is precision else (SECTION, first.key)
+        write = f"them into {show(file_name(document))}, and remove them here"
+        yield Hit(path, what, write, "key", span=first.key_span)
+
+
+def _dropped(document: Document, context: Context) -> Iterator[Hit]:
+    """One finding for all of them: a configuration of DeepSpeed that was put into that of Accelerate."""
+    dropped = [member for member in settings(document) if _is_dropped(document, member)]
+    if dropped:
+        several = len(dropped) > 1
+        keys, them = ", ".join(show(member.key) for member in dropped), "them" if several else "it"
+        what = f"Accelerate passes {keys} on to nobody: DeepSpeed never sees {them}"
+        write = f"{them} into a configuration of DeepSpeed, named by {NAME}, or remove {them}"
+        yield Hit((SECTION, dropped[0].key), what, write, "key", span=dropped[0].key_span)
+
+
+def _is_dropped(document: Document, member: Member) -> bool:
+    if member.key in _PATHS:
+        return member.value.value not in (None, "none") and file_name(document) is None
+    return member.key not in PLACES and member.key not in _LAUNCHED
+
+
+def _missing(document: Document, context: Context) -> Iterator[Hit]:
+    name = file_name(document) if document.origin is not None else None
+    member = next((member for member in settings(document) if member.key == NAME), None)
+    if name is not None and member is not None and named_file(document) is None:
+        what = f"{show(name)} is no file, neither here nor beside this one nor above it"
+        yield Hit((SECTION, NAME), what, "the path of a configuration", span=member.value.span)
+
+
+def _launch(mixed_precision: str | None = None, **section: object) -> str:
+    """Text of a configuration of Accelerate, as JSON, which it reads too."""
+    precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
+    keys = {"distributed_type": "DEEPSPEED", "num_processes": 1, **precision, SECTION: section}
+    return json.dumps(keys, indent=2) + "\n"
+
+
+RULES = (
+    Rule(
+        "DSC730",
+        "accelerate-settings-beside-file",
+        "error",
+        _FAMILY,
+        "A configuration of Accelerate names a file and has settings that belong into it.",
+        "With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision "
+        "in its own configuration (accelerate/utils/dataclasses.py).",
+        _launch(deepspeed_config_file="configs/zero0_int4.json", zero_stage=3),
+        _launch(zero_stage=3, zero3_save_16bit_model=True),
+        _beside_file,
+        raises("will be ignored"),
+        {"framework": "accelerate"},
+    ),
+    Rule(
+        "DSC731",
+        "accelerate-key-dropped",
+        "warning",
+        _FAMILY,
+        "A key of deepspeed_config that Accelerate does not pass on.",
+        "Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as "
+        "optimizer, and any other key, are dropped without a word. Paths for NVMe are read and not passed on.",
+        _launch(zero_stage=2, train_micro_batch_size_per_gpu=4),
+        _launch(zero_stage=2),
+        _dropped,
+        accepts("the setting has no effect"),
+        {"framework": "accelerate"},
+    ),
+    Rule(
+        "DSC732",
+        "accelerate-file-missing",
+        "warning",
+        _FAMILY,
+        "The file that a configuration of Accelerate names is not found.",
+        "Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, "
+        "beside the file, and in the directories above it there is none.",
+        _launch(deepspeed_config_file="no/such/ds_config.json"),
+        _launch(zero_stage=2),
+        _missing,
+        raises("Expected a string path to an existing deepspeed config"),
+        {"framework": "accelerate"},
+    ),
+)

@@ -1,0 +1,155 @@
+"""What rules ask of a document, and how examples are written."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.hit import Path
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.strings import to_json
+
+AUTO = "auto"
+TRUE_WORDS = frozenset({"true", "t", "yes", "y", "on", "1"})
+FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0"})
+"""Texts that pydantic reads as booleans."""
+HUGGING_FACE = frozenset({"hf", "accelerate"})
+ZERO = "zero_optimization"
+OFFLOADS = frozenset({"cpu", "nvme"})
+
+_WIDTH = 60
+_ADAMW = {"type": "AdamW", "params": {"lr": 0.0001}}
+
+
+def show(value: object) -> str:
+    """A value as JSON, shortened to fit into a sentence."""
+    text = to_json(value)
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+def listed(values: object) -> str:
+    """Values as JSON, separated by commas."""
+    return ", ".join(show(value) for value in values) if isinstance(values, list | tuple | frozenset) else show(values)
+
+
+def name(path: Path) -> str:
+    """A place as DeepSpeed's messages have it: zero_optimization.stage."""
+    return ".".join(str(part) for part in path)
+
+
+def number(value: object) -> float | None:
+    """A finite number, booleans left out."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if float("-inf") < value < float("inf") else None
+
+
+def integer(value: object) -> int | None:
+    """A whole number as DeepSpeed's models read it: 2, 2.0 and "2"."""
+    if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdigit():
+        return int(value)
+    found = number(value)
+    return int(found) if found is not None and found == int(found) else None
+
+
+def truth(value: object) -> bool | None:
+    """A boolean as DeepSpeed's models read it; None for what is none."""
+    if isinstance(value, str):
+        word = value.lower()
+        return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+    return bool(value) if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)) else None
+
+
+def is_true(document: Document, *path: str) -> bool:
+    """Whether a boolean of a strict section is set."""
+    return truth(document.get(*path)) is True
+
+
+def section(document: Document, *path: str) -> Mapping[str, Any]:
+    """An object of the configuration; empty where there is none."""
+    value = document.get(*path)
+    return value if isinstance(value, dict) else {}
+
+
+def stage(document: Document) -> int | None:
+    """The ZeRO stage; None where it is left to another ("auto"), or cannot be read."""
+    ours = integer(document.get("deepspeed_compress", "parallelism", "zero_stage"))
+    if ours is not None:
+        return ours
+    zero = document.get(ZERO)
+    if not isinstance(zero, dict):
+        return int(zero is True)
+    value = zero.get("stage", 0)
+    return int(value) if isinstance(value, bool) else integer(value)
+
+
+def offload(document: Document, what: str) -> str | None:
+    """The device of `offload_optimizer` or `offload_param`, if it is one."""
+    device = document.get(ZERO, what, "device")
+    return device if isinstance(device, str) and device in OFFLOADS else None
+
+
+def bf16(document: Document) -> bool:
+    """Whether the model is in bf16; the old name of the section counts where the new one is missing."""
+    return is_true(document, "bf16" if document.get("bf16") is not None else "bfloat16", "enabled")
+
+
+def fp16(document: Document) -> bool:
+    return is_true(document, "fp16", "enabled")
+
+
+def optimizer(document: Document) -> str:
+    """The optimizer's type as DeepSpeed compares it, in lower case; empty where there is none."""
+    value = document.get("optimizer", "type")
+    return value.lower() if isinstance(value, str) else ""
+
+
+def params(document: Document, what: str) -> Mapping[str, Any]:
+    """Parameters of the optimizer or the scheduler."""
+    return section(document, what, "params")
+
+
+def stages(document: Document) -> int:
+    """Pipeline stages that the configuration tells of; 1 where it does not."""
+    ours = integer(document.get("deepspeed_compress", "parallelism", "pipeline"))
+    return max(ours or integer(document.get("pipeline", "stages")) or 1, 1)
+
+
+def tensor_size(document: Document) -> int:
+    """Ranks that share each layer."""
+    ours = integer(document.get("deepspeed_compress", "parallelism", "tensor"))
+    return max(ours or integer(document.get("tensor_parallel", "autotp_size")) or 1, 1)
+
+
+def hugging_face(context: Context) -> bool:
+    return context.framework in HUGGING_FACE
+
+
+def means_auto(value: object) -> bool:
+    """Whether a value is "auto" or another spelling of it."""
+    return isinstance(value, str) and value.strip().lower() == AUTO
+
+
+def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """Every value that is not an object, with its path; arrays are one value."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from leaves(child, (*path, key))
+    else:
+        yield path, value
+
+
+def config(**keys: object) -> str:
+    """Text of an example with these keys, and a batch size unless one is given."""
+    given = keys if any(key in keys for key in ("train_batch_size", "train_micro_batch_size_per_gpu")) else None
+    return json.dumps(given or {"train_batch_size": 8, **keys}, indent=2) + "\n"
+
+
+def trained(**keys: object) -> str:
+    """Text of an example with an optimizer."""
+    return config(**{"optimizer": _ADAMW, **keys})
+
+
+def zero(stage: object, *, also: Mapping[str, object] | None = None, **keys: object) -> str:
+    """Text of an example with ZeRO and an optimizer; `also`: keys outside of `zero_optimization`."""
+    return trained(**{ZERO: {"stage": stage, **keys}, **(also or {})})

@@ -1,0 +1,287 @@
+"""Keys that DeepSpeed does not know, or knows at another place."""
+
+from collections.abc import Iterator
+
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.edits import fix, move, rename
+from deepspeed_compress.tools.lint.hit import Fix, Hit, Path
+from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
+from deepspeed_compress.tools.lint.rule import Context, Rule, ignores, raises
+from deepspeed_compress.tools.lint.rules.common import config, hugging_face, name, trained, zero
+
+_FAMILY = "keys"
+_SAME_AS = {
+    "fp32_allreduce": '"communication_data_type": "fp32"',
+    "allreduce_always_fp32": '"communication_data_type": "fp32"',
+    "postscale_gradients": '"prescale_gradients": false',
+    "max_grad_norm": '"gradient_clipping"',
+    "grad_clip": '"gradient_clipping"',
+    "clip_grad": '"gradient_clipping"',
+    "zero_stage": '"zero_optimization": {"stage": ...}',
+    "tensor_parallel_size": '"tensor_parallel": {"autotp_size": ...}',
+    "gradient_accumulation_dtype": '"data_types": {"grad_accum_dtype": ...}',
+    "offload": '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
+    "learning_rate": '"optimizer": {"params": {"lr": ...}}',
+    "lr": '"optimizer": {"params": {"lr": ...}}',
+}
+"""Names that other programs, or DeepSpeed before, have for a key."""
+_NAMES_OF_OURS = frozenset(
+    {
+        OUR_SECTION,
+        "compress",
+        "compression",
+        "compressed",
+        "deepspeed_compression",
+        "deepspeedcompress",
+        "ds_compress",
+        "ds_compression",
+        "gradient_compression",
+        "communication_compression",
+    }
+)
+_INFERENCE = frozenset(
+    {
+        "enable_cuda_graph",
+        "injection_policy",
+        "injection_policy_tuple",
+        "kernel_inject",
+        "max_out_tokens",
+        "min_out_tokens",
+        "mp_size",
+        "replace_method",
+        "replace_with_kernel_inject",
+        "return_tuple",
+        "save_mp_checkpoint_path",
+        "training_mp_size",
+        "use_triton",
+    }
+)
+"""Keys of deepspeed.init_inference, which has a configuration of its own."""
+_SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
+_NEARLY = 0.9
+_MANY, _SHOWN = 10, 8
+_PARTS_OF_OURS = frozenset({"gradients", "weights"})
+
+
+def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
+    """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
+    strange: dict[Path, list[str]] = {}
+    if others := _of_another_program(document, strict):
+        yield _strange((), others)
+    for path, section in _unknown_keys(document, strict):
+        place, key = _ours(document, path), str(path[-1])
+        if place is not None and path[:-1] == place[:-1]:
+            yield _ours_by_another_name(document, path)
+        elif place is not None or _elsewhere(path, section) or _unread(section, context):
+            continue
+        elif key in _SAME_AS:
+            yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
+        elif meant := _close(key, section):
+            yield _misspelled(document, path, section, meant)
+        else:
+            strange.setdefault(section.path, []).append(key)
+    for where, keys in strange.items():
+        yield _strange(where, keys)
+
+
+def _unknown_keys(document: Document, strict: bool) -> Iterator[tuple[Path, Section]]:
+    """Unknown keys that are meant for training: not those of inference, nor any in the outermost object of a file of
+    another program."""
+    others, inference = bool(_of_another_program(document, strict)), bool(_for_inference(document))
+    for path, section in unknown_keys(document, strict=strict):
+        inferring = inference and path[0] in _INFERENCE | _SHARED_WITH_INFERENCE
+        if not inferring and (section.path or not others):
+            yield path, section
+
+
+def _for_inference(document: Document) -> list[str]:
+    return [key for key in document.data if key in _INFERENCE]
+
+
+def _inference(document: Document, context: Context) -> Iterator[Hit]:
+    found = _for_inference(document)
+    if found:
+        several = len(found) > 1
+        what = f"{', '.join(found)} {'are keys' if several else 'is a key'} of deepspeed.init_inference"
+        what += f", and deepspeed.initialize ignores {'them' if several else 'it'}"
+        yield Hit((found[0],), what, "nothing for training; for inference this file is not examined further", "key")
+
+
+def _of_another_program(document: Document, strict: bool) -> list[str]:
+    """Unknown keys of the outermost object, if there are many: some look like one of DeepSpeed's, others do not."""
+    found = [str(path[-1]) for path, section in unknown_keys(document, strict=strict) if not section.path]
+    return found if len(found) > _MANY else []
+
+
+def _unread(section: Section, context: Context) -> bool:
+    """Whether another rule says that nobody reads the whole section."""
+    return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
+
+
+def _called(section: Path) -> str:
+    return name(section) or "the configuration"
+
+
+def _close(key: str, section: Section) -> str | None:
+    # Our own section is a key that DeepSpeed leaves alone.
+    return closest(key, section.keys if section.path else {**section.keys, OUR_SECTION: None})
+
+
+def _misspelled(document: Document, path: Path, section: Section, close: str) -> Hit:
+    what = f'"{path[-1]}" is no key of {_called(section.path)} (did you mean "{close}"?)'
+    return Hit(path, what, f'"{close}", if you meant that', "key", _renamed(document, path, close))
+
+
+def _strange(section: Path, keys: list[str]) -> Hit:
+    shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
+    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_called(section)}"
+    many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
+    write = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
+    return Hit((*section, keys[0]), what, write, "key")
+
+
+def _renamed(document: Document, path: Path, to: str) -> Fix | None:
+    """A guess, however close: the user decides."""
+    free = not document.has(*path[:-1], to)
+    return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
+
+
+def _ours(document: Document, path: Path) -> Path | None:
+    """The place of what belongs to our section and stands under another name, or elsewhere."""
+    key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
+    if not isinstance(value, dict):
+        return None
+    if key in _NAMES_OF_OURS or any(_has_method(value.get(part)) for part in _PARTS_OF_OURS):
+        return (OUR_SECTION,)
+    return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _has_method(value) else None
+
+
+def _has_method(value: object) -> bool:
+    return isinstance(value, dict) and "method" in value
+
+
+def _ours_by_another_name(document: Document, path: Path) -> Hit:
+    what = f'"{path[-1]}" is not the name of the section that compresses, and is ignored'
+    return Hit(path, what, f'"{OUR_SECTION}": rename it', "key", _renamed(document, path, OUR_SECTION))
+
+
+def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
+    """One finding for all keys of a section that belong into the same other one: a block that was copied."""
+    groups: dict[tuple[Path, ...], list[Path]] = {}
+    for path, section in _unknown_keys(document, strict):
+        place = _ours(document, path)
+        found = _elsewhere(path, section)
+        if place is not None and path[:-1] != place[:-1]:
+            yield _ours_elsewhere(document, path, place)
+        elif place is None and found:
+            groups.setdefault((section.path, *found), []).append(path)
+    for (section_path, *others), paths in groups.items():
+        yield _misplaced_hit(document, section_path, others, paths)
+
+
+def _elsewhere(path: Path, section: Section) -> list[tuple[str, ...]]:
+    """Other sections that have the key; none if it is nearly one of its own, as "stages" in zero_optimization."""
+    return [] if closest(str(path[-1]), section.keys, _NEARLY) else places(path)
+
+
+def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: list[Path]) -> Hit:
+    path, several = paths[0], len(paths) > 1
+    where = [name(place) or "the outermost object" for place in found]
+    keys = ", ".join(f'"{path[-1]}"' for path in paths)
+    are = "are no keys" if several else "is no key"
+    what = f"{keys} {are} of {name(section) or 'the outermost object'}, but of {' and '.join(where)}"
+    target: Path = (*found[0], path[-1])
+    moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
+    return Hit(path, what, f"{'them' if several else 'it'} inside {' or '.join(where)}", "key", moved)
+
+
+def _ours_elsewhere(document: Document, path: Path, place: Path) -> Hit:
+    inside = name(path[:-1]) or "the outermost object"
+    what = f'"{path[-1]}" is no key of {inside}, where it compresses nothing'
+    moved = fix(f"Move to {name(place)}", move(document, path, place), safe=False)
+    return Hit(path, what, f"it as {name(place)}, not inside {inside}: move it", "key", moved)
+
+
+def _unknown_ignored(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _unknown(document, context, strict=False)
+
+
+def _unknown_refused(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _unknown(document, context, strict=True)
+
+
+def _misplaced_ignored(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _misplaced(document, strict=False)
+
+
+def _misplaced_refused(document: Document, context: Context) -> Iterator[Hit]:
+    yield from _misplaced(document, strict=True)
+
+
+RULES = (
+    Rule(
+        "DSC100",
+        "unknown-key",
+        "warning",
+        _FAMILY,
+        "A key that DeepSpeed does not know, where it ignores such keys.",
+        "DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing "
+        "error leaves the default in force. Keys that start with _, $ or # are taken for remarks.",
+        config(gradient_clippping=1.0),
+        config(gradient_clipping=1.0),
+        _unknown_ignored,
+        ignores(),
+    ),
+    Rule(
+        "DSC101",
+        "unknown-key-refused",
+        "error",
+        _FAMILY,
+        "A key that DeepSpeed does not know, where it refuses such keys.",
+        "Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys "
+        "(runtime/config_utils.py).",
+        zero(2, overlap_com=True),
+        zero(2, overlap_comm=True),
+        _unknown_refused,
+        raises("extra_forbidden"),
+    ),
+    Rule(
+        "DSC102",
+        "misplaced-key",
+        "warning",
+        _FAMILY,
+        "A key of another section, where DeepSpeed ignores it.",
+        "offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization "
+        "(runtime/zero/config.py).",
+        trained(offload_optimizer={"device": "cpu"}),
+        zero(2, offload_optimizer={"device": "cpu"}),
+        _misplaced_ignored,
+        ignores(),
+    ),
+    Rule(
+        "DSC103",
+        "misplaced-key-refused",
+        "error",
+        _FAMILY,
+        "A key of another section, where DeepSpeed refuses it.",
+        "aio in zero_optimization, for instance, is a section of its own in the outermost object "
+        "(runtime/swap_tensor/aio_config.py).",
+        zero(3, aio={"block_size": 1048576}),
+        zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
+        _misplaced_refused,
+        raises("extra_forbidden"),
+    ),
+    Rule(
+        "DSC104",
+        "inference-keys",
+        "warning",
+        _FAMILY,
+        "Keys of DeepSpeed's inference engine.",
+        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
+        "in one for training its keys have no effect.",
+        config(replace_with_kernel_inject=True),
+        config(),
+        _inference,
+        ignores(),
+    ),
+)

@@ -1,0 +1,266 @@
+"""Our own section against what the user says about the run: ranks, network, memory, framework."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.hit import Hit
+from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
+from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, unproved
+from deepspeed_compress.tools.lint.rules.common import (
+    config,
+    hugging_face,
+    integer,
+    offload,
+    section,
+    stage,
+    stages,
+    tensor_size,
+    trained,
+    zero,
+)
+from deepspeed_compress.tools.lint.rules.ours import parsed_section, with_section
+
+if TYPE_CHECKING:
+    from deepspeed_compress.config import CompressConfig
+
+
+_FAMILY = "compress"
+
+
+_FASTEST = 1000
+"""Gbit/s at which sending gradients takes about as long as a GPU needs to compress them: links inside a node."""
+
+
+_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def _active(document: Document) -> bool:
+    """Whether gradients are to be compressed, whatever the method is."""
+    ours = document.get(OUR_SECTION)
+    return isinstance(ours, dict) and section(document, OUR_SECTION, "gradients").get("method") != "none"
+
+
+def _data_parallel(document: Document, context: Context) -> int | None:
+    if context.world_size is None:
+        return None
+    ranks, rest = divmod(context.world_size, stages(document) * tensor_size(document))
+    return ranks if rest == 0 else None
+
+
+def _single_rank(document: Document, context: Context) -> Iterator[Hit]:
+    if _active(document) and _data_parallel(document, context) == 1:
+        what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
+        yield Hit((OUR_SECTION,), what, '"method": "none", or start more ranks', "key")
+
+
+def _node_size(document: Document, context: Context) -> Iterator[Hit]:
+    path = (OUR_SECTION, "gradients", "hierarchy", "ranks_per_node")
+    size, node = integer(document.get(*path)), context.ranks_per_node
+    if size is not None and node is not None and size != node:
+        yield Hit(path, f"{size} is not the {node} ranks that a node has", str(node))
+
+
+def _long_warmup(document: Document, context: Context) -> Iterator[Hit]:
+    path = (OUR_SECTION, "schedule", "warmup_steps")
+    warmup, total = integer(document.get(*path)), integer(document.get("scheduler", "params", "total_num_steps"))
+    if _active(document) and warmup is not None and total is not None and 0 < total <= warmup:
+        yield Hit(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
+
+
+def _ignored_names(document: Document, context: Context) -> Iterator[Hit]:
+    from deepspeed_compress.tools.lint.rules import RULES
+
+    names = {name: None for rule in RULES for name in (rule.code, rule.name)}
+    path = (OUR_SECTION, "lint", "ignore")
+    value = document.get(*path)
+    for index, given in enumerate(value if isinstance(value, list) else ()):
+        family = isinstance(given, str) and len(given) >= 3 and any(name.startswith(given) for name in names)
+        if isinstance(given, str) and given != "ALL" and not family:
+            close = closest(given, names)
+            write = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
+            yield Hit((*path, index), f'"{given}" is no rule of the linter', write)
+
+
+def _fast_network(document: Document, context: Context) -> Iterator[Hit]:
+    if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
+        what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
+        yield Hit((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it", "key")
+
+
+def _no_residual_memory(document: Document, context: Context) -> Iterator[Hit]:
+    parsed, elements = parsed_section(document), _elements(context.model)
+    if parsed is None or elements is None or context.gpu_memory is None:
+        return
+    key, memory = _memory(parsed)
+    if memory is None or memory.device != "accelerator":
+        return
+    residuals = _BYTES[memory.dtype] * elements // (stages(document) * tensor_size(document))
+    needed = _training_bytes(document, context, elements)
+    if needed <= context.gpu_memory < needed + residuals:
+        what = (
+            f"residuals in {memory.dtype} take {residuals / 2**30:.1f} GiB, and weights, gradients and optimizer leave "
+            f"{(context.gpu_memory - needed) / 2**30:.1f} GiB of {context.gpu_memory / 2**30:.0f}"
+        )
+        yield Hit((OUR_SECTION, "gradients", key), what, f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
+
+
+def _memory(parsed: "CompressConfig") -> tuple[str, Any]:
+    """The memory of the method for gradients, and its key."""
+    for key in ("error_feedback", "memory"):
+        memory = getattr(parsed.gradients, key, None)
+        if memory is not None and hasattr(memory, "dtype"):
+            return key, memory
+    return "error_feedback", None
+
+
+def _elements(model: Mapping[str, Any] | None) -> int | None:
+    """About how many parameters a decoder has that is described so; None if too little is known."""
+    model = model or {}
+    text = model.get("text_config")
+    model = text if isinstance(text, dict) else model
+    hidden = integer(model.get("hidden_size", model.get("n_embd")))
+    layers = integer(model.get("num_hidden_layers", model.get("n_layer")))
+    vocabulary = integer(model.get("vocab_size"))
+    if hidden is None or layers is None or vocabulary is None:
+        return None
+    heads = integer(model.get("num_attention_heads", model.get("n_head"))) or 1
+    kv_heads = integer(model.get("num_key_value_heads")) or heads
+    inner = integer(model.get("intermediate_size")) or 4 * hidden
+    # Models with their own intermediate size have three matrices in the MLP, those of GPT-2's kind two.
+    matrices = 3 if model.get("intermediate_size") else 2
+    layer = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads + matrices * hidden * inner
+    return layers * layer + vocabulary * hidden * (1 if model.get("tie_word_embeddings", True) else 2)
+
+
+def _training_bytes(document: Document, context: Context, elements: int) -> int:
+    """What weights, gradients and Adam take on a rank at least, in mixed precision."""
+    share = elements // (stages(document) * tensor_size(document))
+    ranks = _data_parallel(document, context)
+    partitioned = share // ranks if ranks else 0
+    level = stage(document) or 0
+    weights, gradients = (partitioned if level >= 3 else share), (partitioned if level >= 2 else share)
+    states = 0 if offload(document, "offload_optimizer") else partitioned if level >= 1 else share
+    return 2 * weights + 2 * gradients + 12 * states
+
+
+def _install(document: Document, context: Context) -> Iterator[Hit]:
+    if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
+        what = "Hugging Face starts DeepSpeed itself, which ignores this section"
+        yield Hit(
+            (OUR_SECTION,), what, "deepspeed_compress.install() into the program, ahead of everything else", "key"
+        )
+
+
+_ONE = {"train_micro_batch_size_per_gpu": 1}
+
+
+RULES = (
+    Rule(
+        "DSC905",
+        "compress-single-rank",
+        "warning",
+        _FAMILY,
+        "Compression with one data-parallel rank.",
+        "Gradients are exchanged between data-parallel ranks only.",
+        trained(**_ONE, **with_section()),
+        trained(**_ONE, **with_section(gradients={"method": "none"})),
+        _single_rank,
+        accepts("nothing is sent, and so nothing is compressed"),
+        {"world_size": 1},
+    ),
+    Rule(
+        "DSC906",
+        "compress-node-size",
+        "warning",
+        _FAMILY,
+        "hierarchy.ranks_per_node is not the number of ranks of a node.",
+        "The first level would cross nodes, or the second stay inside one.",
+        trained(**_ONE, **with_section(gradients={"hierarchy": {"ranks_per_node": 2}})),
+        trained(**_ONE, **with_section(gradients={"hierarchy": None})),
+        _node_size,
+        accepts("messages cross the network uncompressed"),
+        {"world_size": 4, "ranks_per_node": 4},
+    ),
+    Rule(
+        "DSC907",
+        "compress-warmup-exceeds-total",
+        "warning",
+        _FAMILY,
+        "All steps of training are uncompressed.",
+        "schedule.warmup_steps are sent as they are.",
+        trained(
+            scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+            **with_section(schedule={"warmup_steps": 200}),
+        ),
+        trained(
+            scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+            **with_section(schedule={"warmup_steps": 20}),
+        ),
+        _long_warmup,
+        accepts("nothing is ever compressed"),
+    ),
+    Rule(
+        "DSC908",
+        "compress-ignores-unknown-rule",
+        "warning",
+        _FAMILY,
+        "lint.ignore names no rule.",
+        "A typing error would leave the rule in force.",
+        trained(**with_section(lint={"ignore": ["unknown-keys"]})),
+        trained(**with_section(lint={"ignore": ["unknown-key"]})),
+        _ignored_names,
+        accepts("the linter reports what was to be ignored"),
+    ),
+    Rule(
+        "DSC909",
+        "compress-fast-network",
+        "warning",
+        _FAMILY,
+        "Compression cannot pay at this bandwidth.",
+        "Compressing and restoring reads and writes each element several times, which takes about as long as sending "
+        "it over a link of this speed.",
+        trained(**with_section()),
+        trained(),
+        _fast_network,
+        accepts("steps become no shorter"),
+        {"bandwidth": 3600.0},
+    ),
+    Rule(
+        "DSC910",
+        "compress-residual-memory",
+        "warning",
+        _FAMILY,
+        "Residuals do not fit into the memory of the GPU.",
+        "Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is "
+        "counted here.",
+        zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32"}})),
+        zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32", "device": "cpu"}})),
+        _no_residual_memory,
+        unproved("it takes a GPU with little memory"),
+        {
+            "gpu_memory": 24 * 2**30,
+            "world_size": 8,
+            "model": {
+                "hidden_size": 4096,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 32,
+                "intermediate_size": 11008,
+                "vocab_size": 32000,
+            },
+        },
+    ),
+    Rule(
+        "DSC911",
+        "compress-needs-install",
+        "info",
+        _FAMILY,
+        "Hugging Face must be told to compress.",
+        "The Trainer and Accelerate call deepspeed.initialize, which deepspeed_compress.install() extends.",
+        config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}, **with_section()),
+        config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}),
+        _install,
+        accepts("gradients travel uncompressed unless the program calls deepspeed_compress.install()"),
+        {"framework": "accelerate"},
+    ),
+)

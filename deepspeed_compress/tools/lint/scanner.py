@@ -1,0 +1,300 @@
+"""Reads HJSON as hjson 3.1 does (DeepSpeed's reader), but keeps places and goes on after an error.
+
+A file that hjson refuses has a problem here, and one that it reads has none and the same value; a test compares the two
+on generated texts. Limits of depth and number of parts, far above any configuration, bound time and memory.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from deepspeed_compress.tools.lint.hit import Edit, Fix, Hit, Span
+from deepspeed_compress.tools.lint.nodes import Extension, ExtensionKind, Kind, Member, Node, object_node
+from deepspeed_compress.tools.lint.strings import ScanError, match, multi_line, quoted, to_json
+
+MAX_DEPTH = 100
+MAX_PARTS = 20_000
+MAX_PROBLEMS = 20
+MAX_INTEGER = 2**63 - 1
+
+_SPACE = re.compile(r"[ \t\n\r]+")
+_COMMENT = re.compile(r"#[^\n\r]*|//[^\n\r]*|/\*.*?\*/", re.DOTALL)
+_UNQUOTED_KEY = re.compile(r"([^:{}\[\], \t\n\r]+)([ \t\n\r]*):")
+_LITERAL = re.compile(
+    r"(?:(null|true|false)[^\S\n\r]*|(-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?)[ \t]*)(?=[,}\]#\n\r]|//|/\*|\Z)"
+)
+_LINE = re.compile(r"[^\n\r]*")
+_TO_NEXT = re.compile(r"[^,}\]\n]*")
+_PUNCTUATION = re.compile(r"[,:{}\[\]\"']")
+_WORD = re.compile(r"[^\s,:{}\[\]]{0,40}")
+_WORDS: dict[str, tuple[Kind, Any]] = {"null": ("null", None), "true": ("bool", True), "false": ("bool", False)}
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What `scan` found."""
+
+    root: Node | None
+    problems: tuple[Hit, ...]
+    extensions: tuple[Extension, ...]
+
+
+def scan(text: str) -> Scanned:
+    """Read `text`; never raises."""
+    scanner = _Scanner(text)
+    root = scanner.document()
+    return Scanned(root, tuple(scanner.problems), tuple(scanner.extensions))
+
+
+class _Scanner:
+    def __init__(self, text: str, at: int = 0) -> None:
+        self.text = text
+        self.at = at
+        self.parts = 0
+        self.stopped = False
+        self.closers: list[str] = []  # of what is open, the outermost first
+        self.problems: list[Hit] = []
+        self.extensions: list[Extension] = []
+
+    def peek(self) -> str:
+        """The next character; empty at the end."""
+        return self.text[self.at : self.at + 1]
+
+    def here(self) -> Span:
+        return Span(self.at, min(self.at + 1, len(self.text)))
+
+    def note(self, span: Span, what: str, write: str) -> None:
+        if not self.stopped:
+            self.problems.append(Hit((), what, write, span=span))
+        if len(self.problems) == MAX_PROBLEMS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Read no further: what is open ends here."""
+        self.stopped, self.text = True, self.text[: self.at]
+        self.closers.clear()
+
+    def count(self) -> None:
+        """One more thing to keep."""
+        self.parts += 1
+        if self.parts > MAX_PARTS:
+            self.note(self.here(), f"more than {MAX_PARTS} values and comments", "a configuration of DeepSpeed")
+            self.stop()
+
+    def extend(self, kind: ExtensionKind, span: Span, replacement: str | None = None) -> None:
+        fix = None if replacement is None else Fix("Write it as JSON", (Edit(span, replacement),))
+        self.extensions.append(Extension(kind, span, fix))
+        self.count()
+
+    def gap(self) -> None:
+        """Skip white space and comments."""
+        while True:
+            if space := _SPACE.match(self.text, self.at):
+                self.at = space.end()
+            if not (comment := _COMMENT.match(self.text, self.at)):
+                break
+            self.extend("comment", Span(*comment.span()))
+            self.at = comment.end()
+        if self.text.startswith("/*", self.at):
+            start, self.at = self.at, len(self.text)
+            self.note(Span(start, start + 2), "this comment has no end", '"*/" behind it')
+
+    # The outermost value
+
+    def document(self) -> Node | None:
+        if self.text.startswith("\ufeff"):
+            self.extend("byte-order-mark", Span(0, 1), "")
+            self.at = 1
+        self.gap()
+        root = self.nothing() if not self.peek() else self.value() if self.peek() in "{[" else self.bare()
+        self.gap()
+        if self.peek():
+            self.note(self.here(), "text behind the end of the configuration", "nothing: remove it")
+        return root
+
+    def nothing(self) -> Node | None:
+        """hjson takes an empty file for an empty object, though not behind a byte order mark."""
+        self.extend("missing-braces", Span(0, 0))
+        if self.text.startswith("\ufeff"):
+            self.note(Span(0, 0), "there is nothing in this file", "a configuration, such as {}")
+        return object_node([], Span(0, 0))
+
+    def bare(self) -> Node | None:
+        """Keys without the outermost braces."""
+        start, members = self.at, list[Member]()
+        while self.peek():
+            self.element(self.pair, members)
+        if not members:
+            # In a text that is no configuration at all, one error says enough.
+            del self.problems[1:]
+        self.extend("missing-braces", Span(start, start))
+        return object_node(members, Span(start, self.at))
+
+    # Objects and arrays
+
+    def value(self) -> Node:
+        self.count()
+        char = self.peek()
+        if char in ("{", "["):
+            return self.nested(char)
+        return self.string() if char in ('"', "'") else self.unquoted()
+
+    def nested(self, opener: str) -> Node:
+        start = self.at
+        if len(self.closers) == MAX_DEPTH:
+            self.note(self.here(), f"nested more than {MAX_DEPTH} deep", "a configuration of DeepSpeed")
+            self.stop()
+        if opener == "{":
+            members = self.inside("}", self.pair)
+            return object_node(members, Span(start, self.at))
+        items = self.inside("]", self.value)
+        return Node("array", [item.value for item in items], Span(start, self.at), items=tuple(items))
+
+    def inside(self, closer: str, read: Callable[[], Found]) -> list[Found]:
+        opening, found = self.here(), list[Found]()
+        self.at += 1
+        self.gap()
+        self.closers.append(closer)
+        while not self.ends(closer, opening):
+            self.element(read, found)
+        return found
+
+    def element(self, read: Callable[[], Found], found: list[Found]) -> None:
+        """One pair or value, and the comma behind it. An error costs what is left up to the next comma or line."""
+        before = self.at
+        try:
+            found.append(read())
+            self.separator(self.at)
+        except ScanError as error:
+            self.recover(error)
+            self.gap()
+            self.at += self.peek() == "," or self.at == before
+            self.gap()
+
+    def recover(self, error: ScanError) -> None:
+        self.at = match(_TO_NEXT, self.text, error.resume).end()
+        self.note(error.hit.span or self.here(), error.hit.what, error.hit.write)
+
+    def separator(self, end: int) -> None:
+        """The comma that may follow a value that ended at `end`."""
+        last = self.extensions[-1].kind if self.extensions else ""
+        self.gap()
+        comma = self.here()
+        if self.peek() == ",":
+            self.at += 1
+            self.gap()
+            if self.peek() in ("}", "]", ""):
+                self.extend("trailing-comma", comma, "")
+        elif self.peek() not in ("}", "]", ""):
+            # A comma behind an unquoted string would be of the string: that gets quotes first.
+            self.extend("missing-comma", Span(end, end), None if last == "unquoted-string" else ",")
+
+    def ends(self, closer: str, opening: Span) -> bool:
+        """Whether the object or array is closed here, rightly or by an error."""
+        while (char := self.peek()) in ("}", "]") and char not in self.closers:
+            self.note(self.here(), f'"{char}" closes nothing', "nothing: remove it")
+            self.at += 1
+            self.gap()
+        if char and char not in ("}", "]"):
+            return False
+        if self.closers:
+            self.closers.pop()
+        if char == closer:
+            self.at += 1
+        elif not self.stopped:
+            opener = self.text[opening.start : opening.end]
+            self.note(opening, f'"{opener}" is not closed', f'"{closer}" where it ends')
+        return True
+
+    def pair(self) -> Member:
+        key, span = self.key()
+        self.gap()
+        if self.peek() != ":":
+            raise self.error(f'no ":" behind the key {to_json(key)}', f"{to_json(key)}: and its value")
+        self.at += 1
+        self.gap()
+        return Member(key, span, self.value())
+
+    def error(self, what: str, write: str) -> ScanError:
+        return ScanError(self.here(), what, write, self.at)
+
+    # Keys, strings, numbers
+
+    def key(self) -> tuple[str, Span]:
+        start = self.at
+        if self.peek() in ('"', "'"):
+            return self.quoted()
+        found = _UNQUOTED_KEY.match(self.text, self.at)
+        if found is None:
+            raise self.error(f"{self.found()} where a key should be", 'a key in double quotes and ":"')
+        self.at = found.end() - 1
+        key, span = found[1].rstrip() if found[2] else found[1], Span(start, found.end(1))
+        self.extend("unquoted-key", span, to_json(key))
+        return key, span
+
+    def found(self) -> str:
+        return to_json(match(_WORD, self.text, self.at)[0] or self.peek()) if self.peek() else "the end of the file"
+
+    def quoted(self) -> tuple[str, Span]:
+        start = self.at
+        value, self.at, is_json = quoted(self.text, start)
+        span = Span(start, self.at)
+        if self.text[start] == "'":
+            self.extend("single-quotes", span, to_json(value))
+        elif not is_json:
+            self.extend("escape", span, to_json(value))
+        return value, span
+
+    def string(self) -> Node:
+        if not self.text.startswith("'''", self.at):
+            value, span = self.quoted()
+            return Node("string", value, span)
+        start = self.at
+        value, self.at = multi_line(self.text, start)
+        self.extend("multi-line-string", Span(start, self.at), to_json(value))
+        return Node("string", value, Span(start, self.at))
+
+    def unquoted(self) -> Node:
+        """A literal, if punctuation comes next, else a string to the end of the line, commas and brackets included."""
+        if literal := _LITERAL.match(self.text, self.at):
+            return self.literal(literal)
+        if self.peek() in ("{", "}", "[", "]", ",", ":", ""):
+            raise self.error(f"{self.found()} where a value should be", "a value")
+        line = match(_LINE, self.text, self.at)
+        value = line[0].strip()
+        start = self.at + len(line[0]) - len(line[0].lstrip())
+        span, self.at = Span(start, start + len(value)), line.end()
+        # With punctuation in it, more was swallowed than was meant.
+        self.extend("unquoted-string", span, None if _PUNCTUATION.search(value) else to_json(value))
+        return Node("string", value, span)
+
+    def literal(self, found: re.Match[str]) -> Node:
+        word, number = found[1], found[2]
+        source = word or number
+        span = Span(self.at, self.at + len(source))
+        node = Node(*_WORDS[word], span) if word else Node("number", self.number(found, span), span)
+        self.at = span.end
+        if not source.isascii() or found[0][len(source) :].strip(" \t"):
+            self.at = found.end()
+            self.extend("unquoted-string", Span(*found.span()), to_json(node.value))
+        return node
+
+    def number(self, found: re.Match[str], span: Span) -> int | float:
+        """hjson makes an integer of a whole number below 1e10, and fails where a number is infinite."""
+        source = found[2]
+        value: int | float
+        if found[3] or found[4]:
+            value = float(source)
+            largest: int | float = sys.float_info.max
+            value = int(value) if abs(value) < 1e10 and value.is_integer() else value
+        else:
+            largest = MAX_INTEGER
+            value = int(source) if len(source) <= 20 else largest + 1
+        if abs(value) <= largest:
+            return value
+        self.note(span, f"{source[:40]} is too large a number (allowed: up to {largest})", "a smaller one")
+        return -largest if source.startswith("-") else largest

@@ -1,0 +1,117 @@
+"""Strings of HJSON: quoted, and in triple quotes over several lines."""
+
+import json
+import re
+from contextlib import suppress
+
+from deepspeed_compress.tools.lint.hit import Hit, Span
+
+_JSON = json.JSONDecoder()
+_CHUNK = re.compile(r"[^\"'\\\x00-\x1f]*")
+_FIRST_LINE = re.compile(r"[ \t\r]*(\n?)")
+_LINE = re.compile(r"[^\n\r]*")
+_ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+
+
+class ScanError(Exception):
+    """A syntax error: a hit, and where reading may go on."""
+
+    def __init__(self, span: Span, what: str, write: str, resume: int) -> None:
+        self.hit = Hit((), what, write, span=span)
+        self.resume = resume
+
+
+def to_json(value: object) -> str:
+    """`value` as JSON; half surrogate pairs, which no file can hold, stay escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if any("\ud800" <= char <= "\udfff" for char in text) else text
+
+
+def match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
+    """The match at `at` of a pattern that may match nothing, and so always matches."""
+    found = pattern.match(text, at)
+    assert found is not None
+    return found
+
+
+def quoted(text: str, start: int) -> tuple[str, int, bool]:
+    """The string that starts with the quote at `start`, its end, and whether what is inside it is JSON too."""
+    if text[start] == '"':
+        # Python's own reader is much faster; what it refuses may still be HJSON, or has to be explained.
+        with suppress(ValueError):
+            return *_JSON.raw_decode(text, start), True
+    return _escaped(text, start)
+
+
+def _escaped(text: str, start: int) -> tuple[str, int, bool]:
+    quote, parts, is_json = text[start], list[str](), True
+    chunk = match(_CHUNK, text, start + 1)
+    while (char := text[chunk.end() : chunk.end() + 1]) != quote:
+        part, at, known = _special(text, start, chunk.end(), char)
+        parts += (chunk[0], part)
+        is_json = is_json and known
+        chunk = match(_CHUNK, text, at)
+    return "".join((*parts, chunk[0])), chunk.end() + 1, is_json
+
+
+def _special(text: str, start: int, at: int, char: str) -> tuple[str, int, bool]:
+    """What stands for itself or something else at `at` in the string at `start`, its end, and whether JSON has it."""
+    if char == "\\":
+        return _escape(text, at)
+    if char in ("", "\n", "\r"):
+        raise _error(text, Span(start, at), "this string has no end on its line", f"a closing {text[start]}")
+    if char < " ":
+        raise _error(text, Span(at, at + 1), f"{char!r} cannot stand in a string", to_json(char)[1:-1])
+    return char, at + 1, True
+
+
+def _escape(text: str, at: int) -> tuple[str, int, bool]:
+    """What the backslash at `at` stands for, where it ends, and whether JSON has it."""
+    char = text[at + 1 : at + 2]
+    if char in _ESCAPES:
+        return _ESCAPES[char], at + 2, char != "'"
+    code = _unicode(text, at) if char == "u" else None
+    if code is None:
+        what = f'{text[at : at + 2]} is not an escape (allowed: \\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)'
+        raise _error(text, Span(at, at + 2), what, "\\\\ for a backslash")
+    digits, low = text[at + 2 : at + 6], _unicode(text, at + 6) if text[at + 6 : at + 8] == "\\u" else None
+    if 0xD800 <= code < 0xDC00 and low is not None and 0xDC00 <= low < 0xE000:
+        pair = 0x10000 + ((code - 0xD800) << 10 | low - 0xDC00)
+        return chr(pair), at + 12, bool(_HEX.fullmatch(digits) and _HEX.fullmatch(text[at + 8 : at + 12]))
+    return chr(code), at + 6, bool(_HEX.fullmatch(digits))
+
+
+def _unicode(text: str, at: int) -> int | None:
+    """The code behind the backslash and u at `at`; None if there is none. hjson uses int(), so do we."""
+    digits = text[at + 2 : at + 6]
+    if len(digits) < 4 or digits[1] in "xX":
+        return None
+    try:
+        code = int(digits, 16)
+    except ValueError:
+        return None
+    return code if code >= 0 else None
+
+
+def _error(text: str, span: Span, what: str, write: str) -> ScanError:
+    """An error in the string at `start`. Nothing else on its line can be told from the string."""
+    return ScanError(span, what, write, match(_LINE, text, span.start).end())
+
+
+def multi_line(text: str, start: int) -> tuple[str, int]:
+    """The string in triple quotes at `start`, and its end. Lines lose the indentation of the opening quotes."""
+    before = text.rfind("\n", 0, start)
+    if before < 0:
+        # hjson looks for the line break before the quotes at the end of the text, and fails where there is none.
+        before = text.rfind("\n") - len(text)
+    body = match(_FIRST_LINE, text, start + 3)
+    end = text.find("'''", start + 3)
+    if end < 0 or before == -1 - len(text):
+        what = "this string in triple quotes has no end" if end < 0 else "triple quotes on the only line"
+        raise ScanError(Span(start, start + 3), what, "it in double quotes", len(text) if end < 0 else end + 3)
+    indent = re.compile(f"[ \\t\\r]{{0,{start - 1 - before}}}")
+    lines = text[body.end() : end].split("\n")
+    rest = [indent.sub("", line, count=1) for line in lines[1:]]
+    first = indent.sub("", lines[0], count=1) if body[1] else lines[0]
+    return "\n".join([first, *rest]).replace("\r", "").removesuffix("\n"), end + 3

@@ -1,0 +1,74 @@
+"""YAML, read into the same nodes as HJSON."""
+
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.tools.lint.nodes import Kind, Member, Node, object_node
+
+MAX_BYTES = 64 * 2**10
+"""PyYAML is slow; configurations have a few kilobytes."""
+MAX_DEPTH = 20
+MAX_VALUES = 10_000
+
+_KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(None): "null"}
+
+
+def parse_yaml(text: str, path: str = "") -> Document:
+    """Read YAML, or say what is wrong with it. It is never corrected."""
+    if len(text.encode()) > MAX_BYTES:
+        return _unread(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration")
+    try:
+        root = _convert(yaml.compose(text, Loader=yaml.SafeLoader), _Budget())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return _unread(path, text, *_error(error, len(text)))
+    return Document(path, text, root, fixable=False)
+
+
+class _Budget:
+    """How many values may still come: aliases can make billions of a few lines."""
+
+    def __init__(self) -> None:
+        self.left = MAX_VALUES
+
+
+def _convert(node: Any, budget: _Budget, depth: int = 0) -> Node:
+    budget.left -= 1
+    if budget.left < 0 or depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep")
+    span = Span(node.start_mark.index, node.end_mark.index) if node is not None else Span(0, 0)
+    if isinstance(node, yaml.MappingNode):
+        return object_node([_member(key, value, budget, depth) for key, value in node.value], span)
+    if isinstance(node, yaml.SequenceNode):
+        items = tuple(_convert(item, budget, depth + 1) for item in node.value)
+        return Node("array", [item.value for item in items], span, items=items)
+    value = None if node is None else _scalar(node)
+    kind = _KINDS.get(type(value), "string")
+    return Node(kind, value if kind != "string" else str(value), span)
+
+
+def _scalar(node: Any) -> Any:
+    try:
+        return yaml.SafeLoader("").construct_object(node)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # What PyYAML makes of a value that does not fit its tag.
+        raise ValueError(f"invalid literal for {node.tag}: {node.value[:40]!r}") from error
+
+
+def _member(key: Any, value: Any, budget: _Budget, depth: int) -> Member:
+    if not isinstance(key, yaml.ScalarNode):
+        raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key.start_mark)
+    return Member(key.value, Span(key.start_mark.index, key.end_mark.index), _convert(value, budget, depth + 1))
+
+
+def _error(error: Exception, length: int) -> tuple[Span, str, str]:
+    mark = getattr(error, "problem_mark", None)
+    at = min(mark.index if mark is not None else getattr(error, "position", 0), length)
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return Span(at, min(at + 1, length)), f"not YAML: {what}", "YAML"
+
+
+def _unread(path: str, text: str, span: Span, what: str, write: str) -> Document:
+    return Document(path, text, None, (Hit((), what, write, span=span),), fixable=False)

@@ -1,0 +1,115 @@
+"""``ds-compress plan schedule``: what a configuration does in which step, before it is run."""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.compression.methods import METHODS, compressor_from
+from deepspeed_compress.config import brief, parse_section, read_ds_config, total_steps
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.policy import Scheduled, timeline
+
+__all__ = ["Stretch", "run", "stretches"]
+
+NUMEL = 2**20
+"""Elements of the message by which the size of an element is told."""
+LONG = 0.15
+"""Part of the picture's width that a stretch needs for its name."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Optimizer steps `first` to `last` (0-based, inclusive; None: to the end), what is in force, and the bits that an
+    element of a gradient takes then: None where they depend on shapes (`powersgd`)."""
+
+    first: int
+    last: int | None
+    settings: str
+    bits: float | None
+
+
+def stretches(ds_config: dict[str, Any], steps: int | None) -> list[Stretch]:
+    """The schedule of `ds_config`, for a training of `steps`; None takes what the configuration says.
+
+    Raises ConfigError for a wrong section, and for phases of a training whose length no one knows.
+    """
+    section = parse_section(ds_config)
+    total = steps or total_steps(ds_config, section.schedule)
+    if section.schedule.phases and total is None:
+        raise ConfigError("--steps: needed, because the configuration has phases and does not say how long training is")
+    found = timeline(Scheduled(section, total))
+    ends: Sequence[int | None] = [*(first - 1 for first, _ in found[1:]), total - 1 if total else None]
+    raw = 16 if any(dict(ds_config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")) else 32
+    made = [
+        Stretch(first, last, brief(settings), _bits(settings, raw))
+        for (first, settings), last in zip(found, ends, strict=True)
+        if total is None or first < total
+    ]
+    return made if total is None else [*made[:-1], replace(made[-1], last=total - 1)]
+
+
+def _bits(settings: Any, raw: int) -> float | None:
+    if settings.method == "none":
+        return float(raw)
+    if settings.method not in METHODS:
+        return None
+    return 8 * compressor_from(settings).payload_bytes(NUMEL) / NUMEL
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table, and draw it where `--output` says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = stretches(read_ds_config(options.config), options.steps)
+    table = Table(title=f"schedule of {options.config}", title_justify="left")
+    table.add_column("steps", no_wrap=True)
+    table.add_column("settings", no_wrap=True)
+    table.add_column("bits", justify="right")
+    for stretch in found:
+        last = "" if stretch.last is None else f"{stretch.last:,}"
+        bits = "?" if stretch.bits is None else f"{stretch.bits:.3g}"
+        table.add_row(f"{stretch.first:,} - {last}", stretch.settings, bits)
+    Console().print(table)
+    if options.output is not None:
+        draw(found, options.output)
+        print(options.output)
+    return 0
+
+
+def draw(found: Sequence[Stretch], file: Path) -> None:
+    """Bits an element against optimizer steps, as a PNG; the last stretch of an endless schedule is a tenth of it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--output needs matplotlib; write: pip install 'deepspeed-compress[plot]'") from None
+
+    end = found[-1].last
+    last = end + 1 if end is not None else max(10, round(1.1 * found[-1].first))
+    known = [(stretch, stretch.bits) for stretch in found if stretch.bits is not None]
+    figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    for stretch, bits in known:
+        stop = last if stretch.last is None else stretch.last + 1
+        axes.plot([stretch.first, stop], [bits, bits], color="#1f6feb", linewidth=2.5, solid_capstyle="butt")
+    for (_, before), (stretch, bits) in itertools.pairwise(known):
+        axes.plot([stretch.first] * 2, [before, bits], color="#1f6feb", linewidth=1)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(0, last)
+    axes.set_xlabel("optimizer step")
+    axes.set_title("Bits of a gradient element", loc="left", fontsize=11)
+    axes.grid(color="#eaeef2")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    for stretch, bits in known:
+        stop = last if stretch.last is None else stretch.last + 1
+        if (stop - stretch.first) / last <= LONG:
+            continue
+        place, align = ((stretch.first + stop) / 2, "center") if stop < last else (last, "right")
+        axes.annotate(stretch.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
+    axes.margins(y=0.15)
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,161 @@
+"""The final figures of runs: a table with the change against the baseline."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_compress.tools.report.reading import Run
+
+__all__ = ["TRAFFIC", "Figure", "Kind", "table_head", "table_rows", "tiles"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of traffic: the column `key`, less what the column `part` has of it, if any."""
+
+    title: str
+    colour: str
+    key: str
+    part: str = ""
+
+    def size(self, run: Run) -> float | None:
+        """Mean bytes of a step; None where they were not counted."""
+        whole, part = _mean(run, self.key), _mean(run, self.part) if self.part else 0.0
+        return None if whole is None or part is None else whole - part
+
+
+TRAFFIC = (
+    Kind("gradients, compressed", "run", "bytes_sent", "bytes_raw"),
+    Kind("gradients, uncompressed", "run-soft", "bytes_raw"),
+    Kind("weights", "green", "bytes_weights"),
+    Kind("activations between stages", "yellow", "bytes_pipeline"),
+    Kind("gradients of tied weights", "orange", "bytes_tied"),
+    Kind("tensor parallelism", "purple", "bytes_tensor"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row. `compared`: the change against the baseline means something. `optional`: left out where all are zero."""
+
+    title: str
+    of: Callable[[Run], float | None]
+    form: Callable[[Any], str]
+    compared: bool = True
+    optional: bool = False
+    tile: bool = False
+
+
+def _mean(run: Run, key: str) -> float | None:
+    values = run.column(key).values()
+    return statistics.fmean(values) if values else None
+
+
+def _last(run: Run, key: str) -> float | None:
+    return next(reversed(run.column(key).values()), None)
+
+
+def _recent_loss(run: Run) -> float | None:
+    """A single step says little: the mean of the last tenth."""
+    values = list(run.column("train_loss").values())
+    return statistics.fmean(values[-max(1, len(values) // 10) :]) if values else None
+
+
+def _step_time(run: Run) -> float | None:
+    values = run.column("step_ms").values()
+    return statistics.median(values) if values else None
+
+
+def _wall_time(run: Run) -> float | None:
+    """Trainer has the time of the whole training alone."""
+    runtime = _last(run, "train_runtime")
+    return None if runtime is None else 1e3 * runtime / run.last_step
+
+
+def _ratio(run: Run) -> float | None:
+    sent, alone = _mean(run, "bytes_sent"), _mean(run, "bytes_uncompressed")
+    # Trainer's log has the ratio, and not what it is made from.
+    return alone / sent if sent and alone is not None else _mean(run, "ratio")
+
+
+def _total_ratio(run: Run) -> float | None:
+    """Of the bytes of all steps; Trainer's log has the ratio, and not what it is made from."""
+    ratios, columns = run.column("total_ratio"), [run.column(kind.key) for kind in TRAFFIC if kind.key != "bytes_raw"]
+    sent = {step: sum(column.get(step, 0) for column in columns) for step in ratios}
+    whole = sum(sent.values())
+    return sum(ratio * sent[step] for step, ratio in ratios.items()) / whole if whole else _mean(run, "total_ratio")
+
+
+def _of_summary(key: str) -> Callable[[Run], float | None]:
+    return lambda run: (run.files.summary or {}).get(key)
+
+
+def _of_kind(kind: Kind) -> Figure:
+    return Figure(f"sent: {kind.title}", kind.size, _megabytes, optional=True)
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:,.3f} MB"
+
+
+_milliseconds = "{:,.1f} ms".format
+
+FIGURES = (
+    Figure("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
+    Figure("training loss, last tenth", _recent_loss, "{:.4f}".format),
+    Figure("median step time", _step_time, _milliseconds, tile=True),
+    Figure("time a step, evaluation and saving included", _wall_time, _milliseconds),
+    Figure("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
+    Figure("gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), _megabytes, tile=True),
+    Figure("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
+    Figure("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
+    *map(_of_kind, TRAFFIC[1:]),
+    Figure("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
+    Figure("peak memory of a rank", lambda run: _last(run, "memory_bytes"), lambda size: f"{size / 2**30:,.2f} GiB"),
+    Figure("optimizer steps", lambda run: run.last_step, "{:,}".format, compared=False),
+    Figure("parameters", _of_summary("parameters"), "{:,}".format, compared=False),
+    Figure("processes", _of_summary("world_size"), str, compared=False),
+)
+
+
+def table_head(runs: list[Run]) -> list[str]:
+    """Column titles of `table_rows`."""
+    return ["", *[run.name for run in runs], *(["change"] if len(runs) > 1 else [])]
+
+
+def table_rows(runs: list[Run]) -> list[list[str]]:
+    """Rows of text: name, one figure a run, and with a baseline the change from it."""
+    return _rows(runs, FIGURES)
+
+
+def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
+    """The figures that matter most, of the run alone: title, value, what the baseline has (empty without)."""
+    found = _rows(runs, (figure for figure in FIGURES if figure.tile))
+    return [
+        (title, cells[-2] if len(runs) > 1 else cells[0], _against(runs, cells))
+        for title, *cells in found
+        if cells[len(runs) - 1] != "-"
+    ]
+
+
+def _against(runs: list[Run], cells: list[str]) -> str:
+    if len(runs) == 1 or cells[0] == "-":
+        return ""
+    return f"{cells[0]} {runs[0].name}" + (f" ({cells[-1]})" if cells[-1] else "")
+
+
+def _rows(runs: list[Run], figures: Iterable[Figure]) -> list[list[str]]:
+    found = [(figure, [figure.of(run) for run in runs]) for figure in figures]
+    return [
+        [figure.title, *("-" if value is None else figure.form(value) for value in values), *_change(figure, values)]
+        for figure, values in found
+        if any(value is not None and (value or not figure.optional) for value in values)
+    ]
+
+
+def _change(figure: Figure, values: list[float | None]) -> list[str]:
+    if len(values) == 1:
+        return []
+    before, after = values
+    return [f"{after / before - 1:+.2%}" if figure.compared and before and after is not None else ""]

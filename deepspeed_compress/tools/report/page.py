@@ -1,0 +1,144 @@
+"""The page of a report: figures, charts, settings, events, and what the runs were made with. It needs no other file."""
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from deepspeed_compress.config import masked
+from deepspeed_compress.tools.report.chart import draw_chart
+from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
+from deepspeed_compress.tools.report.marks import SHOWN, event_head, event_rows
+from deepspeed_compress.tools.report.panels import Bars, Missing, Strip, bars, charts, missing, strips
+from deepspeed_compress.tools.report.reading import Run
+from deepspeed_compress.tools.report.settings import setting_colours, steps_by_setting
+from deepspeed_compress.tools.report.template import PAGE, SCRIPT, STYLE
+
+__all__ = ["page"]
+
+_escape = html.escape
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The HTML of a report on the baseline, if any, and the run."""
+    found, settings = [*runs], strips(runs)
+    sections = [
+        _tiles(found),
+        _section("Over the steps", "charts", [draw_chart(chart) for chart in charts(found)]),
+        _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
+        _section("Settings in force", "settings", _strips(settings)),
+        *(_events(run) for run in runs if run.events),
+        _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),
+        _missing(missing(found)),
+        _section("Made with", "made", [detail for run in runs for detail in _details(run)]),
+    ]
+    title = " against ".join(_escape(run.name) for run in reversed(runs))
+    return PAGE.format(
+        title=title, style=STYLE, script=SCRIPT, status=_status(runs), sections="\n".join(filter(None, sections))
+    )
+
+
+def _section(title: str, classes: str, parts: Sequence[str]) -> str:
+    return f'<section><h2>{title}</h2><div class="{classes}">{"".join(parts)}</div></section>' if parts else ""
+
+
+def _status(runs: Sequence[Run]) -> str:
+    items = (
+        f'<li style="--colour:var(--{run.role})">{_escape(run.name)}: {_escape(run.status)}</li>'
+        for run in reversed(runs)
+    )
+    return f'<ul class="status">{"".join(items)}</ul>'
+
+
+def _tiles(runs: list[Run]) -> str:
+    parts = (
+        f'<div class="tile"><span>{_escape(title)}</span><strong>{_escape(value)}</strong>'
+        f"<small>{_escape(more)}</small></div>"
+        for title, value, more in tiles(runs)
+    )
+    return f'<div class="tiles">{"".join(parts)}</div>'
+
+
+def _bars(shown: Bars) -> str:
+    totals = [sum(values[index] for _, _, values in shown.parts) for index in range(len(shown.runs))]
+    rows = "".join(
+        f'<div class="bar"><span title="{_escape(name)}">{_escape(name)}</span><div class="parts">'
+        + "".join(
+            _part(values[index] / max(totals), colour, f"{title}: {values[index]:,.4g} {shown.unit}")
+            for title, colour, values in shown.parts
+        )
+        + f"</div><span>{totals[index]:,.4g} {shown.unit}</span></div>"
+        for index, name in enumerate(shown.runs)
+    )
+    legend = _legend((title, colour) for title, colour, _ in shown.parts)
+    return f"<figure><figcaption><h3>{_escape(shown.title)}</h3>{legend}</figcaption><div>{rows}</div></figure>"
+
+
+def _part(share: float, colour: str, title: str) -> str:
+    return f'<i style="--colour:var(--{colour});flex:0 0 {100 * share:.3f}%" title="{_escape(title)}"></i>'
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    items = (
+        f'<li><svg class="swatch" viewBox="0 0 16 12" aria-hidden="true">'
+        f'<rect y="1" width="16" height="10" rx="2" style="fill:var(--{colour})"/></svg>{_escape(title)}</li>'
+        for title, colour in entries
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _strips(shown: Sequence[Strip]) -> list[str]:
+    colours, last = setting_colours(shown), max((strip.stretches[-1].last for strip in shown), default=0)
+    parts = "".join(_strip(strip, colours, last) for strip in shown)
+    return [f"<figure><div>{parts}</div></figure>"] if parts else []
+
+
+def _strip(strip: Strip, colours: Mapping[str, str], last: int) -> str:
+    # Between two measured steps nobody knows when it changed: at the first that shows the new setting.
+    begins = [1, *(stretch.first for stretch in strip.stretches[1:])]
+    ends = [*begins[1:], strip.stretches[-1].last + 1]
+    pieces = "".join(
+        _part((end - begin) / last, colours[stretch.setting], f"{stretch.setting}: steps {begin} to {end - 1}")
+        for stretch, begin, end in zip(strip.stretches, begins, ends, strict=True)
+    )
+    told = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(strip).items())
+    name = _escape(strip.run)
+    return (
+        f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
+        f"<span>{last:,} steps</span></div>{told}"
+    )
+
+
+def _events(run: Run) -> str:
+    left = len(run.events) - SHOWN
+    note = f"<p>The last {SHOWN} of {len(run.events):,} events.</p>" if left > 0 else ""
+    title = f"Events of {_escape(run.name)}"
+    return _section(title, "wide events", [note + _table(event_head(), event_rows(run))])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    body = "".join(_cells(row, "td") for row in rows)
+    return f"<table><thead>{_cells(head, 'th')}</thead><tbody>{body}</tbody></table>"
+
+
+def _cells(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _missing(parts: Sequence[Missing]) -> str:
+    told = "; ".join(f"{part.title} (needs {part.source})" for part in parts)
+    return f'<p class="missing">Left out, because no file has the data: {_escape(told)}.</p>' if told else ""
+
+
+def _details(run: Run) -> Iterable[str]:
+    """What the run was made with, and what its model writes."""
+    summary, name = run.files.summary or {}, _escape(run.name)
+    if summary:
+        config, model, seed = (summary.get(key) for key in ("config", "model", "seed"))
+        yield f"<p>{name}: {_escape(f'{config}, {model}, seed {seed}')}</p>"
+    if run.files.ds_config:
+        text = _escape(json.dumps(masked(run.files.ds_config), indent=2))
+        yield f"<details><summary>{name}: configuration</summary><pre>{text}</pre></details>"
+    if summary.get("sample"):
+        sample = _escape(re.sub(r"\n{3,}", "\n\n", summary["sample"]))
+        yield f"<details open><summary>{name}: a sample of what the model writes</summary><pre>{sample}</pre></details>"

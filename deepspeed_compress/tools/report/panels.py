@@ -1,0 +1,264 @@
+"""What a report shows of runs, before anybody draws it: charts over steps, bars of means, strips of settings."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from deepspeed_compress.tools.report.figures import TRAFFIC
+from deepspeed_compress.tools.report.marks import Mark, marks
+from deepspeed_compress.tools.report.reading import Run
+
+__all__ = ["Bars", "Chart", "Line", "Missing", "Stretch", "Strip", "bars", "charts", "missing", "strips"]
+
+POINTS = 360
+"""Of a line; more are not seen."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """`colour`: a name of the palette. Steps ascend."""
+
+    name: str
+    colour: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    faint: bool = False
+    dashed: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """A baseline shows below the run where they are equal."""
+        return self.colour == "baseline" and not self.faint and not self.dashed
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Values against optimizer steps, `first` to `last` in all charts of a report. `decades`: on a logarithmic axis."""
+
+    title: str
+    first: int
+    last: int
+    lines: tuple[Line, ...]
+    from_zero: bool
+    decades: bool = False
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar a run, of parts: title, colour, and one value a run."""
+
+    title: str
+    unit: str
+    runs: tuple[str, ...]
+    parts: tuple[tuple[str, str, tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps `first` to `last` with one setting."""
+
+    setting: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The settings in force over the steps of a run."""
+
+    run: str
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A part of the report for which there are no data, and where they would come from."""
+
+    title: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A column on a chart. `name`: in place of the run's; `run_only`: not of the baseline."""
+
+    key: str
+    name: str = ""
+    colour: str = ""
+    run_only: bool = False
+    faint: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chart to be: values are divided by `unit`; without the columns that `needs` names it is left out."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    source: str
+    unit: float = 1.0
+    from_zero: bool = True
+    wide_range: bool = False
+    with_marks: bool = False
+
+
+_STATISTICS = "compression.jsonl, written to monitor.path"
+_LATER = "compression.jsonl of this version"
+_COMPARED = "compression.jsonl, with monitor.cosine_every"
+_GUARDED = "compression.jsonl with the guard on, or Trainer's log"
+
+PLANS = (
+    Plan(
+        "Loss: held-out, and training (faint)",
+        (Curve("train_loss", faint=True), Curve("eval_loss")),
+        "metrics.jsonl, or Trainer's log",
+        from_zero=False,
+        with_marks=True,
+    ),
+    Plan("Step time, ms", (Curve("step_ms"),), "metrics.jsonl, or " + _LATER),
+    Plan(
+        "Gradients sent per rank and step, MB",
+        (Curve("bytes_uncompressed", "DeepSpeed alone", "baseline", run_only=True, dashed=True), Curve("bytes_sent")),
+        _STATISTICS,
+        unit=1e6,
+    ),
+    Plan("Compression ratio of gradients", (Curve("ratio"),), _STATISTICS),
+    Plan("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
+    Plan("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
+    Plan("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),
+    Plan(
+        "Busy time of ranks, ms",
+        (
+            Curve("busy_ms_max", "slowest rank", "orange", run_only=True),
+            Curve("busy_ms_median", "median rank", "run", run_only=True),
+        ),
+        _LATER,
+    ),
+    Plan("Peak memory of a rank, GiB", (Curve("memory_bytes"),), _LATER, unit=2**30),
+)
+
+_TIMES = (
+    ("compress", "purple", "compress_ms"),
+    ("wait for communication", "orange", "communicate_ms"),
+    ("decompress", "green", "decompress_ms"),
+)
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Those for which there are data."""
+    first, last = min(run.first_step for run in runs), max(run.last_step for run in runs)
+    return [
+        Chart(
+            title=plan.title,
+            first=first,
+            last=last,
+            lines=lines,
+            from_zero=plan.from_zero,
+            decades=_spans_decades(plan, lines),
+            marks=marks(runs[-1]) if plan.with_marks else (),
+        )
+        for plan in PLANS
+        if (lines := tuple(_lines(plan, runs)))
+    ]
+
+
+def missing(runs: Sequence[Run]) -> list[Missing]:
+    """What the report has no data for."""
+    plans = [Missing(plan.title, plan.source) for plan in PLANS if not any(_lines(plan, runs))]
+    named = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
+    shown = {one.title for one in bars(runs)}
+    rest = [Missing(title, source) for title, source in named.items() if title not in shown]
+    return plans + rest + ([] if strips(runs) else [Missing("Settings in force", _STATISTICS)])
+
+
+def _lines(plan: Plan, runs: Sequence[Run]) -> list[Line]:
+    curves = [(curve, run) for run in runs for curve in plan.curves if run.role == "run" or not curve.run_only]
+    lines = [_line(curve, run, plan.unit) for curve, run in curves if run.column(curve.key)]
+    # Without held-out loss the training loss is all there is, and needs no fainter line beside it.
+    return lines if any(not line.faint for line in lines) else [_strong(line) for line in lines]
+
+
+def _strong(line: Line) -> Line:
+    return Line(line.name, line.colour, line.steps, line.values)
+
+
+def _line(curve: Curve, run: Run, unit: float) -> Line:
+    points = _thinned([(step, value / unit) for step, value in run.column(curve.key).items()])
+    return Line(
+        name=curve.name or run.name,
+        colour=curve.colour or run.role,
+        steps=tuple(step for step, _ in points),
+        values=tuple(value for _, value in points),
+        faint=curve.faint,
+        dashed=curve.dashed,
+    )
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most about `POINTS`: the smallest and the largest of every group of neighbours, so that spikes stay."""
+    size = -(-2 * len(points) // POINTS)
+    groups = [points[begin : begin + size] for begin in range(0, len(points), size)] if size > 2 else []
+    ends = [{min(group, key=_value), max(group, key=_value)} for group in groups]
+    return sorted(point for pair in ends for point in pair) if groups else points
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
+def _spans_decades(plan: Plan, lines: Sequence[Line]) -> bool:
+    values = [value for line in lines for value in line.values]
+    return plan.wide_range and min(values) > 0 and max(values) > 100 * statistics.median(values)
+
+
+def bars(runs: Sequence[Run]) -> list[Bars]:
+    """Where the time of a step goes, and what is sent in it; of the runs whose files tell."""
+    return [one for one in (_time_bars(runs), _traffic_bars(runs)) if one is not None]
+
+
+def _time_bars(runs: Sequence[Run]) -> Bars | None:
+    told = [run for run in runs if run.column("step_ms")]
+    if not any(run.column("compress_ms") for run in told):
+        return None
+    means = {title: [_median(run, key) for run in told] for title, _, key in _TIMES}
+    wholes = [_median(run, "step_ms") for run in told]
+    rest = tuple(max(0.0, whole - sum(parts)) for whole, *parts in zip(wholes, *means.values(), strict=True))
+    parts = [(title, colour, tuple(means[title])) for title, colour, _ in _TIMES]
+    return Bars(
+        "Median time of a step, ms",
+        "ms",
+        _names(told),
+        (("all else, with DeepSpeed's own messages", "run-soft", rest), *parts),
+    )
+
+
+def _median(run: Run, key: str) -> float:
+    values = run.column(key).values()
+    return statistics.median(values) if values else 0.0
+
+
+def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
+    """Without runs whose statistics do not tell what is compressed."""
+    told = [run for run in runs if run.column("bytes_raw")]
+    found = [(kind, tuple((kind.size(run) or 0.0) / 1e6 for run in told)) for kind in TRAFFIC]
+    parts = tuple((kind.title, kind.colour, sizes) for kind, sizes in found if any(sizes))
+    return Bars("Sent by one rank in a step, MB", "MB", _names(told), parts) if parts else None
+
+
+def _names(runs: Sequence[Run]) -> tuple[str, ...]:
+    return tuple(run.name for run in runs)
+
+
+def strips(runs: Sequence[Run]) -> list[Strip]:
+    """One of each run that tells its settings."""
+    told = [(run, list(run.column("settings").items())) for run in runs]
+    return [Strip(run.name, _stretches(settings)) for run, settings in told if settings]
+
+
+def _stretches(settings: list[tuple[int, str]]) -> tuple[Stretch, ...]:
+    """A setting lasts from the measured step that shows it first to the last one in a row."""
+    groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
+    return tuple(Stretch(setting, steps[0], steps[-1]) for setting, steps in groups)

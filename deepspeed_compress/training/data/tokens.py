@@ -1,0 +1,152 @@
+"""The token cache: a corpus encoded once, then read through a memory map.
+
+`<directory>/<key>.bin` holds the tokens of all files one after another, uint16 or uint32, little endian;
+`<key>.json` says where each file starts. The key is a digest of the texts and of the tokenizer, so a cache
+never serves other data. Both are written under a temporary name and renamed, the .json last: where it exists,
+the cache is complete.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from deepspeed_compress.training.data.documents import CHUNK_CHARS, documents
+from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
+from deepspeed_compress.errors import DataError
+
+FORMAT = 1
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), in bytes of text; while encoding, characters stand for bytes."""
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Encoded corpus: `tokens` (n,) is read-only and mapped; file i is tokens[bounds[i]:bounds[i + 1]]."""
+
+    tokens: NDArray[np.uint16] | NDArray[np.uint32]
+    bounds: tuple[int, ...]
+    vocab_size: int
+
+
+def cache_key(files: list[Path], tokenizer: Path, progress: Progress | None = None) -> str:
+    """32 hexadecimal digits from the content of `files` in order and of the tokenizer."""
+    total, done = _size(files), 0
+    digest = hashlib.sha256(f"format {FORMAT}".encode())
+    for file in [tokenizer / "tokenizer.json", *files]:
+        try:
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+        if progress and file in files:
+            done += file.stat().st_size
+            progress("reading", done, total)
+    return digest.hexdigest()[:32]
+
+
+def build_cache(
+    files: list[Path],
+    tokenizer: Path,
+    directory: Path,
+    key: str,
+    progress: Progress | None = None,
+    chunk_chars: int = CHUNK_CHARS,
+) -> None:
+    """Encode `files` into `directory` under `key`; nothing is done when that cache is there.
+
+    Safe when several processes do it at once: the last rename wins and all contents are the same. Memory use
+    does not grow with the corpus. Raises DataError when a file cannot be read or nothing can be written.
+    """
+    if _index_file(directory, key).is_file():
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _encode_all(files, tokenizer, directory, key, progress, chunk_chars)
+    except OSError as error:
+        raise DataError(f"token cache {directory}: cannot be written: {error.strerror or error}") from None
+
+
+def open_cache(directory: Path, key: str) -> TokenCache:
+    """Map a cache that `build_cache` made. Raises DataError when it is missing or damaged."""
+    try:
+        index = json.loads(_index_file(directory, key).read_text(encoding="utf-8"))
+        tokens = np.memmap(_token_file(directory, key), dtype=index["dtype"], mode="r")
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"token cache {_token_file(directory, key)}: missing or damaged ({error})") from None
+    if tokens.size != index["bounds"][-1]:
+        raise DataError(f"token cache {_token_file(directory, key)}: cut short; delete it, it is built again")
+    return TokenCache(tokens, tuple(index["bounds"]), index["vocab_size"])
+
+
+def _encode_all(
+    files: list[Path], tokenizer: Path, directory: Path, key: str, progress: Progress | None, chunk_chars: int
+) -> None:
+    loaded = load_tokenizer(tokenizer)
+    vocab_size, end = loaded.get_vocab_size(), end_token(tokenizer, loaded)
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    bounds, done, total = [0], 0, _size(files)
+    with _Renamed(_token_file(directory, key)) as (stream, commit):
+        for file in files:
+            bounds.append(bounds[-1])
+            for tokens, chars in _encoded(file, loaded, end, chunk_chars):
+                stream.write(np.asarray(tokens, dtype=dtype).tobytes())
+                bounds[-1] += len(tokens)
+                done += chars
+                if progress:
+                    progress("encoding", done, total)
+        commit()
+    with _Renamed(_index_file(directory, key)) as (stream, commit):
+        index = {"format": FORMAT, "dtype": dtype.str, "vocab_size": vocab_size, "bounds": bounds}
+        stream.write(json.dumps(index | {"files": [str(file) for file in files]}).encode())
+        commit()
+
+
+def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[tuple[list[int], int]]:
+    """Tokens of each piece of text, and how many characters they stand for."""
+    for document in documents(file, chunk_chars):
+        for piece in document:
+            yield tokenizer.encode(piece, add_special_tokens=False).ids, len(piece)
+        yield [end], 0
+
+
+class _Renamed:
+    """A temporary file next to `target` which takes its name on commit, and is removed without one."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __enter__(self) -> tuple[BinaryIO, Callable[[], None]]:
+        handle, name = tempfile.mkstemp(prefix=f".{self.target.name}-", dir=self.target.parent)
+        self.scratch, self.stream = Path(name), os.fdopen(handle, "wb")
+        return self.stream, self._commit
+
+    def _commit(self) -> None:
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.scratch.chmod(0o644)
+        os.replace(self.scratch, self.target)
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        self.scratch.unlink(missing_ok=True)
+
+
+def _size(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
+
+
+def _token_file(directory: Path, key: str) -> Path:
+    return directory / f"{key}.bin"
+
+
+def _index_file(directory: Path, key: str) -> Path:
+    return directory / f"{key}.json"

@@ -1,0 +1,45 @@
+"""The trained model as a directory that transformers loads, with its tokenizer beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.models import save_pretrained
+from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
+from deepspeed_compress.training.options import Options
+
+
+def check_export(options: Options) -> None:
+    """Raises ConfigError when a model would be overwritten that is not an earlier export of this run, or when
+    nothing can be written there."""
+    directory = options.export
+    if directory is None:
+        return
+    if directory.resolve() == options.model.resolve():
+        raise ConfigError(f"--export {directory}: is --model, which would be overwritten; choose another directory")
+    if (directory / "config.json").exists() and not options.resume:
+        raise ConfigError(f"--export {directory}: holds a model already; choose another directory, or remove it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--export {directory}: cannot be made ({error.strerror}); choose another") from None
+
+
+def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directory: Path) -> None:
+    """Write weights, `config` and the tokenizer of the directory `tokenizer`. All ranks must call it."""
+    save_pretrained(engine, config, directory)
+    if dist.get_rank() == 0:
+        read_tokenizer(tokenizer).save_pretrained(directory)
+
+
+def read_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """With all that its own configuration says; without one, only the token that ends a document is known."""
+    if (directory / "tokenizer_config.json").is_file():
+        loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return loaded
+    tokenizer = load_tokenizer(directory)
+    end = tokenizer.id_to_token(end_token(directory, tokenizer))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)

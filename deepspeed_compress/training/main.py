@@ -1,0 +1,151 @@
+"""The whole program: from the command line to summary.json."""
+
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.engine.builds import warn_of_abandoned_locks
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.training import checkpoint, records
+from deepspeed_compress.training.checkpoint import Identity
+from deepspeed_compress.training.data.tokenizer import load_tokenizer
+from deepspeed_compress.training.export import check_export, export_model
+from deepspeed_compress.training.loop import Loop
+from deepspeed_compress.training.options import Options, parse_options
+from deepspeed_compress.training.progress import display
+from deepspeed_compress.training.ranks import AgreedError, Ranks, start_ranks
+from deepspeed_compress.training.sample import sample_text
+from deepspeed_compress.training.setup import Data, Plan, Training, prepare_data, read_plan, start_training
+from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
+
+PROMPT_TOKENS = 16
+FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (".*is deprecated. Please use `torch.distributed", FutureWarning),
+    ("c10d::broadcast_: an autograd kernel was not registered", UserWarning),
+)
+"""About calls inside DeepSpeed, which a user of this program cannot change."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 after one line on stderr when the user has something to correct."""
+    options = parse_options(argv)
+    for message, category in FOREIGN_WARNINGS:
+        warnings.filterwarnings("ignore", message, category)
+    warn_of_abandoned_locks()
+    ranks = start_ranks(options.local_rank)
+    status = 0
+    try:
+        _train(options, ranks)
+    except CompressError as error:
+        _report(error, ranks)
+        status = 2
+    # A process that ends with threads of a group alive may be aborted, which is another status.
+    dist.destroy_process_group()
+    return status
+
+
+def _train(options: Options, ranks: Ranks) -> None:
+    if not options.resume:
+        ranks.first_only(lambda: records.check_new(options.output_dir))
+    plan = ranks.agree(lambda: read_plan(options, ranks))
+    ranks.first_only(lambda: check_export(options))
+    data = prepare_data(options, ranks, plan.model_config)
+    training = start_training(options, plan)
+    share = share_of(training.engine)
+    identity = Identity(options.seed, options.seq_len, options.held_out, data.key, share.batch_size)
+    first = checkpoint.resume(training.engine, options.output_dir, identity, ranks) if options.resume else 0
+    metrics = records.Metrics(options.output_dir, ranks.is_first)
+    metrics.begin(first)
+    stepper = PipelineStepper(training.engine) if plan.layout.pipeline > 1 else PlainStepper(training.engine)
+    with display("train", ranks.is_first) as shown:
+        shown.line(_headline(options, ranks, training.parameters, first))
+        loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
+        loss = loop.run(first)
+    _finish(options, plan, training, data, ranks, share.batch_size, loss)
+
+
+def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> str:
+    begin = f"resuming after step {first}" if first else "starting at step 0"
+    missing = " (no checkpoint there to resume)" if options.resume and not first else ""
+    return f"{parameters:,} parameters on {ranks.world_size} ranks, {begin}{missing}, to step {options.steps}"
+
+
+def _finish(
+    options: Options, plan: Plan, training: Training, data: Data, ranks: Ranks, batch_size: int, loss: float
+) -> None:
+    text = _sample(options, plan, training.engine, data)
+    if options.export:
+        export_model(training.engine, plan.model_config, options.tokenizer, options.export)
+    if not ranks.is_first:
+        return
+    monitor_path = plan.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
+    batch_tokens = batch_size * options.seq_len
+    summary = {
+        **records.final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(training.engine)),
+        "run": _run(training.engine),
+        "eval_loss": loss,
+        "steps": options.steps,
+        "parameters": training.parameters,
+        "world_size": ranks.world_size,
+        "tensor": plan.layout.tensor,
+        "pipeline": plan.layout.pipeline,
+        "tokens_per_step": batch_tokens,
+        "seq_len": options.seq_len,
+        "seed": options.seed,
+        "monitor_path": str(monitor_path),
+        "config": options.deepspeed_config,
+        "model": str(options.model),
+        "sample": text,
+        "export": str(options.export) if options.export else None,
+    }
+    records.write_json(options.output_dir / records.SUMMARY, summary)
+    print(_last_lines(options, summary), flush=True)
+
+
+def _run(engine: Any) -> str | None:
+    """By what name the statistics of the run know it."""
+    session = vars(engine).get("compression")
+    return None if session is None else session.journal.part.id
+
+
+def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None:
+    if plan.layout.pipeline > 1 or not options.sample_tokens:
+        return None
+    start = data.held_out.segments[0][0]
+    tokens = torch.from_numpy(data.held_out.cache.tokens[start : start + PROMPT_TOKENS].astype("int64"))
+    return sample_text(
+        engine,
+        load_tokenizer(options.tokenizer),
+        tokens.to(engine.device),
+        options.sample_tokens,
+        options.seq_len,
+        options.seed,
+    )
+
+
+def _last_lines(options: Options, summary: dict[str, Any]) -> str:
+    text = f"sample: {summary['sample']!r}" if summary["sample"] else _why_no_sample(options)
+    model = f"model and tokenizer in {options.export}" if options.export else ""
+    result = f"held-out loss {summary['eval_loss']:.4f}, figures in {options.output_dir / records.SUMMARY}"
+    return "\n".join(filter(None, [text, model, result]))
+
+
+def _why_no_sample(options: Options) -> str:
+    """Empty when none was asked for."""
+    able = f"the model in {options.export}" if options.export else "a model written with --export DIR"
+    return f"no sample text: the pipeline engine cannot generate, {able} can" if options.sample_tokens else ""
+
+
+def _report(error: CompressError, ranks: Ranks) -> None:
+    """Rank 0 speaks for all where all agree; else each for itself, unless the launcher ends it first."""
+    if ranks.is_first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, AgreedError):
+        time.sleep(3)
+        print(f"rank {ranks.rank}: error: {error}", file=sys.stderr, flush=True)

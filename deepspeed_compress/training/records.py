@@ -1,0 +1,99 @@
+"""What a run leaves behind: metrics.jsonl, line by line, and summary.json at the end."""
+
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.tools.run_directory import METRICS, SUMMARY, Line, read_lines, read_statistics
+
+SENT = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor")
+"""Fields of a line whose sum leaves a rank in a step."""
+
+__all__ = ["METRICS", "SUMMARY", "Metrics", "check_new", "compression_figures", "final_figures", "write_json"]
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write `file` whole or not at all."""
+    scratch = file.with_name(f".{file.name}.new")
+    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(scratch, file)
+
+
+def check_new(output_dir: Path) -> None:
+    """Raises ConfigError when `output_dir` holds a run already: a run is not overwritten by accident."""
+    if (output_dir / METRICS).is_file():
+        raise ConfigError(f"--output-dir {output_dir}: holds a run already; write --resume to go on, or choose another")
+
+
+class Metrics:
+    """Appends to metrics.jsonl on the first rank; does nothing on others. A line that cannot be written is lost, for
+    other ranks would wait for the one that stops; CompressWarning for the first."""
+
+    def __init__(self, output_dir: Path, visible: bool) -> None:
+        self.file, self.visible = output_dir / METRICS, visible
+        self._told = False
+
+    def begin(self, step: int) -> None:
+        """Keep the lines up to `step`, where the run starts or resumes; later ones will come again."""
+        if not self.visible:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_lines(self.file) if line["step"] <= step]
+        scratch = self.file.with_name(f".{self.file.name}.new")
+        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(scratch, self.file)
+
+    def add(self, **values: float | None) -> None:
+        """One line."""
+        try:
+            if self.visible:
+                with self.file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(values) + "\n")
+        except OSError as error:
+            if not self._told:
+                warnings.warn(f"{self.file} cannot be written ({error.strerror})", CompressWarning, stacklevel=2)
+            self._told = True
+
+
+def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: str | None = None) -> dict[str, Any]:
+    """The figures of summary.json which follow from what was logged.
+
+    Step times are medians: the first steps of a run are slower. The compression figures are means over the
+    monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
+    """
+    lines = read_lines(output_dir / METRICS)
+    last_eval: dict[str, Any] = next((line for line in reversed(lines) if "eval_loss" in line), {})
+    times = [line["step_time_s"] for line in lines if "step_time_s" in line]
+    median = statistics.median(times) if times else None
+    return {
+        "eval_loss": last_eval.get("eval_loss"),
+        "median_step_s": median,
+        "tokens_per_s": batch_tokens / median if median else None,
+        **compression_figures(read_statistics(monitor_dir, run)),
+    }
+
+
+def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Of lines of compression.jsonl: mean bytes that one rank sends in a step, of every kind that all lines have, and
+    how many times fewer all of them, and those of gradients, are than uncompressed (None when nothing is sent)."""
+    if not lines:
+        return {}
+    kinds = [name for name in lines[0] if name.startswith("bytes_")]
+    kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
+    means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
+    sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
+    return {**means, **_total(lines), "compression_ratio": uncompressed / sent if sent else None}
+
+
+def _total(lines: Sequence[Line]) -> dict[str, float | None]:
+    """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
+    if any("total_ratio" not in line for line in lines):
+        return {}
+    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in SENT)) for line in lines]
+    sent = sum(size for _, size in known)
+    return {"compression_total_ratio": sum((ratio or 0) * size for ratio, size in known) / sent if sent else None}

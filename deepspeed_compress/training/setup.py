@@ -1,0 +1,165 @@
+"""Data, model and engine from the options."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    Parallelism,
+    parse_section,
+    read_ds_config,
+    tensor_size,
+)
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.models import Layout, build_parallel, check_layout, read_model_config
+from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.training.data import (
+    Windows,
+    build_cache,
+    cache_key,
+    open_cache,
+    split_windows,
+    text_files,
+    train_tokenizer,
+)
+from deepspeed_compress.training.options import Options
+from deepspeed_compress.training.progress import Throttled, display
+from deepspeed_compress.training.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the files say, before anything is built."""
+
+    ds_config: dict[str, Any]
+    model_config: PretrainedConfig
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Data:
+    """Windows to train and to evaluate on; `key` names the cache they are read from."""
+
+    train: Windows
+    held_out: Windows
+    key: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """An engine that is ready, and how many parameters the whole model has."""
+
+    engine: Any
+    parameters: int
+
+
+def read_plan(options: Options, ranks: Ranks) -> Plan:
+    """Read both configurations and hold them against each other. Raises ConfigError or UnsupportedError."""
+    ds_config = read_ds_config(options.deepspeed_config)
+    section = parse_section(ds_config) if SECTION in ds_config else None
+    if section:
+        ds_config = _with_monitor_path(ds_config, section, options.output_dir)
+    if "optimizer" not in ds_config:
+        raise ConfigError(
+            f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": ...}}'
+        )
+    plan = Plan(
+        ds_config,
+        read_model_config(options.model),
+        _layout(ds_config, section),
+    )
+    _check_plan(plan, options, ranks)
+    return plan
+
+
+def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
+    """Train the tokenizer and encode the text where that is not done yet, then map it. Raises DataError."""
+    files = ranks.agree(lambda: text_files(options.data))
+    with display("text", ranks.is_first) as shown:
+        progress = Throttled(shown)
+        if not ranks.first_only((options.tokenizer / "tokenizer.json").is_file):
+            shown.line(f"training a tokenizer into {options.tokenizer}")
+        ranks.once_per_node(lambda: _tokenizer(options, files, model_config))
+        key = ranks.first_only(lambda: cache_key(files, options.tokenizer, progress))
+        ranks.once_per_node(lambda: build_cache(files, options.tokenizer, options.cache_dir, key, progress))
+    return ranks.agree(lambda: _split(options, key, model_config))
+
+
+def start_training(options: Options, plan: Plan) -> Training:
+    """Build the model and the engine. Raises ConfigError when DeepSpeed rejects its configuration."""
+    module = build_parallel(options.model, plan.model_config, options.seed, plan.layout)
+    try:
+        engine, *_ = _initializer(plan.ds_config)(
+            model=module, model_parameters=_trainable(module), config=plan.ds_config
+        )
+    except (AssertionError, ValueError) as error:
+        if isinstance(error, ConfigError | UnsupportedError):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects it: {reason}") from error
+    return Training(engine, build_skeleton(plan.model_config).num_parameters())
+
+
+def _initializer(ds_config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    if SECTION not in ds_config:
+        return deepspeed.initialize
+    import deepspeed_compress
+
+    return deepspeed_compress.initialize
+
+
+def _trainable(module: Any) -> list[Any]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, output_dir: Path) -> dict[str, Any]:
+    """compression.jsonl goes to the run's own directory unless the configuration says otherwise."""
+    if section.monitor.path is not None:
+        return ds_config
+    written = ds_config[SECTION]
+    monitor = (written.get("monitor") or {}) | {"path": str(output_dir)}
+    return ds_config | {SECTION: written | {"monitor": monitor}}
+
+
+def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout:
+    parallelism = (section.parallelism if section else None) or Parallelism()
+    return Layout(
+        tensor_size(ds_config, parallelism),
+        parallelism.pipeline,
+        parallelism.partition,
+        parallelism.activation_checkpointing,
+    )
+
+
+def _check_plan(plan: Plan, options: Options, ranks: Ranks) -> None:
+    check_layout(plan.model_config, plan.layout)
+    divided = plan.layout.tensor * plan.layout.pipeline
+    if ranks.world_size % divided:
+        raise ConfigError(
+            f"tensor {plan.layout.tensor} x pipeline {plan.layout.pipeline} does not divide {ranks.world_size} "
+            "processes"
+        )
+    positions = getattr(plan.model_config, "max_position_embeddings", options.seq_len)
+    if options.seq_len > positions:
+        raise ConfigError(f"--seq-len {options.seq_len}: {options.model} has {positions} positions; write that at most")
+
+
+def _tokenizer(options: Options, files: list[Path], model_config: PretrainedConfig) -> None:
+    if not (options.tokenizer / "tokenizer.json").is_file():
+        train_tokenizer(files, options.tokenizer, options.vocab_size or model_config.vocab_size)
+
+
+def _split(options: Options, key: str, model_config: PretrainedConfig) -> Data:
+    cache = open_cache(options.cache_dir, key)
+    if cache.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer} has {cache.vocab_size} tokens, /vocab_size of {options.model} "
+            f"{model_config.vocab_size}; write {cache.vocab_size} there, or use a smaller tokenizer"
+        )
+    return Data(*split_windows(cache, options.seq_len, options.held_out), key)

@@ -1,0 +1,242 @@
+"""The C++ kernels against plain torch, bit for bit where arithmetic is elementwise."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
+from deepspeed_compress.compression.kernels.forms import Form, Memory
+from tests.support.properties import properties
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+cpu = implementations(CPU)["cpu"]
+
+FORMS = {
+    "int8": Form("absmax", 127, 8, 256),
+    "int4": Form("absmax", 7, 4, 64),
+    "int4, blocks of half bytes": Form("absmax", 7, 4, 33),
+    "ternary": Form("absmax", 1, 2, 32),
+    "3 bits": Form("absmax", 3, 3, 24),
+    "qsgd": Form("norm", 7, 4, 64),
+    "qsgd of 5 bits": Form("norm", 15, 5, 50),
+    "sign": Form("mean", 1, 1, 64),
+    "sign, blocks of odd size": Form("mean", 1, 1, 7),
+    "four levels": Form("lloyd", 4, 2, 64),
+}
+SIZES = (1, 5, 64, 65, 300, 1000)
+
+
+def inputs(numel: int, seed: int) -> Iterator[Tensor]:
+    """Ordinary values, and such as arithmetic stumbles over."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    yield x
+    yield x * 1e-42
+    yield x * 1e38
+    yield torch.zeros(numel)
+    yield torch.full((numel,), -3.5)
+    for bad in (math.nan, math.inf, -math.inf):
+        spoiled = x.clone()
+        spoiled[numel // 2] = bad
+        yield spoiled
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal bits, but for those of NaN."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def encoded(
+    ops: object, x: Tensor, form: Form, dtype: torch.dtype, key: int | None, memory: Memory | None
+) -> tuple[Tensor, Tensor]:
+    blocks = -(-x.numel() // form.block_size)
+    numbers = torch.full((blocks,), 7.0, dtype=dtype)
+    codes = torch.full((-(-x.numel() * form.bits // 8) + 3,), 0xFF, dtype=torch.uint8)
+    ops.quantize_blocks(x, form, numbers, codes, key, memory)  # type: ignore[attr-defined]
+    return numbers, codes
+
+
+@pytest.mark.parametrize("key", [None, 2**63 + 12345])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_scales_and_codes(form: Form, dtype: torch.dtype, key: int | None) -> None:
+    for numel in SIZES:
+        for x in inputs(numel, numel):
+            numbers, codes = encoded(cpu, x, form, dtype, key, None)
+            expected_numbers, expected_codes = encoded(reference, x, form, dtype, key, None)
+            assert same(numbers.float(), expected_numbers.float())
+            assert torch.equal(codes, expected_codes)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_memory(form: Form, dtype: torch.dtype, decay: float) -> None:
+    for numel in SIZES:
+        for x in inputs(numel, numel):
+            before, given_x = torch.linspace(-1, 1, numel).to(dtype), x.clone()
+            results = []
+            for ops in (cpu, reference):
+                after = torch.full((numel,), 9.0, dtype=dtype)
+                results.append((*encoded(ops, x, form, torch.float32, None, Memory(before, decay, after)), after))
+            assert torch.equal(x.nan_to_num(), given_x.nan_to_num())
+            for mine, expected in zip(*results, strict=True):
+                assert same(mine.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
+    x, form = torch.randn(300, generator=torch.Generator().manual_seed(0)), FORMS["int4"]
+    before = torch.linspace(-1, 1, 300).to(dtype)
+    after = torch.empty_like(before)
+    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, after))
+    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, before))
+    assert torch.equal(before, after)
+
+
+def test_a_finite_remainder_stays_finite() -> None:
+    x, after = torch.full((8,), torch.finfo(torch.float32).max), torch.empty(8, dtype=torch.bfloat16)
+    x[0] = -1.0
+    form = Form("mean", 1, 1, 8)
+    for ops in (cpu, reference):
+        encoded(ops, x, form, torch.float32, None, Memory(torch.zeros_like(after), 1.0, after))
+        assert after.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1 / 3])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_decoding(form: Form, scale: float) -> None:
+    for numel in SIZES:
+        for x in inputs(numel, numel):
+            numbers, codes = encoded(reference, x, form, torch.float32, None, None)
+            out, expected = (torch.linspace(-1, 1, numel) for _ in range(2))
+            cpu.dequantize_blocks_add(numbers, codes, form, out, scale)
+            reference.dequantize_blocks_add(numbers, codes, form, expected, scale)
+            assert same(out, expected)
+
+
+def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:
+    """Another order of a sum in fp64 shows in fp32 once in about 2**29 / n blocks of n elements, by one unit."""
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
+    for form in (FORMS["qsgd"], FORMS["sign"]):
+        scales = [encoded(ops, x, form, torch.float32, None, None)[0] for ops in (cpu, reference)]
+        distance = (scales[0].view(torch.int32) - scales[1].view(torch.int32)).abs()
+        assert int(distance.max()) <= 1
+        assert int(distance.sum()) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_casts(dtype: torch.dtype) -> None:
+    for x in (*inputs(1000, 5), torch.tensor([65504.0, 65519.9, 65520.0, -7e4, 3.4e38, -3.4e38])):
+        out, expected = torch.empty(x.numel(), dtype=dtype), torch.empty(x.numel(), dtype=dtype)
+        cpu.cast(x, out)
+        reference.cast(x, expected)
+        assert same(out.float(), expected.float())
+        sums = [torch.linspace(-1, 1, x.numel()) for _ in range(2)]
+        for ops, total in zip((cpu, reference), sums, strict=True):
+            ops.add_cast(expected, total, 1 / 3)
+        assert same(*sums)
+
+
+@properties
+@given(st.integers(0, 2**64 - 1))
+def test_uniform_numbers(key: int) -> None:
+    assert torch.equal(cpu.uniform(100, key, CPU), reference.uniform(100, key, CPU))
+
+
+@pytest.mark.parametrize("k_of", [(1, 1), (1, 7), (3, 64), (64, 64), (41, 4096), (1000, 4096), (30, 5000)])
+def test_top_k_with_equal_magnitudes_and_nan(k_of: tuple[int, int]) -> None:
+    k, width = k_of
+    generator = torch.Generator().manual_seed(k)
+    few_values = torch.randint(-3, 4, (5, width), generator=generator).float()
+    spoiled = torch.randn(5, width, generator=generator)
+    spoiled[1, width // 2], spoiled[2, 0], spoiled[3] = math.nan, math.inf, 0.0
+    for rows in (few_values, spoiled):
+        assert torch.equal(cpu.top_k_rows(rows, k), reference.top_k_rows(rows, k))
+
+
+@properties
+@given(st.integers(1, 20), st.data())
+def test_bits(width: int, data: st.DataObject) -> None:
+    values = torch.tensor(data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40)), dtype=torch.int64)
+    packed = [torch.full((-(-len(values) * width // 8) + 3,), 0xFF, dtype=torch.uint8) for _ in range(2)]
+    cpu.pack_bits(values, width, packed[0])
+    reference.pack_bits(values, width, packed[1])
+    assert torch.equal(*packed)
+    assert torch.equal(cpu.unpack_bits(packed[0], width, len(values)), values)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 64, 64), (2, 1, 32, 32), (5, 1, 1, 64), (1, 1, 16, 64), (2, 2, 1, 1)])
+def test_transforms_to_rounding(shape: tuple[int, ...], inverse: bool) -> None:
+    tiles = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    for name in ("dct_tiles", "hadamard_tiles"):
+        out, expected = torch.empty_like(tiles), torch.empty_like(tiles)
+        getattr(cpu, name)(tiles, out, inverse)
+        getattr(reference, name)(tiles, expected, inverse)
+        # A few units of the last place of the largest coefficient, which 4096 products of 24 bits make.
+        assert float((out - expected).abs().max()) <= 2e-6 * float(tiles.abs().max())
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (3, 64), (7, 5), (128, 64)])
+def test_tiles_of_a_matrix_are_transformed_in_place_of_it(height: int, width: int, inverse: bool) -> None:
+    matrix = torch.randn(2 * height, 3 * width + 1, generator=torch.Generator().manual_seed(4))
+    strides = (height * matrix.shape[1], width, matrix.shape[1], 1)
+    found, expected = torch.zeros_like(matrix), torch.zeros_like(matrix)
+    views = [whole.as_strided((2, 3, height, width), strides) for whole in (matrix, found, expected)]
+    cpu.dct_tiles(views[0], views[1], inverse)
+    reference.dct_tiles(views[0], views[2], inverse)
+    assert not found[:, -1].any()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(3))
+    form, threads, results = replace(FORMS["int4"], block_size=256), torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            after = torch.zeros(x.numel())
+            results.append((*encoded(cpu, x, form, torch.float32, 5, Memory(after, 1.0, after)), after))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_every_implementation_has_all_operations() -> None:
+    assert set(cpu.__all__) == set(reference.__all__)
+
+
+def test_without_a_compiler_torch_is_used_and_the_user_is_told(tmp_path: Path) -> None:
+    program = (
+        "import warnings, torch\n"
+        "from deepspeed_compress.compression.kernels import for_device\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    print(for_device(torch.device('cpu')).__name__)\n"
+        "print([str(one.message) for one in caught if 'plain torch' in str(one.message)])\n"
+    )
+    environment = {"PATH": "/nonexistent", "CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    for switch, warned in (("", True), ("torch", False)):
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | {SWITCH: switch},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        name, messages = run.stdout.splitlines()
+        assert name == "deepspeed_compress.compression.kernels.reference"
+        assert ("g++" in messages) == warned

@@ -1,0 +1,425 @@
+"""The Triton kernels against plain torch: on a GPU where there is one, otherwise in Triton's interpreter.
+
+What runs in another process is a function `check_...`, which imports the kernels itself.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.forms import Form, Memory
+from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+FORMS = {
+    "int8": Form("absmax", 127, 8, 256),
+    "int4": Form("absmax", 7, 4, 64),
+    "int4, blocks of one program": Form("absmax", 7, 4, 4096),
+    "ternary": Form("absmax", 1, 2, 32),
+    "qsgd": Form("norm", 7, 4, 64),
+    "qsgd of 8 bits": Form("norm", 127, 8, 1024),
+    "sign": Form("mean", 1, 1, 64),
+    "sign, blocks of one program": Form("mean", 1, 1, 4096),
+    "sign, a byte a block": Form("mean", 1, 1, 8),
+    "four levels": Form("lloyd", 4, 2, 64),
+    "four levels, long blocks": Form("lloyd", 4, 2, 2048),
+}
+OTHER_FORMS = {
+    "blocks of half bytes": Form("absmax", 7, 4, 33),
+    "no power of two": Form("absmax", 7, 4, 96),
+    "3 bits": Form("absmax", 3, 3, 64),
+    "less than a byte a block": Form("mean", 1, 1, 4),
+    "long blocks": Form("absmax", 127, 8, 8192),
+}
+KEY = 2**63 + 0x9876543210
+NUMEL = 5000
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Runner]:
+    with gpu_or_interpreter() as runner:
+        yield runner
+
+
+def message(numel: int) -> Tensor:
+    """Ordinary values of many magnitudes, and blocks of such as arithmetic stumbles over."""
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+    for place, factor in ((1, 1e-42), (2, 1e38), (3, 1e-30), (4, 0.0), (5, -0.0)):
+        x[place * 64 : place * 64 + 64] *= factor
+    x[7 * 64 :: 11] = 0.5
+    for place, bad in ((30, math.inf), (40, -math.inf), (70, torch.finfo(torch.float32).max)):
+        x[place * 64 + 5 : place * 64 + 6] = bad
+    # A NaN that rounding as an integer would carry into the sign.
+    x.view(torch.int32)[20 * 64 : 20 * 64 + 1] = 0x7FFFFFFF
+    return x
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Equal bits, the sign of zero included, but for those of NaN."""
+    actual, bits = actual.cpu(), {2: torch.int16, 4: torch.int32}
+    if actual.is_floating_point():
+        torch.testing.assert_close(actual.isnan(), expected.isnan())
+        actual, expected = (x.nan_to_num(7.0, math.inf, -math.inf).view(bits[x.itemsize]) for x in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def units_apart(some: Tensor, others: Tensor) -> Tensor:
+    """How many representable numbers apart two tensors of scales are."""
+    integers = {2: torch.int16, 4: torch.int32}[some.itemsize]
+    return (some.nan_to_num(7.0).view(integers).long() - others.nan_to_num(7.0).view(integers).long()).abs()
+
+
+def room(numel: int, form: Form, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where numbers and codes go, with bytes to spare and nothing cleared."""
+    numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
+    return numbers, torch.full((-(-numel * form.bits // 8) + 3,), 0xFF, dtype=torch.uint8, device=device)
+
+
+def given(form: Form, numel: int, numbers: Tensor) -> dict[str, object]:
+    """The kinds of `reference`, where that of `form` gets its scales from `numbers`."""
+    parts = iter(numbers[blocks].float() for blocks, _, _ in reference._blocks(numel, form.block_size))
+    kind = replace(reference._KINDS[form.kind], scales=lambda *_: next(parts))
+    return {**reference._KINDS, form.kind: kind}
+
+
+def check_encoding(
+    device: torch.device, numel: int, form: Form, dtype: torch.dtype, key: int | None, memory: torch.dtype | None
+) -> None:
+    """Scales are off by one unit of the last place at most; given them, all bits are the same."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, before = message(numel), torch.linspace(-1, 1, numel).to(memory or torch.float32)
+    after = [torch.full_like(before, 9.0, device=place) for place in (device, "cpu")]
+    memories = [Memory(before.to(one.device), 0.95, one) if memory else None for one in after]
+    numbers, codes = room(numel, form, dtype, device)
+    given_x = x.clone().to(device)
+    gpu.quantize_blocks(given_x, form, numbers, codes, key, memories[0])
+    assert_same(given_x, x)
+
+    expected_numbers, expected_codes = room(numel, form, dtype, torch.device("cpu"))
+    reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, memories[1])
+    if form.kind == "absmax":
+        assert_same(numbers, expected_numbers)
+    else:
+        assert int(units_apart(numbers.cpu(), expected_numbers).max()) <= 1
+    with patch.object(reference, "_KINDS", given(form, numel, numbers.cpu())):
+        reference.quantize_blocks(x, form, expected_numbers, expected_codes, key, memories[1])
+    assert_same(codes, expected_codes)
+    assert_same(after[0], after[1])
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_scales_and_codes(run: Runner, form: Form, dtype: torch.dtype, key: int | None) -> None:
+    run(check_encoding, NUMEL, form, dtype, key, None)
+
+
+@pytest.mark.parametrize("memory", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_memory(run: Runner, form: Form, memory: torch.dtype) -> None:
+    run(check_encoding, NUMEL, form, torch.float32, KEY, memory)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 2048, 4096, 6000])
+@pytest.mark.parametrize("name", ["int8", "int4", "ternary", "sign", "four levels"])
+def test_short_blocks_and_whole_programs(run: Runner, name: str, numel: int) -> None:
+    run(check_encoding, numel, FORMS[name], torch.bfloat16, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_other_forms(run: Runner, form: Form) -> None:
+    run(check_encoding, NUMEL, form, torch.float32, KEY, torch.bfloat16)
+    run(check_decoding, NUMEL, form, torch.float32)
+
+
+def check_who_encodes(device: torch.device, form: Form) -> bool:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, results = torch.randn(300, device=device), room(300, form, torch.float32, device)
+    with (
+        patch.object(reference, "quantize_blocks") as quantize,
+        patch.object(reference, "dequantize_blocks_add") as add,
+    ):
+        gpu.quantize_blocks(x, form, *results)
+        gpu.dequantize_blocks_add(*results, form, x, 1.0)
+    assert quantize.called == add.called
+    return not quantize.called
+
+
+def test_which_forms_are_encoded_here(run: Runner) -> None:
+    assert all(run(check_who_encodes, form) for form in FORMS.values())
+    assert not any(run(check_who_encodes, form) for form in OTHER_FORMS.values())
+
+
+def check_memory_in_place(device: torch.device, dtype: torch.dtype) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, before = torch.randn(300, device=device), torch.linspace(-1, 1, 300, device=device).to(dtype)
+    after, results = torch.empty_like(before), room(300, FORMS["int4"], torch.float32, device)
+    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=Memory(before, 1.0, after))
+    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=Memory(before, 1.0, before))
+    assert_same(before, after.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_may_be_updated_in_place(run: Runner, dtype: torch.dtype) -> None:
+    run(check_memory_in_place, dtype)
+
+
+def check_views(device: torch.device) -> None:
+    """Tensors that begin anywhere in memory, and codes with much room behind them."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    form, results = FORMS["int4"], []
+    for ops, place in ((gpu, device), (reference, torch.device("cpu"))):
+        x, after = message(NUMEL).to(place)[3:], torch.ones(NUMEL, device=place, dtype=torch.bfloat16)[3:]
+        numbers = torch.zeros(200, device=place, dtype=torch.bfloat16)[1:][: -(-x.numel() // form.block_size)]
+        codes = torch.full((9000,), 0xFF, device=place, dtype=torch.uint8)[5:]
+        ops.quantize_blocks(x, form, numbers, codes, KEY, Memory(after, 1.0, after))
+        ops.dequantize_blocks_add(numbers, codes, form, x, 0.5)
+        results.append((numbers, codes, after, x))
+    for actual, expected in zip(*results, strict=True):
+        assert_same(actual, expected)
+
+
+def test_views(run: Runner) -> None:
+    run(check_views)
+
+
+def check_decoding(device: torch.device, numel: int, form: Form, dtype: torch.dtype) -> None:
+    """Any bytes, the padding too, and scales that are not finite, denormal, huge."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    generator = torch.Generator().manual_seed(numel)
+    numbers, codes = room(numel, form, dtype, torch.device("cpu"))
+    codes = torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=generator)
+    numbers.uniform_(generator=generator)
+    odd = torch.tensor([math.nan, math.inf, 0.0, 1e-40, 65504.0])[: len(numbers) - 1].to(dtype)
+    numbers[: len(odd)] = odd
+    for scale in (1.0, -1.0, 1 / 3):
+        out, expected = message(numel).to(device), message(numel)
+        gpu.dequantize_blocks_add(numbers.to(device), codes.to(device), form, out, scale)
+        reference.dequantize_blocks_add(numbers, codes, form, expected, scale)
+        assert_same(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_decoding(run: Runner, form: Form, dtype: torch.dtype) -> None:
+    for numel in (1, 65, 4096, NUMEL):
+        run(check_decoding, numel, form, dtype)
+
+
+def check_nothing(device: torch.device) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, codes = torch.empty(0, device=device), torch.full((3,), 0xFF, dtype=torch.uint8, device=device)
+    gpu.quantize_blocks(x, FORMS["int4"], x, codes, memory=Memory(x, 1.0, x))
+    gpu.dequantize_blocks_add(x, codes, FORMS["int4"], x, 1.0)
+    assert codes.tolist() == [0, 0, 0]
+    assert gpu.uniform(0, 1, device).numel() == gpu.unpack_bits(codes, 5, 0).numel() == 0
+    assert gpu.top_k_rows(x.view(0, 0).new_empty(0, 8), 2).shape == (0, 2)
+
+
+def test_nothing(run: Runner) -> None:
+    run(check_nothing)
+
+
+def check_uniform(device: torch.device, key: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    for count in (1, 2048, 5000):
+        assert_same(gpu.uniform(count, key, device), reference.uniform(count, key, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, KEY])
+def test_uniform_numbers(run: Runner, key: int) -> None:
+    run(check_uniform, key)
+
+
+def check_casts(device: torch.device, dtype: torch.dtype, numel: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x = message(numel)
+    out, expected = (torch.full((numel,), 9.0, dtype=dtype) for _ in range(2))
+    own = out.to(device)
+    gpu.cast(x.to(device), own)
+    reference.cast(x, expected)
+    assert_same(own, expected)
+    sums = torch.linspace(-1, 1, numel)
+    own_sums = sums.clone().to(device)
+    gpu.add_cast(own, own_sums, 1 / 3)
+    reference.add_cast(expected, sums, 1 / 3)
+    assert_same(own_sums, sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_casts(run: Runner, dtype: torch.dtype) -> None:
+    for numel in (0, 1, 2048, NUMEL):
+        run(check_casts, dtype, numel)
+
+
+def check_top_k(device: torch.device, width: int, k: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    generator = torch.Generator().manual_seed(width)
+    ordinary = torch.randn(11, width, generator=generator)
+    few_values = torch.randint(-3, 4, (11, width), generator=generator).float()
+    odd = ordinary * 1e-42
+    odd[1] = 0.0
+    odd[2, width // 2], odd[3, width // 3], odd[4] = math.nan, -math.inf, math.nan
+    for rows in (ordinary, few_values, odd):
+        assert_same(gpu.top_k_rows(rows.to(device), k), reference.top_k_rows(rows, k))
+
+
+@pytest.mark.parametrize(
+    ("width", "k"),
+    [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82), (8193, 5)],
+)
+def test_top_k_with_equal_magnitudes_and_nan(run: Runner, width: int, k: int) -> None:
+    run(check_top_k, width, k)
+
+
+def check_bits(device: torch.device, width: int, count: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    values = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(width))
+    packed = torch.full((-(-count * width // 8) + 3,), 0xFF, dtype=torch.uint8)
+    own = packed.clone().to(device)
+    gpu.pack_bits(values.to(device), width, own)
+    reference.pack_bits(values, width, packed)
+    assert_same(own, packed)
+    assert_same(gpu.unpack_bits(own, width, count), values)
+
+
+@pytest.mark.parametrize("width", range(1, 19))
+def test_bits(run: Runner, width: int) -> None:
+    for count in (0, 1, 9, 3001):
+        run(check_bits, width, count)
+
+
+def check_codes(device: torch.device, width: int, count: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    codes = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(width))
+    packed = torch.full((-(-count * width // 8) + 3,), 0xFF, dtype=torch.uint8)
+    own = packed.clone().to(device)
+    gpu.pack_codes(codes.to(device), width, own)
+    reference.pack_codes(codes, width, packed)
+    assert_same(own, packed)
+    assert_same(gpu.unpack_codes(own, width, count), codes & ((1 << width) - 1))
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+def test_codes_of_which_the_upper_bits_do_not_count(run: Runner, width: int) -> None:
+    for count in (0, 1, 9, 3001):
+        run(check_codes, width, count)
+
+
+def check_names(device: torch.device) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    assert gpu.__all__ == reference.__all__
+
+
+def test_every_implementation_has_all_operations(run: Runner) -> None:
+    run(check_names)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    form, x, after = FORMS["int4"], torch.randn(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    results = room(NUMEL, form, torch.float32, x.device)
+    for warm in (False, True):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            gpu.quantize_blocks(x, form, *results, KEY, Memory(after, 1.0, after))
+            gpu.dequantize_blocks_add(*results, form, x, 1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not warm or torch.cuda.max_memory_allocated() == before
+
+
+def start_block_kernels(form: Form, dtype: torch.dtype, memory: torch.dtype, numel: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, after = torch.zeros(numel), torch.zeros(numel, dtype=memory)
+    results = room(numel, form, dtype, x.device)
+    gpu.quantize_blocks(x, form, *results, KEY if form.kind == "absmax" else None, Memory(after, 0.9, after))
+    gpu.dequantize_blocks_add(*results, form, x, 0.5)
+
+
+def start_other_kernels() -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    values, packed = torch.zeros(1024, dtype=torch.int64), torch.zeros(2048, dtype=torch.uint8)
+    gpu.top_k_rows(torch.zeros(3, 1024), 7)
+    gpu.uniform(1024, KEY, torch.device("cpu"))
+    gpu.cast(torch.zeros(1024), torch.zeros(1024, dtype=torch.bfloat16))
+    gpu.add_cast(torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024), 0.5)
+    gpu.pack_bits(values, 11, packed)
+    gpu.unpack_bits(packed, 11, 1024)
+
+
+def check_compiled_blocks(capability: int, form: Form, dtype: torch.dtype, memory: torch.dtype) -> None:
+    # An odd number of elements: the last program alone may load fewer bytes at once.
+    kernels = ptx_of(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
+    assert [name for name, _ in kernels] == ["encode", "decode"]
+    for _, ptx in kernels:
+        assert inexact(ptx) == set()
+        assert "ld.global.v4.b32" in ptx
+
+
+def check_other_compiled(capability: int) -> None:
+    kernels = ptx_of(start_other_kernels, capability)
+    assert [name for name, _ in kernels] == ["top_k", "uniform_numbers", "cast_numbers", "add_scaled", "pack", "unpack"]
+    assert set().union(*(inexact(ptx) for _, ptx in kernels)) == set()
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    cache: Path = tmp_path_factory.mktemp("triton")
+    with process_with({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["int8", "int4, blocks of one program", "ternary", "qsgd", "sign", "four levels"])
+def test_compiled_kernels_round_every_operation_and_load_16_bytes(compiler: Runner, name: str, capability: int) -> None:
+    for dtype, memory in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        compiler(check_compiled_blocks, capability, FORMS[name], dtype, memory)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_other_compiled_kernels(compiler: Runner, capability: int) -> None:
+    compiler(check_other_compiled, capability)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "found"),
+    [
+        ("div.rn.f32 %r1, %r2, %r3;", set()),
+        ("cvt.rzi.s32.f32 %r1, %r2;", set()),
+        ("div.full.f32 %r1, %r2, %r3;", {"div.full.f32"}),
+        ("cvt.rmi.ftz.f32.f32 %r1, %r2;", {"cvt.rmi.ftz.f32.f32"}),
+        ("@%p1 fma.rn.f32 %r1, %r2, %r3, %r4;", {"fma.rn.f32"}),
+        ("sqrt.approx.f64 %rd1, %rd2;", {"sqrt.approx.f64"}),
+    ],
+)
+def test_inexact_instructions_are_found(instruction: str, found: set[str]) -> None:
+    assert inexact(instruction) == found

@@ -1,0 +1,411 @@
+"""Each quantizer against its published form, computed in float64, and the bounds that the papers prove."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors.base import Compressor
+from deepspeed_compress.compression.compressors.blocks import BlockQuantizer
+from deepspeed_compress.compression.compressors.blockwise import Blockwise
+from deepspeed_compress.compression.compressors.fp8 import FP8
+from deepspeed_compress.compression.compressors.linear import Linear
+from deepspeed_compress.compression.compressors.percentile import Percentile
+from deepspeed_compress.compression.compressors.qsgd import QSGD
+from deepspeed_compress.compression.compressors.sign import Sign
+from deepspeed_compress.compression.kernels import reference
+from tests.compression import oracles
+from tests.compression.oracles import Doubles, Grid
+from tests.support.codecs import encode, transmit
+from tests.support.properties import properties
+
+BF16, FP16 = torch.bfloat16, torch.float16
+BLOCK = 64
+BITS = (8, 4, 2)
+
+GRIDS: list[tuple[BlockQuantizer, Callable[[Doubles], Grid]]] = [
+    *((Blockwise(bits, BLOCK, True), lambda x, b=bits: oracles.absmax(x, b)) for bits in BITS),
+    *((Blockwise(bits, BLOCK), lambda x, b=bits: oracles.absmax(x, b)) for bits in (8, 4)),
+    *(
+        (Linear(bits, BLOCK, chance), lambda x, b=bits: oracles.linear(x, b))
+        for bits in BITS
+        for chance in (True, False)
+    ),
+    *(
+        (Percentile(bits, BLOCK, percent, chance), lambda x, b=bits, p=percent: oracles.percentile(x, b, p))
+        for bits, percent, chance in ((8, 99.0, False), (4, 90.0, False), (4, 50.0, True), (2, 100.0, True))
+    ),
+    *((QSGD(levels, BLOCK), lambda x, s=levels: oracles.qsgd(x, s)) for levels in (1, 5, 7, 127)),
+]
+"""Every quantizer with equal steps, and its oracle for one block."""
+
+QUANTIZERS: list[BlockQuantizer] = [
+    *(codec for codec, _ in GRIDS),
+    Blockwise(2, BLOCK),
+    *(Blockwise(bits, BLOCK, scale_dtype=dtype) for bits in BITS for dtype in (BF16, FP16)),
+    *(Linear(bits, BLOCK, scale_dtype=dtype) for bits in BITS for dtype in (BF16, FP16)),
+    FP8("e4m3", BLOCK),
+    FP8("e5m2", BLOCK),
+    Sign(BLOCK),
+]
+# Every quantizer has its own examples, so fewer each.
+examples = settings(properties, max_examples=15)
+every_quantizer = pytest.mark.parametrize("codec", QUANTIZERS, ids=repr)
+on_a_grid = pytest.mark.parametrize(("codec", "oracle"), GRIDS, ids=[repr(codec) for codec, _ in GRIDS])
+UNBIASED = [(codec, oracle) for codec, oracle in GRIDS if codec.stochastic and getattr(codec, "percentile", 100) == 100]
+"""Not those that clip."""
+
+
+def sample(seed: int, numel: int = 5 * BLOCK + 7, exponent: int = 0) -> Tensor:
+    """Normal numbers, those of each block times another power of two."""
+    generator = np.random.default_rng(seed)
+    spread = np.repeat(2.0 ** generator.integers(-6, 7, -(-numel // BLOCK)), BLOCK)[:numel]
+    return torch.from_numpy((generator.normal(size=numel) * spread * 2.0**exponent).astype(np.float32))
+
+
+def blocks(x: Tensor, size: int = BLOCK) -> list[Doubles]:
+    return [part.double().numpy() for part in torch.split(x, size)]
+
+
+def uniforms_of(key: int, numel: int) -> Doubles:
+    uniforms: Tensor = reference.uniform(numel, key, torch.device("cpu"))
+    return uniforms.double().numpy()
+
+
+def norm2(x: Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+seeds = st.integers(0, 2**32 - 1)
+vectors = st.builds(sample, seeds, st.integers(1, 4 * BLOCK), st.integers(-40, 40))
+
+
+@on_a_grid
+@examples
+@given(x=vectors, key=st.integers(0, 2**64 - 1))
+def test_every_code_is_that_of_the_published_form(
+    codec: BlockQuantizer, oracle: Callable[[Doubles], Grid], x: Tensor, key: int
+) -> None:
+    """Given the same uniform numbers; single precision may only differ where a decision hangs on 0.1 % of a step."""
+    drawn = uniforms_of(key, x.numel())
+    for first, part, found in zip(range(0, x.numel(), BLOCK), blocks(x), blocks(transmit(codec, x, key)), strict=True):
+        uniforms = drawn[first : first + BLOCK] if codec.stochastic else None
+        grid = oracle(part)
+        expected, undecided = grid.decode(uniforms), grid.undecided(uniforms)
+        wrong = np.abs(found - expected) > 1e-5 * np.abs(part).max()
+        assert not (wrong & ~undecided).any()
+        assert (np.abs(found - expected)[undecided] <= 1.001 * grid.step).all()
+
+
+@pytest.mark.parametrize(("codec", "oracle"), UNBIASED, ids=[repr(codec) for codec, _ in UNBIASED])
+def test_the_mean_over_keys_is_the_input(codec: BlockQuantizer, oracle: Callable[[Doubles], Grid]) -> None:
+    """Within 5 standard errors of 2000 keys, by the exact variance; 0.01 % of a step is left for fp32."""
+    count, x = 2000, sample(3, BLOCK)
+    mean = torch.stack([transmit(codec, x, key) for key in range(count)]).double().mean(dim=0).numpy()
+    grid = oracle(x.double().numpy())
+    assert (np.abs(mean - x.double().numpy()) <= 5 * grid.standard_error(count) + 1e-4 * grid.step).all()
+
+
+@pytest.mark.parametrize("key", range(10))
+def test_two_stochastic_bits_are_terngrad(key: int) -> None:
+    x = sample(key, BLOCK)
+    expected = oracles.terngrad(x.double().numpy(), uniforms_of(key, BLOCK))
+    assert np.allclose(transmit(Blockwise(2, BLOCK, stochastic=True), x, key).numpy(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("levels", [1, 4, 7, 100])
+def test_qsgd_is_equation_3_1(levels: int) -> None:
+    """A positive element goes up with the upper part of [0, 1), a negative one with the lower part: coins of its p."""
+    x = sample(levels, BLOCK)
+    uniforms = uniforms_of(9, BLOCK)
+    # fp32 numbers of 24 bits have no 1 - u that is 0, so the reflection keeps the decisions.
+    coins = np.where(x.numpy() >= 0, 1 - uniforms - 2.0**-25, uniforms)
+    expected = oracles.qsgd_values(x.double().numpy(), levels, coins)
+    assert np.allclose(transmit(QSGD(levels, BLOCK), x, 9).numpy(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 127])
+def test_the_variance_of_qsgd_is_that_of_lemma_3_1(levels: int) -> None:
+    """E||Q(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2, the mean over 500 keys, with 5 standard errors."""
+    x = sample(1, BLOCK)
+    errors = torch.tensor([norm2(transmit(QSGD(levels, BLOCK), x, key) - x) for key in range(500)]) / norm2(x)
+    bound = min(BLOCK / levels**2, math.sqrt(BLOCK) / levels)
+    assert float(errors.mean()) <= bound + 5 * float(errors.std()) / math.sqrt(len(errors))
+
+
+@pytest.mark.parametrize(
+    ("levels", "bits"), [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (63, 7), (64, 8), (127, 8)]
+)
+def test_a_code_of_qsgd_has_the_bits_of_its_levels(levels: int, bits: int) -> None:
+    """ceil(log2(2 s + 1)), and both extremes survive."""
+    codec = QSGD(levels, 32)
+    assert codec.code_bits == bits
+    assert codec.payload_bytes(320) == 10 * 4 + 40 * bits
+    x = torch.zeros(64)
+    x[3], x[40] = 5.0, -5.0
+    assert torch.allclose(transmit(codec, x), x, rtol=1e-6, atol=0)
+
+
+@properties
+@given(x=vectors)
+def test_sign_is_the_scaled_sign(x: Tensor) -> None:
+    for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
+        assert np.allclose(found, oracles.scaled_sign(part), rtol=1e-6, atol=0)
+
+
+def test_the_sign_of_zero_is_positive() -> None:
+    assert transmit(Sign(32), torch.tensor([0.0, -0.0, -4.0, 8.0])).tolist() == [3.0, 3.0, -3.0, 3.0]
+
+
+@properties
+@given(x=vectors)
+def test_sign_contracts_by_the_density_of_the_block(x: Tensor) -> None:
+    """||x - C(x)||^2 = (1 - d) ||x||^2 with d = ||x||_1^2 / (n ||x||^2) (arXiv:1901.09847)."""
+    for part, found in zip(blocks(x), blocks(transmit(Sign(BLOCK), x)), strict=True):
+        density = np.abs(part).sum() ** 2 / (len(part) * (part**2).sum())
+        assert math.isclose(oracles.squared_error(part, found), 1 - density, rel_tol=0, abs_tol=1e-5)
+
+
+CONTRACTIONS: list[tuple[BlockQuantizer, float]] = [
+    (Blockwise(8, BLOCK), 1 / BLOCK),
+    (Blockwise(4, BLOCK), 1 / BLOCK),
+    (Blockwise(4, BLOCK, scale_dtype=BF16), 0.9 / BLOCK),
+    (Blockwise(2, BLOCK), 1 / (16 * BLOCK)),
+    (Blockwise(2, BLOCK, scale_dtype=BF16), 0.9 / (16 * BLOCK)),
+    (FP8("e4m3", BLOCK), 1 / BLOCK),
+    (FP8("e5m2", BLOCK), 1 / BLOCK),
+    (Sign(BLOCK), 1 / BLOCK),
+]
+
+
+@pytest.mark.parametrize(("codec", "delta"), CONTRACTIONS, ids=repr)
+@examples
+@given(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=3 * BLOCK), st.integers(-30, 30))
+def test_error_feedback_has_its_contraction(
+    codec: BlockQuantizer, delta: float, values: list[float], exponent: int
+) -> None:
+    """||x - C(x)||^2 <= (1 - delta) ||x||^2 for any x.
+
+    Where 0 and the largest magnitude are levels, no element errs by more than itself, and the largest not at all. The
+    least-squares scale of sign patterns c takes <x, c>^2 / ||c||^2 >= ||x||_1^2 / (16 n) away from ||x||^2.
+    """
+    x = torch.tensor(values) * 2.0**exponent
+    for part, found in zip(torch.split(x, BLOCK), torch.split(transmit(codec, x), BLOCK), strict=True):
+        assert norm2(part - found) <= (1 - delta) * norm2(part) + 1e-6 * norm2(part)
+
+
+def distributions() -> dict[str, Tensor]:
+    generator = np.random.default_rng(0)
+    drawn = {"normal": generator.normal(size=2**16), "laplace": generator.laplace(size=2**16)}
+    return {name: torch.from_numpy(values.astype(np.float32)) for name, values in drawn.items()}
+
+
+@pytest.mark.parametrize(("name", "documented"), [("normal", 0.12), ("laplace", 0.18)])
+def test_two_bits_lose_what_is_documented_and_less_than_ternary_forms(name: str, documented: float) -> None:
+    x = distributions()[name]
+    parts = blocks(x, 256)
+    found = oracles.squared_error(x.double().numpy(), transmit(Blockwise(2, 256), x).double().numpy())
+    ternary = np.concatenate([oracles.ternary_weights(part) for part in parts])
+    assert abs(found - documented) < 0.01
+    assert found < 0.7 * oracles.squared_error(x.double().numpy(), ternary)
+    absmax = np.concatenate([oracles.absmax(part, 2).decode() for part in parts])
+    assert found < 0.3 * oracles.squared_error(x.double().numpy(), absmax)
+
+
+@pytest.mark.parametrize("name", ["normal", "laplace"])
+def test_the_scale_of_two_bits_is_close_to_the_best(name: str) -> None:
+    """The mean squared error is within 3 % of that of the best of 400 scales a block."""
+    x = distributions()[name][: 40 * BLOCK]
+    found, best = [], []
+    for part, decoded in zip(blocks(x), blocks(transmit(Blockwise(2, BLOCK), x)), strict=True):
+        scale = oracles.best_scale(part, oracles.four_levels)
+        best.append(oracles.squared_error(part, oracles.four_levels(part, scale)))
+        found.append(oracles.squared_error(part, decoded))
+    assert np.mean(found) <= 1.03 * np.mean(best)
+
+
+@pytest.mark.parametrize(
+    ("codec", "numbers"),
+    [(FP8("e4m3", BLOCK), oracles.fp8_numbers(4, False)), (FP8("e5m2", BLOCK), oracles.fp8_numbers(5, True))],
+    ids=["e4m3", "e5m2"],
+)
+@properties
+@given(x=vectors)
+def test_fp8_takes_the_nearest_number_of_its_format(codec: FP8, numbers: Doubles, x: Tensor) -> None:
+    for part, found in zip(blocks(x), blocks(transmit(codec, x)), strict=True):
+        expected, undecided = oracles.fp8(part, numbers)
+        wrong = np.abs(found - expected) > 1e-6 * np.abs(expected)
+        assert not (wrong & ~undecided).any()
+
+
+@pytest.mark.parametrize(("format", "largest", "count"), [("e4m3", 448, 253), ("e5m2", 57344, 247)])
+def test_every_number_of_an_fp8_format_is_kept(format: str, largest: int, count: int) -> None:  # noqa: A002
+    numbers = oracles.fp8_numbers(4 if format == "e4m3" else 5, format == "e5m2")
+    assert (numbers.max(), len(numbers)) == (largest, count)
+    x = torch.from_numpy(numbers.astype(np.float32)) * 2.0**10
+    assert torch.equal(transmit(FP8(format, 512), x), x)
+
+
+def test_an_unknown_fp8_format_is_named() -> None:
+    with pytest.raises(KeyError, match="e3m4"):
+        encode(FP8("e3m4"), torch.ones(3))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_torch_fakes_the_same_quantization(bits: int) -> None:
+    """torch multiplies by the reciprocal of the scale, hence may round another way at a tie."""
+    rows, levels = sample(5, 200 * BLOCK).view(-1, BLOCK), 2 ** (bits - 1) - 1
+    scales = rows.abs().amax(dim=1) / levels
+    zeros = torch.zeros(len(rows), dtype=torch.int32)
+    expected = torch.fake_quantize_per_channel_affine(rows, scales, zeros, 0, -levels, levels)
+    steps = (transmit(Blockwise(bits, BLOCK), rows.view(-1)).view_as(rows) - expected) / scales.unsqueeze(1)
+    assert (steps.abs() < 1e-3).float().mean() > 0.999
+    assert float(steps.abs().max()) < 1.001
+
+
+@pytest.mark.parametrize("codec", [codec for codec in QUANTIZERS if not codec.stochastic], ids=repr)
+@examples
+@given(x=vectors)
+def test_blocks_are_quantized_one_by_one(codec: BlockQuantizer, x: Tensor) -> None:
+    alone = torch.cat([transmit(codec, part) for part in torch.split(x, BLOCK)])
+    assert torch.equal(transmit(codec, x), alone)
+
+
+@every_quantizer
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, BLOCK + 5, 2 * BLOCK - 1, 3 * BLOCK + 1])
+def test_a_non_finite_element_shows_in_its_block_alone(codec: BlockQuantizer, bad: float, place: int) -> None:
+    x = sample(1, 3 * BLOCK + 7)
+    x[place] = bad
+    finite = [bool(part.isfinite().all()) for part in torch.split(transmit(codec, x), BLOCK)]
+    assert finite == [block != place // BLOCK for block in range(4)]
+
+
+SIZES: list[tuple[Compressor, list[int]]] = [
+    (Blockwise(8, 64, scale_dtype=BF16), [0, 8, 68, 72, 140]),
+    (Blockwise(2, 64), [0, 8, 20, 28, 48]),
+    (Blockwise(2, 64, scale_dtype=FP16), [0, 8, 20, 24, 44]),
+    (Linear(8, 64), [0, 12, 72, 84, 156]),
+    (Linear(4, 64, scale_dtype=BF16), [0, 8, 36, 44, 80]),
+    (Percentile(4, 64), [0, 8, 36, 44, 80]),
+    (QSGD(7, 64), [0, 8, 36, 44, 80]),
+    (QSGD(2, 64), [0, 8, 28, 36, 64]),
+    (FP8("e4m3", 64), [0, 8, 68, 76, 144]),
+    (Sign(64), [0, 8, 12, 20, 32]),
+]
+
+
+@pytest.mark.parametrize(("codec", "expected"), SIZES, ids=repr)
+def test_payload_sizes(codec: Compressor, expected: list[int]) -> None:
+    """Of 0, 1, 1 block, and 1 element more than 1 and 2 blocks."""
+    assert [codec.payload_bytes(numel) for numel in (0, 1, 64, 65, 129)] == expected
+
+
+def test_layouts_of_codes() -> None:
+    """Scales, then codes from the low bits up."""
+    two_bits = encode(Blockwise(2, 32), torch.tensor([1.0, -1.0, 4.0, -4.0, 4.0]))
+    assert two_bits[:4].view(torch.float32).item() == 1.0
+    assert two_bits[4:].tolist() == [0b01_11_00_10, 0b11, 0, 0]
+    signs = encode(Sign(32), torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]))
+    assert (signs[:4].view(torch.float32).item(), signs[4:].tolist()) == (1.0, [0b00001101, 1, 0, 0])
+    spread = encode(Linear(4, 32, scale_dtype=BF16), torch.tensor([-5.0, 10.0, 0.0]))
+    assert (spread[:4].view(BF16).tolist(), spread[4:].tolist()) == ([-5.0, 10.0], [0xF0, 0x05, 0, 0])
+    scaled = encode(FP8("e5m2", 32), torch.tensor([57344.0, -1.0]))
+    assert (scaled[:4].view(torch.float32).item(), scaled[4:].tolist()) == (1.0, [0x7B, 0xBC, 0, 0])
+
+
+def scales_of(codec: Blockwise, x: Tensor) -> Tensor:
+    count = -(-x.numel() // codec.block_size)
+    return encode(codec, x)[: count * codec.scale_dtype.itemsize].view(codec.scale_dtype).double()
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(BF16, 2**-8), (FP16, 2**-11)])
+@pytest.mark.parametrize("bits", [8, 4])
+@examples
+@given(seed=seeds)
+def test_codes_fit_the_scale_that_is_sent(bits: int, dtype: torch.dtype, precision: float, seed: int) -> None:
+    """Half of the rounded scale is the error of every element, but for what its rounding clips off the largest."""
+    x = sample(seed, exponent=3)
+    codec = Blockwise(bits, BLOCK, scale_dtype=dtype)
+    for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
+        largest = np.abs(part).max()
+        exact = largest / codec.levels
+        assert abs(float(scale) - exact) <= precision * exact
+        clipped = largest - codec.levels * float(scale)
+        assert np.abs(found - part).max() <= max(float(scale) / 2, clipped) * (1 + 2**-15)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("make", [Blockwise, Linear])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_finite_blocks_beyond_fp16_are_clipped_to_its_range(
+    make: type[Blockwise] | type[Linear], bits: int, stochastic: bool
+) -> None:
+    codec = make(bits, 32, stochastic, FP16)
+    x = torch.full((32,), 1e30)
+    x[::2] = -1e30
+    decoded = transmit(codec, x)
+    assert torch.equal(decoded.sign(), x.sign())
+    assert torch.isin(decoded.abs() / 65504, torch.tensor([1.0, 4.0, 7.0, 127.0])).all()
+
+
+@properties
+@given(x=vectors, bits=st.sampled_from(BITS))
+def test_linear_keeps_the_extremes_of_every_block(x: Tensor, bits: int) -> None:
+    for part, found in zip(torch.split(x, BLOCK), torch.split(transmit(Linear(bits, BLOCK), x), BLOCK), strict=True):
+        for place in (int(part.argmin()), int(part.argmax())):
+            assert float(found[place]) == float(part[place])
+        half_step = (part.max() - part.min()) / (2**bits - 1) / 2
+        assert float((found - part).abs().max()) <= 1.0001 * float(half_step)
+
+
+@properties
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), seeds, st.sampled_from(BITS), st.booleans())
+def test_linear_keeps_blocks_of_equal_elements_exactly(value: float, key: int, bits: int, stochastic: bool) -> None:
+    x = torch.full((BLOCK + 3,), value)
+    assert torch.equal(transmit(Linear(bits, BLOCK, stochastic), x, key), x)
+
+
+def test_linear_spans_the_whole_range_of_fp32() -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([-largest, largest, largest / 3, -largest / 3])
+    assert torch.allclose(transmit(Linear(2, 32), x), x, rtol=1e-6)
+
+
+def test_percentile_clips_what_is_above_its_rank() -> None:
+    """90 % of 20 elements do not exceed 18; the two above arrive as 18, with their signs."""
+    x = torch.arange(1.0, 21.0)
+    x[18] = -1000.0
+    decoded = transmit(Percentile(8, 32, 90.0), x)
+    assert decoded[17:].tolist() == [18.0, -18.0, 18.0]
+    assert float((decoded[:18] - x[:18]).abs().max()) <= 18 / 127 / 2 * 1.0001
+
+
+@pytest.mark.parametrize("percentile", [50.0, 99.0])
+def test_percentile_sends_the_few_elements_of_an_almost_empty_block(percentile: float) -> None:
+    x = torch.zeros(256)
+    x[100] = -3.0
+    assert torch.equal(transmit(Percentile(8, 256, percentile), x), x)
+
+
+@properties
+@given(x=vectors, bits=st.sampled_from(BITS))
+def test_percentile_100_is_blockwise(x: Tensor, bits: int) -> None:
+    if bits > 2:
+        assert torch.equal(encode(Percentile(bits, BLOCK, 100.0), x), encode(Blockwise(bits, BLOCK), x))
+    assert torch.equal(encode(Percentile(bits, BLOCK, 100.0, True), x), encode(Blockwise(bits, BLOCK, True), x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@examples
+@given(seed=seeds)
+def test_two_bits_take_the_level_nearest_under_the_scale_that_is_sent(dtype: torch.dtype, seed: int) -> None:
+    x, codec = sample(seed), Blockwise(2, BLOCK, scale_dtype=dtype)
+    for part, found, scale in zip(blocks(x), blocks(transmit(codec, x)), scales_of(codec, x), strict=True):
+        tied = np.abs(np.abs(part) - 2.5 * float(scale)) < 1e-6 * float(scale)
+        assert (np.isclose(found, oracles.four_levels(part, float(scale)), rtol=1e-6, atol=0) | tied).all()

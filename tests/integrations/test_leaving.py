@@ -1,0 +1,44 @@
+"""Programs that import the package, and whose engines nobody has attached to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import warnings
+import torch, deepspeed, deepspeed_compress
+def main(compress, section):
+    model = torch.nn.Linear(4, 4)
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, **({"deepspeed_compress": {}} if section else {})}
+    initialize = deepspeed_compress.initialize if compress else deepspeed.initialize
+    initialize(model=model, model_parameters=list(model.parameters()), config=config)
+warnings.simplefilter("ignore")
+main(COMPRESS, SECTION)
+warnings.simplefilter("always")
+"""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("compress", "section", "told"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_an_engine_that_nobody_attached_to_is_told(compress: bool, section: bool, told: bool) -> None:
+    program = PROGRAM.replace("COMPRESS", str(compress)).replace("SECTION", str(section))
+    environment = {**os.environ, **ALONE, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ("CompressWarning: nothing was compressed: an engine was made" in done.stderr) is told
+
+
+def test_a_program_without_deepspeed_is_left_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepspeed_compress"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""

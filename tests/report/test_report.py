@@ -1,0 +1,461 @@
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.errors import DataError
+from deepspeed_compress.tools.report import load_runs, write_report
+from deepspeed_compress.tools.report.figures import table_rows, tiles
+from deepspeed_compress.tools.report.marks import SHOWN, SYMBOLS, event_rows, marks
+from deepspeed_compress.tools.report.page import page
+from deepspeed_compress.tools.report.panels import POINTS, bars, charts, missing, strips
+from deepspeed_compress.tools.report.reading import Run, _distinct_names
+from deepspeed_compress.tools.report.scale import number, step_scale, value_scale
+from deepspeed_compress.tools.report.settings import setting_colours, steps_by_setting
+from deepspeed_compress.training.records import compression_figures
+from tests.support.runs import KINDS, REASON, SETTING, long_run, small_run, trainer_run, write_lines
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    return small_run(tmp_path / "int4", 2.02, 1_000_000), small_run(tmp_path / "dense", 2.0, 8_000_000)
+
+
+def alone(directory: Path) -> Run:
+    [run] = load_runs(directory, None)
+    return run
+
+
+def figures(*runs: Run) -> dict[str, list[str]]:
+    return {title: cells for title, *cells in table_rows([*runs])}
+
+
+def titles(*runs: Run) -> list[str]:
+    return [chart.title for chart in charts([*runs])]
+
+
+def test_page_and_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    written, picture = write_report(load_runs(*runs), tmp_path / "report")
+    text = written.read_text(encoding="utf-8")
+    assert "int4 against dense" in text
+    assert "+1.00%" in text
+    assert "&lt;ds&gt;.json" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_page_needs_nothing_else(runs: tuple[Path, Path]) -> None:
+    text = page(load_runs(*runs))
+    assert not re.findall(r"https?:|src=|<link|url\(|@import", text)
+    assert len(text) < 100_000
+
+
+def test_the_page_shows_no_secrets(tmp_path: Path) -> None:
+    """Not even those of a run that was started by an older version, which copied them."""
+    run = small_run(tmp_path / "run", 2.0, None)
+    (run / "ds_config.json").write_text(json.dumps({"comet": {"api_key": "abcdef"}}))
+    text = page([alone(run)])
+    assert "api_key" in text
+    assert "abcdef" not in text
+
+
+def test_the_ratio_of_all_traffic_comes_before_that_of_gradients(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    lines = [
+        {
+            "step": 1,
+            "bytes_sent": 10,
+            "bytes_uncompressed": 100,
+            "bytes_weights": 20,
+            "total_ratio": 4.0,
+            "ratio": 10.0,
+        },
+        {"step": 2, "bytes_sent": 90, "bytes_uncompressed": 90, "bytes_weights": 30, "total_ratio": 1.0, "ratio": 1.0},
+    ]
+    write_lines(run / "compression.jsonl", lines)
+    shown = [(title, value) for title, value, _ in tiles([alone(run)]) if "ratio" in title]
+    assert shown == [("compression ratio of all traffic", "1.60"), ("compression ratio of gradients", "1.90")]
+    assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
+
+
+def test_a_run_alone_has_no_change(tmp_path: Path) -> None:
+    run = alone(small_run(tmp_path / "run", 2.0, None))
+    assert figures(run)["held-out loss"] == ["2.0000"]
+    assert "change" not in page([run])
+
+
+def test_changes_are_told_only_where_they_mean_something(runs: tuple[Path, Path]) -> None:
+    rows = figures(*load_runs(*runs))
+    assert rows["held-out loss"] == ["2.0000", "2.0200", "+1.00%"]
+    assert rows["gradients sent per rank and step"] == ["8.000 MB", "1.000 MB", "-87.50%"]
+    assert rows["compression ratio of gradients"] == ["1.00", "8.00", ""]
+    assert rows["optimizer steps"] == ["3", "3", ""]
+    assert rows["parameters"] == ["1,234", "1,234", ""]
+
+
+def test_the_first_figures_are_those_of_the_run(runs: tuple[Path, Path]) -> None:
+    assert tiles(load_runs(*runs))[0] == ("held-out loss", "2.0200", "2.0000 dense (+1.00%)")
+    assert tiles(load_runs(runs[0], None))[0] == ("held-out loss", "2.0200", "")
+
+
+LEFT = {
+    "bytes_raw": 250_000,
+    "bytes_weights": 0,
+    "bytes_pipeline": 2_000_000,
+    "bytes_tied": 0,
+    "bytes_tensor": 500_000,
+}
+
+
+def test_traffic_is_stacked_by_kind(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "int4", 2.0, 1_000_000, **LEFT)
+    dense = small_run(tmp_path / "dense", 2.0, 8_000_000, **LEFT | {"bytes_raw": 8_000_000})
+    [traffic] = bars(load_runs(run, dense))
+    assert traffic.runs == ("dense", "int4")
+    assert {title: sizes for title, _, sizes in traffic.parts} == {
+        "gradients, compressed": (0.0, 0.75),
+        "gradients, uncompressed": (8.0, 0.25),
+        "activations between stages": (2.0, 2.0),
+        "tensor parallelism": (0.5, 0.5),
+    }
+
+
+def test_kinds_without_traffic_have_no_row(tmp_path: Path) -> None:
+    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **LEFT)))
+    assert rows["sent: activations between stages"] == ["2.000 MB"]
+    assert rows["sent: gradients, uncompressed"] == ["0.250 MB"]
+    assert not any("weights" in title for title in rows)
+
+
+def test_what_could_not_be_counted_is_not_zero(tmp_path: Path) -> None:
+    rows = figures(alone(small_run(tmp_path / "a", 2.0, 1_000_000, **LEFT | {"bytes_tensor": None})))
+    assert "sent: tensor parallelism" not in rows
+
+
+def test_the_time_of_a_step_is_split(tmp_path: Path) -> None:
+    time, traffic = bars([alone(long_run(tmp_path / "run", compressed=True))])
+    assert [(title, values) for title, _, values in time.parts] == [
+        ("all else, with DeepSpeed's own messages", (pytest.approx(230 - 36),)),
+        ("compress", (9.0,)),
+        ("wait for communication", (22.0,)),
+        ("decompress", (5.0,)),
+    ]
+    assert "weights" in [title for title, _, _ in traffic.parts]
+
+
+def test_a_summary_has_the_kinds_that_every_line_has() -> None:
+    pairs = ((10, 5), (30, None))
+    lines = [{"bytes_sent": a, "bytes_uncompressed": 80, "bytes_tied": 3 * a, "bytes_tensor": b} for a, b in pairs]
+    assert compression_figures(lines) == {
+        "bytes_sent_per_step": 20,
+        "bytes_uncompressed_per_step": 80,
+        "bytes_tied_per_step": 60,
+        "compression_ratio": 4.0,
+    }
+
+
+def test_everything_is_shown(tmp_path: Path) -> None:
+    run = alone(long_run(tmp_path / "run", compressed=True))
+    assert missing([run]) == []
+    assert len(titles(run)) == 9
+    assert "Left out" not in page([run])
+
+
+def test_what_is_left_out_is_told(runs: tuple[Path, Path]) -> None:
+    [run] = found = load_runs(runs[0], None)
+    assert titles(run) == [
+        "Loss: held-out, and training (faint)",
+        "Step time, ms",
+        "Gradients sent per rank and step, MB",
+        "Compression ratio of gradients",
+    ]
+    told = {one.title: one.source for one in missing(found)}
+    assert told["Norm of the residuals"] == "compression.jsonl, written to monitor.path"
+    assert told.keys() >= {"Peak memory of a rank, GiB", "Sent by one rank in a step, MB", "Settings in force"}
+    assert not told.keys() & set(titles(run))
+    assert "Peak memory of a rank, GiB (needs compression.jsonl of this version)" in page(found)
+
+
+def test_without_held_out_loss_the_training_loss_is_not_faint(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "metrics.jsonl", [{"step": 1, "train_loss": 3.0}])
+    [loss] = charts([alone(run)])
+    assert [line.faint for line in loss.lines] == [False]
+
+
+def test_what_deepspeed_alone_would_send_is_drawn_once(runs: tuple[Path, Path]) -> None:
+    chart = next(chart for chart in charts(load_runs(*runs)) if chart.title.startswith("Gradients sent"))
+    assert [(line.name, line.dashed) for line in chart.lines] == [
+        ("dense", False),
+        ("DeepSpeed alone", True),
+        ("int4", False),
+    ]
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, 1_000_000)
+    assert alone(run).status == "finished, 3 steps"
+    (run / "summary.json").unlink()
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "train_l')
+    assert alone(run).status == "still going: 3 steps so far"
+    assert "run: still going: 3 steps so far" in page([alone(run)])
+
+
+def test_statistics_alone(tmp_path: Path) -> None:
+    """The monitor.path of a program that writes nothing else that is known here."""
+    run = small_run(tmp_path / "run", 2.0, 1_000_000)
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).unlink()
+    assert alone(run).status.startswith("3 steps so far (")
+    assert titles(alone(run)) == ["Gradients sent per rank and step, MB", "Compression ratio of gradients"]
+
+
+def test_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert f"{tmp_path}: holds no run" in shown
+    assert "give the output directory" in shown
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "trainer_state.json", "ds_config.json"])
+def test_a_damaged_file(name: str, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    (run / name).write_text("{")
+    with pytest.raises(DataError, match=f"{name}: not JSON"):
+        load_runs(run, None)
+
+
+def test_the_command_prints_the_table(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(runs[0]), "--baseline", str(runs[1])]) == 0
+    shown = capsys.readouterr().out
+    assert "held-out loss" in shown
+    assert shown.splitlines()[-2:] == [str(runs[0] / "report.html"), str(runs[0] / "report.png")]
+
+
+def test_without_matplotlib(runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install"):
+        write_report(load_runs(*runs), tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    assert _distinct_names(Path("/runs/none/seed0"), Path("/runs/int4/seed0")) == ("none/seed0", "int4/seed0")
+    assert _distinct_names(Path("/runs/dense"), Path("/runs/int4")) == ("dense", "int4")
+
+
+def test_a_finished_trainer(tmp_path: Path) -> None:
+    run = alone(trainer_run(tmp_path / "run"))
+    assert run.status == "finished, 20 steps"
+    assert titles(run) == [
+        "Loss: held-out, and training (faint)",
+        "Gradients sent per rank and step, MB",
+        "Compression ratio of gradients",
+        "Norm of the gradient",
+    ]
+    rows = figures(run)
+    assert rows["held-out loss"] == ["6.5000"]
+    assert rows["training loss, last tenth"] == ["7.0000"]
+    assert rows["compression ratio of gradients"] == ["15.50"]
+    assert rows["time a step, evaluation and saving included"] == ["300.0 ms"]
+
+
+def test_a_trainer_that_goes_on(tmp_path: Path) -> None:
+    """The newest checkpoint counts, by number and not by name."""
+    for last in (5, 10):
+        trainer_run(tmp_path / "run", f"checkpoint-{last}", last)
+    assert alone(tmp_path / "run").status == "still going: step 10 of 20"
+
+
+def test_statistics_of_every_step_come_before_means_of_trainer(tmp_path: Path) -> None:
+    run = small_run(trainer_run(tmp_path / "run"), 2.0, 1_000_000)
+    assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
+    assert set(alone(run).column("grad_norm")) == {5, 10, 15, 20}
+
+
+def test_of_the_loss_what_the_program_logs_comes_first(tmp_path: Path) -> None:
+    """A guard knows the loss of single steps, and the norm of the gradient better than Trainer does."""
+    run, lines = tmp_path / "run", [{"step": step, "loss": 5.0, "grad_norm": 2.0} for step in (1, 2)]
+    write_lines(run / "compression.jsonl", lines)
+    assert alone(run).column("train_loss") == {1: 5.0, 2: 5.0}
+    trainer_run(run)
+    assert set(alone(run).column("train_loss")) == {5, 10, 15, 20}
+    assert set(alone(run).column("grad_norm")) == {1, 2}
+
+
+@pytest.mark.parametrize("named_in", ["summary.json", "ds_config.json"])
+def test_statistics_in_another_directory(named_in: str, tmp_path: Path) -> None:
+    run, elsewhere = small_run(tmp_path / "run", 2.0, 1_000_000), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move(run / "compression.jsonl", elsewhere)
+    write_lines(elsewhere / "events.jsonl", [{"step": 1, "kind": "full_sync"}])
+    ds_config = {"deepspeed_compress": {"monitor": {"path": str(elsewhere)}}}
+    value = ds_config if named_in == "ds_config.json" else {"monitor_path": str(elsewhere)}
+    (run / named_in).write_text(json.dumps(value))
+    assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
+    assert len(alone(run).events) == 1
+
+
+def test_a_run_that_moved_with_its_statistics(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, 1_000_000)
+    (run / "summary.json").write_text(json.dumps({"monitor_path": str(tmp_path / "before")}))
+    assert set(alone(run).column("bytes_sent")) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("place", ["csv", "csv/job", "."])
+def test_the_csv_monitor_of_deepspeed(place: str, tmp_path: Path) -> None:
+    """By samples seen, eight a step; a second start of the program writes its heading again."""
+    directory = tmp_path / "run" / place
+    directory.mkdir(parents=True)
+    for name, rows in {"lr": "8,1\n16,1\n24,1\nstep,lr\n32,1\n", "train_loss": "16,5.5\n32,4.5\n"}.items():
+        (directory / f"Train_Samples_{name}.csv").write_text(f"step,{name}\n{rows}")
+    (directory / "Train_Samples_compression_bytes_sent.csv").write_text("step,compression_bytes_sent\n16,1000000\n")
+    run = alone(tmp_path / "run")
+    assert run.column("train_loss") == {2: 5.5, 4: 4.5}
+    assert run.column("bytes_sent") == {2: 1_000_000}
+
+
+def test_the_csv_monitor_where_the_configuration_has_it(tmp_path: Path) -> None:
+    elsewhere, run = tmp_path / "elsewhere/job", tmp_path / "run"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "Train_Samples_train_loss.csv").write_text("step,train_loss\n8,5.5\n")
+    run.mkdir()
+    settings = {"csv_monitor": {"output_path": str(tmp_path / "elsewhere"), "job_name": "job"}}
+    (run / "ds_config.json").write_text(json.dumps(settings))
+    assert alone(run).column("train_loss") == {1: 5.5}
+
+
+def test_a_resumed_run_counts_a_step_once_and_none_that_was_abandoned(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "compression.jsonl", [{"step": step, "bytes_sent": step} for step in (1, 2, 3)])
+    with (run / "compression.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "bytes_sent": 20}\n')
+    assert alone(run).column("bytes_sent") == {1: 1, 2: 20}
+
+
+def test_what_is_not_finite_is_not_drawn(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "metrics.jsonl", [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": float("nan")}])
+    assert alone(run).column("train_loss") == {1: 3.0}
+
+
+def test_long_lines_are_thinned_and_keep_their_spikes(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    lines = [{"step": step, "train_loss": 90.0 if step == 7777 else 2.0 - step / 1e5} for step in range(1, 20_001)]
+    write_lines(run / "metrics.jsonl", lines)
+    [line] = charts([alone(run)])[0].lines
+    assert POINTS / 2 < len(line.steps) <= POINTS
+    assert dict(zip(line.steps, line.values, strict=True))[7777] == 90.0
+    assert list(line.steps) == sorted(set(line.steps))
+
+
+def test_an_explosion_is_drawn_in_decades(tmp_path: Path) -> None:
+    found = {chart.title: chart for chart in charts([alone(long_run(tmp_path / "run", compressed=True))])}
+    assert {title for title, chart in found.items() if chart.decades} == {"Norm of the gradient"}
+    scale = value_scale(found["Norm of the gradient"])
+    assert (scale.low, scale.high) == (1.0, 1e7)
+    assert scale.share(10.0) == pytest.approx(1 / 7)
+
+
+def test_lines_lie_within_their_axes(tmp_path: Path) -> None:
+    for chart in charts([alone(long_run(tmp_path / "run", compressed=True))]):
+        up, across = value_scale(chart), step_scale(chart)
+        for line in chart.lines:
+            assert all(0 <= up.share(value) <= 1 for value in line.values), chart.title
+            assert all(0 <= across.share(step) <= 1 for step in line.steps), chart.title
+        assert len(up.ticks) >= 2, chart.title
+        assert len(across.ticks) >= 2
+
+
+@pytest.mark.parametrize("value", [0.0, 5.0, -3.0])
+def test_a_flat_line_has_room(value: float, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "metrics.jsonl", [{"step": 7, "train_loss": value}])
+    [chart] = charts([alone(run)])
+    assert 0 < value_scale(chart).share(value) < 1
+    assert step_scale(chart).share(7) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.5"), (1234.56, "1235"), (20_000.0, "20k"), (3.1e6, "3.1M"), (2e9, "2G"), (-20_000.0, "-20k"), (0.0, "0")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_events_are_marked_and_listed(tmp_path: Path) -> None:
+    run = alone(long_run(tmp_path / "run", compressed=True))
+    assert [mark.step for mark in marks(run)] == [55 * index for index in range(1, 8)]
+    assert event_rows(run)[2] == ["165", "anomaly", REASON, f"none \N{RIGHTWARDS ARROW} {SETTING}"]
+    assert charts([run])[0].marks == marks(run)
+    text = page([run])
+    assert text.count('class="mark"') == len(KINDS)
+    assert "<td>checkpoint rollback</td>" in text
+
+
+def test_anomalies_rollbacks_and_full_synchronisation_look_different() -> None:
+    looks = [(symbol.colour, symbol.outline, symbol.marker) for symbol in set(SYMBOLS.values())]
+    assert len(set(looks)) == len({symbol.title for symbol in SYMBOLS.values()})
+    kinds = ("anomaly", "rollback", "full_sync")
+    assert len({SYMBOLS[kind].colour for kind in kinds} | {SYMBOLS[kind].outline for kind in kinds}) == 6
+
+
+def test_an_event_of_a_later_version_is_shown(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "events.jsonl", [{"step": 2, "kind": "a_new_<kind>", "dry_run": True, "after": "none"}])
+    assert event_rows(alone(run)) == [["2", "a new <kind> (dry run)", "", "none"]]
+    assert "a new &lt;kind&gt;" in page([alone(run)])
+
+
+def test_only_the_last_of_many_events_are_listed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "events.jsonl", [{"step": step, "kind": "full_sync"} for step in range(1, SHOWN + 11)])
+    assert [row[0] for row in event_rows(alone(run))][:: SHOWN - 1] == ["11", f"{SHOWN + 10}"]
+    assert f"The last {SHOWN} of {SHOWN + 10} events." in page([alone(run)])
+
+
+def settings_run(directory: Path, settings: str) -> Run:
+    """One measured step a letter."""
+    run = small_run(directory, 2.0, None)
+    names: dict[str, Any] = {"n": "none", "a": "blockwise bits=4", "b": "sign"}
+    write_lines(run / "compression.jsonl", [{"step": 2 * i, "settings": names[x]} for i, x in enumerate(settings, 1)])
+    return alone(run)
+
+
+def test_settings_over_the_steps(tmp_path: Path) -> None:
+    run = settings_run(tmp_path / "run", "nnaabaa")
+    [strip] = strips([run])
+    assert [(one.setting, one.first, one.last) for one in strip.stretches] == [
+        ("none", 2, 4),
+        ("blockwise bits=4", 6, 8),
+        ("sign", 10, 10),
+        ("blockwise bits=4", 12, 14),
+    ]
+    assert steps_by_setting(strip)["blockwise bits=4"] == "steps 6 to 8, 12 to 14"
+    assert steps_by_setting(strip)["sign"] == "steps 10"
+    assert "blockwise bits=4: steps 6 to 8, 12 to 14" in page([run])
+
+
+def test_a_setting_has_one_colour_in_both_runs(tmp_path: Path) -> None:
+    shown = strips([settings_run(tmp_path / "baseline", "nb"), settings_run(tmp_path / "run", "ab")])
+    assert setting_colours(shown) == {"none": "baseline", "blockwise bits=4": "run", "sign": "purple"}
+
+
+def test_a_setting_that_comes_and_goes_is_told_in_short(tmp_path: Path) -> None:
+    [strip] = strips([settings_run(tmp_path / "run", "na" * 10)])
+    assert steps_by_setting(strip)["none"] == "steps 2, 6, 10, 14, 18, 22, and 4 more times"
+
+
+def test_runs_of_before_have_their_method_as_setting(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", 2.0, None)
+    write_lines(run / "compression.jsonl", [{"step": 1, "method": "topk"}])
+    assert [stretch.setting for stretch in strips([alone(run)])[0].stretches] == ["topk"]

@@ -1,0 +1,297 @@
+"""The comparison of all methods: its table of settings, its training runs, and what it makes of their figures."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.compression.methods import METHODS
+from deepspeed_compress.config import SECTION, find_problems, parse_section
+from deepspeed_compress.errors import DataError
+from deepspeed_compress.models import build_model, read_model_config
+from deepspeed_compress.training.data import (
+    build_cache,
+    cache_key,
+    open_cache,
+    split_windows,
+    step_starts,
+    train_tokenizer,
+)
+from launch import methods_lab, methods_table
+from launch.methods_lab import Rank, Spec, StepRecord, run, summarise, train
+from launch.methods_plot import Point, draw, front
+from launch.methods_table import ADAM, SETTINGS, cells, markdown, table_rows
+from tests.support.sections import OF_WEIGHTS
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_positions": 32,
+    "n_embd": 36,
+    "n_layer": 1,
+    "n_head": 2,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+STEPS, RANKS = 3, 3
+
+
+class Lab:
+    """A tiny model's config file, and tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
+        self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
+        self.model.write_text(json.dumps(TINY))
+        tokenizer = train_tokenizer([self.text], directory / "tokenizer", 300)
+        self.key = cache_key([self.text], tokenizer)
+        build_cache([self.text], tokenizer, self.cache, self.key)
+        self.windows, _ = split_windows(open_cache(self.cache, self.key), 16, methods_lab.HELD_OUT)
+
+    def spec(self, name: str) -> Spec:
+        """Of a setting, without its dense start."""
+        section: dict[str, Any] = {
+            key: SETTINGS[name][key] for key in ("gradients", "weights") if key in SETTINGS[name]
+        }
+        model = methods_lab.digest(self.model)
+        return Spec(section, SETTINGS[name].get("betas", ADAM), 1, STEPS, RANKS, 2, 16, model, self.key)
+
+    def build(self) -> Any:
+        return build_model(self.model, read_model_config(self.model), 1)
+
+    def train(self, name: str) -> list[tuple[Rank, list[StepRecord]]]:
+        return train(self.spec(name), self.windows, [self.build() for _ in range(RANKS)])
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+def test_every_method_has_a_setting() -> None:
+    sections = [parse_section({SECTION: _section(setting)}) for setting in SETTINGS.values()]
+    assert {section.gradients.method for section in sections} == {*METHODS, "none", "powersgd"}
+    assert {section.weights.method for section in sections} == {"none", *OF_WEIGHTS}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_sound(name: str) -> None:
+    """Also that methods with a momentum of their own come with an optimizer that has none."""
+    setting = SETTINGS[name]
+    optimizer = {"type": "AdamW", "params": {"betas": list(setting.get("betas", ADAM))}}
+    config = {"optimizer": optimizer, "zero_optimization": {"stage": 1}, SECTION: _section(setting)}
+    assert find_problems(config, 4) == []
+    assert ("weights" in setting) == ("+" in name)
+
+
+def _section(setting: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in setting.items() if key != "betas"}
+
+
+def test_without_compression_it_is_adamw_on_the_mean_gradient(lab: Lab) -> None:
+    ranks = [rank for rank, _ in lab.train("none")]
+    masters, gradients = _plain_training(lab)
+    own = [rank.master.grad for rank in ranks]
+    torch.testing.assert_close(torch.cat([grad for grad in own if grad is not None]), gradients, rtol=1e-4, atol=1e-7)
+    difference = torch.cat([rank.master for rank in ranks]).sub(masters).abs()
+    # Sums of another order: Adam makes much of the rounding errors of the few gradients that are nearly zero.
+    assert difference.mean() < 1e-8
+    assert difference.max() < 1e-5
+    assert all(torch.equal(rank.held, torch.cat([r.master for r in ranks]).to(torch.bfloat16)) for rank in ranks)
+
+
+def _plain_training(lab: Lab) -> tuple[Tensor, Tensor]:
+    """One model on all the ranks' batches, by torch alone: masters, and the clipped gradient of the last step."""
+    spec, model = lab.spec("none"), lab.build()
+    parameters = list(model.parameters())
+    masters = [parameter.detach().bfloat16().float() for parameter in parameters]
+    optimizer = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(STEPS):
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.data.copy_(master.bfloat16())
+        model.zero_grad()
+        tokens = torch.from_numpy(lab.windows.read(step_starts(lab.windows, RANKS * 2, 1, step)))
+        for part in tokens.view(RANKS, 2, 16):
+            (model(input_ids=part, labels=part).loss / RANKS).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.grad = parameter.grad
+        optimizer.param_groups[0]["lr"] = spec.learning_rate(step)
+        optimizer.step()
+    gradients = [parameter.grad.reshape(-1) for parameter in parameters]
+    return torch.cat([master.reshape(-1) for master in masters]), torch.cat(gradients)
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth(lab: Lab) -> None:
+    spec = replace(lab.spec("none"), steps=120)
+    rates = [spec.learning_rate(step) for step in (0, 19, 20, 70, 120)]
+    assert rates == pytest.approx([5e-5, 1e-3, 1e-3, 5.5e-4, 1e-4])
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "none"])
+def test_all_ranks_train_the_same_weights(lab: Lab, name: str) -> None:
+    trained, uncompressed = lab.train(name), lab.train("none")[0][0]
+    held = trained[0][0].held
+    assert all(torch.equal(rank.held, held) for rank, _ in trained)
+    assert held.isfinite().all()
+    assert not torch.equal(held, uncompressed.held)
+    losses = [record.loss for _, records in trained for record in records]
+    assert len(losses) == RANKS * STEPS
+    assert losses[0] == pytest.approx(5.7, abs=0.3)
+
+
+def test_compression_begins_after_the_dense_start(lab: Lab) -> None:
+    spec = lab.spec("int4+int4")
+    warm = replace(spec, section={**spec.section, "schedule": {"warmup_steps": 1}})
+    (rank, (first, second, _)), *_ = train(warm, lab.windows, [lab.build() for _ in range(RANKS)])
+    own = rank.master.numel()
+    assert first.gradient_bytes == 4 * (rank.held.numel() - own)
+    assert first.weight_bytes == 2 * own * (RANKS - 1)
+    assert second.gradient_bytes < first.gradient_bytes / 7
+    assert second.weight_bytes < first.weight_bytes / 3.5
+
+
+def test_bits_are_those_of_the_payloads(lab: Lab) -> None:
+    trained, numel = lab.train("int4+int4"), lab.build().num_parameters()
+    owned = [master.numel() for master in (rank.master for rank, _ in trained)]
+    assert owned == [sum(s.numel for s in even_partition([("all", numel)], RANKS).owned_by(r)) for r in range(RANKS)]
+    payloads = [Blockwise(4, 256).payload_bytes(count) for count in owned]
+    for index, (_, records) in enumerate(trained):
+        assert {record.gradient_bytes for record in records} == {sum(payloads) - payloads[index]}
+        assert {record.weight_bytes for record in records} == {payloads[index] * (RANKS - 1)}
+    figures = summarise([records for _, records in trained], numel, 0)
+    assert figures["bits_gradients"] == pytest.approx(8 * sum(payloads) / numel)
+    assert figures["bits_weights"] == pytest.approx(8 * sum(payloads) / numel)
+
+
+def test_figures_leave_the_dense_start_out_but_in_the_sum() -> None:
+    dense, sparse = StepRecord(2.0, 400, 200, 9.0, 9.0), StepRecord(1.0, 4, 2, 3.0, 5.0)
+    figures = summarise([[dense, *[sparse] * 99]] * 2, 100, 1)
+    assert figures.pop("losses") == {50: pytest.approx(1.02), 100: 1.0}
+    assert figures == {
+        "bits_gradients": pytest.approx(0.64),
+        "bits_weights": pytest.approx(0.32),
+        "bits_with_warmup": pytest.approx(0.01 * 96 + 0.99 * 0.96),
+        "compress_ms": 3.0,
+        "decompress_ms": 5.0,
+    }
+    with pytest.raises(ValueError, match="2 steps, the first 2 of which are uncompressed"):
+        summarise([[dense, dense]] * 2, 100, 2)
+
+
+def test_a_run_measures_what_is_asked(lab: Lab) -> None:
+    result = run(lab.spec("none"), lab.model, lab.cache)
+    assert result["eval_loss"] == pytest.approx(5.7, abs=0.3)
+    assert (result["bits_gradients"], result["bits_weights"]) == (pytest.approx(32), pytest.approx(16))
+    assert result["parameters"] == lab.build().num_parameters()
+    assert 0 < result["compress_ms"] < 1e3 * result["seconds"]
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_an_error_of_one_rank_ends_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(rank: Rank, rate: float) -> None:
+        if rank.group.rank() == 1:
+            raise ArithmeticError("rank 1 fails")
+
+    monkeypatch.setattr(Rank, "_update", update)
+    monkeypatch.setattr(methods_lab, "TIMEOUT", timedelta(seconds=2))
+    with pytest.raises(ArithmeticError, match="rank 1 fails"):
+        lab.train("int4")
+
+
+def result(loss: float, gradients: float = 4.0) -> dict[str, float]:
+    return {
+        "eval_loss": loss,
+        "bits_gradients": gradients,
+        "bits_weights": 16.0,
+        "bits_with_warmup": 21.0,
+        "compress_ms": 1.0,
+        "decompress_ms": 2.0,
+    }
+
+
+def test_the_table_compares_equal_seeds() -> None:
+    rows = table_rows(
+        {"none": {0: result(2.0, 32.0), 1: result(4.0, 32.0)}, "a": {0: result(2.02), 1: result(4.12)}, "b": {}}
+    )
+    assert [row.name for row in rows] == ["a", "none"]
+    assert list(rows[0].gaps) == pytest.approx([1, 3])
+    assert cells(rows[0]) == [
+        "a", "4.000", "16.000", "2.4x", "21.000", "+2.00 ± 1.41 %", "2", "1.0", "2.0",
+    ]  # fmt: skip
+    lines = markdown(rows).splitlines()
+    assert [line.count("|") for line in lines] == [10] * 4
+    assert lines[3].startswith("| none | 32.000 | 16.000 | 1.0x |")
+
+
+@pytest.mark.parametrize(("loss", "base", "text"), [(3.0, 2.0, "+50.00 %"), (float("nan"), 2.0, "diverged")])
+def test_the_gap_of_one_seed(loss: float, base: float, text: str) -> None:
+    assert cells(table_rows({"none": {0: result(base, 32.0)}, "a": {0: result(loss)}})[0])[5] == text
+
+
+def test_without_a_baseline_of_the_seed_there_is_no_gap() -> None:
+    assert cells(table_rows({"none": {1: result(2.0, 32.0)}, "a": {0: result(2.0)}})[0])[5] == "-"
+
+
+def test_a_run_of_other_options_is_refused(lab: Lab, tmp_path: Path) -> None:
+    file, spec = tmp_path / "seed0.json", lab.spec("demo-1%")
+    assert methods_table._read(file, spec) is None
+    file.write_text(json.dumps({"spec": asdict(spec), "eval_loss": 1.5}))
+    found = methods_table._read(file, spec)
+    assert found is not None
+    assert found["eval_loss"] == 1.5
+    with pytest.raises(DataError, match=r"seed0.json: made with another steps, seq_len; remove it"):
+        methods_table._read(file, replace(spec, steps=9, seq_len=8))
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    points = [Point("a", 1, 5, 0), Point("b", 1, 4, 0), Point("c", 2, 4, 0), Point("d", 3, -1, 0), Point("e", 4, 0, 0)]
+    assert [point.name for point in front(points)] == ["b", "d"]
+
+
+def test_the_plot_names_every_point_and_what_it_cannot_show(tmp_path: Path) -> None:
+    crowd = [Point(f"setting{index}", 4.0, 0.1, 0.05) for index in range(9)]
+    files = [tmp_path / "plot.svg", tmp_path / "plot.png"]
+    draw({"left": crowd, "right": [Point("lost", 4.0, float("nan"), 0.0)]}, files)
+    # The letters of an SVG are outlines, with the text as a comment.
+    picture = files[0].read_text()
+    assert all(f"<!-- {text} -->" in picture for text in [*(p.name for p in crowd), "left", "no finite gap: lost"])
+    assert files[1].stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_program_runs_what_is_missing_and_names_what_fails(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    arguments = ["--data", str(lab.text), "--output-dir", str(tmp_path), "--model", str(lab.model)]
+    arguments += ["--ranks", "2", "--seq-len", "16", "--steps"]
+    command = [sys.executable, "-m", "launch.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$"]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert "demo-1%, seed 0: ValueError: 2 steps, the first 20" in first.stdout
+    runs = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("seed0.json")}
+    assert {file.parent.name for file in runs} == {"none", "int4"}
+    written = (tmp_path / "table.md").read_text()
+    assert len(written.splitlines()) == 4
+    assert {file.name for file in tmp_path.glob("table.*")} == {"table.md", "table.png", "table.svg"}
+    assert methods_table.main([*arguments, "2", "--only", "^int4$"]) == 0
+    assert (tmp_path / "table.md").read_text() == written
+    assert {file: file.stat().st_mtime_ns for file in runs} == runs
+    assert methods_table.main([*arguments, "3"]) == 2
+    assert "made with another steps" in capsys.readouterr().err

@@ -1,0 +1,25 @@
+"""The program that measures what monitoring costs, with two ranks on the CPU."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_it_tells_the_cost_of_every_setting() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+    program = [str(free_port()), "launch/monitoring_cost.py", "--steps", "10"]
+    done = subprocess.run([*launcher, *program], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if ", this costs " in line]
+    names = ["nothing", "monitor every 10", "monitor every 1", "schedule", "guard", "adaptive, measured every 10"]
+    assert [line.split(": step")[0] for line in lines] == names
+    ends = [float(re.search(r"its end ([\d.]+) ms", line)[1]) for line in lines]  # type: ignore[index]
+    assert 0 < ends[0] < ends[2]

@@ -1,0 +1,147 @@
+"""--export: what it writes is loaded by transformers alone, and says what the trained model says."""
+
+import argparse
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.training.data import cache_key, eval_starts, open_cache, split_windows, train_tokenizer
+from deepspeed_compress.training.export import check_export, read_tokenizer
+from deepspeed_compress.training.main import main
+from tests.support.forks import run_forks
+
+TEXT = "the king said nothing, for who would answer him?\n"
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "max_position_embeddings": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def arguments(directory: Path, parallelism: dict[str, int], *more: str) -> list[str]:
+    """Of a run that reads and writes below `directory`."""
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 1_000_000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "deepspeed_compress": {"parallelism": parallelism, "gradients": {"bits": 4, "block_size": 32}},
+    }
+    (directory / "text.txt").write_text(TEXT * 400)
+    (directory / "model.json").write_text(json.dumps(MODEL))
+    (directory / "ds.json").write_text(json.dumps(ds_config))
+    files = {"deepspeed_config": "ds.json", "data": "text.txt", "model": "model.json", "output-dir": "run"}
+    paths = [part for name, file in files.items() for part in (f"--{name}", str(directory / file))]
+    counts = "--steps 20 --seq-len 16 --eval-batches 2 --eval-every 0 --sample-tokens 4"
+    return [*paths, *counts.split(), "--export", str(directory / "model"), *more]
+
+
+def train(rank: int, argv: list[str]) -> tuple[int, str]:
+    """Exit status, and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = main(argv)
+    return status, printed.getvalue()
+
+
+def loaded(directory: Path) -> tuple[Any, Any]:
+    """Model and tokenizer, by the classes that know nothing of this project."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+
+
+def held_out_loss(model: Any, directory: Path, summary: dict[str, Any]) -> float:
+    """Of the windows that the run evaluated on, by a model of transformers."""
+    tokenizer = directory / "run" / "tokenizer"
+    cache = open_cache(tokenizer / "tokens", cache_key([directory / "text.txt"], tokenizer))
+    windows = split_windows(cache, summary["seq_len"], held_out=0.05)[1]
+    starts = eval_starts(windows, 2, summary["tokens_per_step"] // summary["seq_len"])
+    tokens = torch.from_numpy(windows.read(starts.reshape(-1)))
+    with torch.no_grad():
+        return float(model(tokens, labels=tokens).loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [(2, {"zero_stage": 3}), (4, {"zero_stage": 1, "pipeline": 2}), (4, {"zero_stage": 1, "tensor": 2, "pipeline": 2})],
+    ids=["zero3", "pipeline", "pipeline-tensor"],
+)
+def test_transformers_loads_what_was_trained(ranks: int, parallelism: dict[str, int], tmp_path: Path) -> None:
+    results = run_forks(ranks, train, arguments(tmp_path, parallelism))
+    assert [status for status, _ in results] == [0] * ranks
+    said = f"the pipeline engine cannot generate, the model in {tmp_path / 'model'} can"
+    assert (said in results[0][1]) == ("pipeline" in parallelism)
+    model, tokenizer = loaded(tmp_path / "model")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["export"] == str(tmp_path / "model")
+    # A new model would say about ln 300 = 5.7.
+    assert summary["eval_loss"] < 5
+    # Sums in another order; half of what was trained would be visible in the first digits.
+    assert held_out_loss(model, tmp_path, summary) == pytest.approx(summary["eval_loss"], rel=1e-5)
+    assert tokenizer.eos_token == "<|endoftext|>"
+    words = model.generate(tokenizer("the king", return_tensors="pt").input_ids, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(words[0]).startswith("the king")
+
+
+def given(**values: Any) -> Any:
+    return argparse.Namespace(**{"export": None, "model": Path("model.json"), "resume": False} | values)
+
+
+def holds_model(directory: Path) -> Path:
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def holds_file(directory: Path) -> Path:
+    (directory / "file").write_text("")
+    return directory / "file"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "message"),
+    [
+        (holds_model, {}, "holds a model already; choose another directory"),
+        (holds_file, {}, r"cannot be made \(.+\); choose another"),
+    ],
+)
+def test_what_is_there_is_kept(
+    prepare: Callable[[Path], Path], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_export(given(export=prepare(tmp_path), **options))
+
+
+def test_a_resumed_run_writes_its_export_again_but_never_its_source(tmp_path: Path) -> None:
+    check_export(given(export=holds_model(tmp_path), resume=True))
+    with pytest.raises(ConfigError, match="is --model, which would be overwritten"):
+        check_export(given(export=tmp_path, model=tmp_path, resume=True))
+
+
+def test_without_the_option_nothing_is_made(tmp_path: Path) -> None:
+    check_export(given(model=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_without_a_configuration_still_ends_documents(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    directory = train_tokenizer([tmp_path / "text.txt"], tmp_path / "tokenizer", 300)
+    named = read_tokenizer(directory)
+    (directory / "tokenizer_config.json").unlink()
+    alone = read_tokenizer(directory)
+    assert alone.eos_token_id == named.eos_token_id == 0
+    assert alone(TEXT).input_ids == named(TEXT).input_ids
