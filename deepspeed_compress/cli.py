@@ -270,13 +270,13 @@ def _tune_options() -> Mapping[str, int]:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.tools.bench.options import add_bench_arguments
+    from deepspeed_compress.tools.bench.options import add_arguments
 
-    add_bench_arguments(parser)
+    add_arguments(parser)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from deepspeed_compress.tools.bench.command import run
+    from deepspeed_compress.tools.bench.options import run
 
     return run(options)
 

@@ -1,18 +1,21 @@
-"""The table of `bench step`."""
+"""What `bench step` shows: tables of times and of bytes, and bars."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed_compress.tools.bench.document import Row
+from deepspeed_compress.config.numbers import shown
+from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
+from deepspeed_compress.tools.plots import plot_bars
 
-__all__ = ["print_steps", "same_work", "step_table", "title"]
+__all__ = ["plot_steps", "print_steps", "same_work", "step_table", "title"]
 
 WIDTH = 132
 """Where the output is no terminal."""
@@ -68,15 +71,15 @@ def step_table(rows: Sequence[Row], form: Form) -> Table:
 
 def _time_cells(row: Row) -> list[str]:
     split = row["split_ms"] or {}
-    ratios = [_text(row[name], ".2f") for name in ("of_compute_only", "speedup")]
-    return [*_seconds(row["step_s"]), *ratios, *(_text(split.get(name), ".1f") for name in PHASES)]
+    ratios = [shown(row[name], ".2f") for name in ("of_compute_only", "speedup")]
+    return [*_seconds(row["step_s"]), *ratios, *(shown(split.get(name), ".1f") for name in PHASES)]
 
 
 def _size_cells(row: Row) -> list[str]:
     sizes = row["bytes"]
-    sent = [_text(sizes.get(name), ",.3f", 1e-6) for name in SENT]
-    memory = [_text(_mean(row[name]), ",.1f", 1e-6) for name in ("peak_bytes", "residual_bytes")]
-    return [*sent, _text(sizes.get("difference_percent"), "+.2f"), *memory]
+    sent = [shown(sizes.get(name), ",.3f", 1e-6) for name in SENT]
+    memory = [shown(_mean(row[name]), ",.1f", 1e-6) for name in ("peak_bytes", "residual_bytes")]
+    return [*sent, shown(sizes.get("difference_percent"), "+.2f"), *memory]
 
 
 def _compute_only_times(row: Row) -> list[str]:
@@ -84,7 +87,7 @@ def _compute_only_times(row: Row) -> list[str]:
 
 
 def _compute_only_sizes(row: Row) -> list[str]:
-    return [*[""] * (len(SENT) + 1), _text(_mean(row["compute_only_peak_bytes"]), ",.1f", 1e-6), ""]
+    return [*[""] * (len(SENT) + 1), shown(_mean(row["compute_only_peak_bytes"]), ",.1f", 1e-6), ""]
 
 
 def _seconds(found: Row) -> list[str]:
@@ -96,8 +99,22 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _text(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(scale * value, form)
+def plot_steps(rows: Sequence[Row], file: Path) -> None:
+    """Bars of the ratio to compute alone, a method a group of bars, a rate a colour; one chart for every workload."""
+    charts = [[row for row in rows if same_work(row) == work] for work in dict.fromkeys(map(same_work, rows))]
+    bars = [(title(chart[0]), _ratios(chart)) for chart in charts]
+    plot_bars(bars, "step time / compute alone (1 = a free network)", file)
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """By rate and method."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        stage = stage_of(row["contender"]["ds_config"])
+        name = row["contender"]["name"]
+        label = name if stage is None or f"zero{stage}" in name else f"{name}, ZeRO {stage}"
+        found.setdefault(row["rate"] or "this network", {})[label] = row["of_compute_only"]
+    return found
 
 
 PHASES = ("compute", "compress", "communicate", "decompress")
