@@ -250,9 +250,9 @@ def _say_what_is_locked() -> None:
 
 
 def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    from deepspeed_compress.tools.tune.options import add_tune_arguments
+    from deepspeed_compress.tools.tune.options import add_arguments
 
-    add_tune_arguments(parser)
+    add_arguments(parser)
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -13,16 +13,15 @@ __all__ = [
     "shown",
     "size",
     "span",
-    "times",
 ]
 
 UNKNOWN = "-"
 """In place of a number that is not there."""
 
 
-def shown(value: float | None, form: str, scale: float = 1.0) -> str:
-    """`value` times `scale` in a table; `UNKNOWN` where it is None or not finite."""
-    return UNKNOWN if value is None or not math.isfinite(value) else format(scale * value, form)
+def shown(value: float | None, form: str, scale: float = 1.0, suffix: str = "") -> str:
+    """`value` times `scale` in a table, before `suffix`; `UNKNOWN` where it is None or not finite."""
+    return UNKNOWN if value is None or not math.isfinite(value) else format(scale * value, form) + suffix
 
 
 def size(count: float) -> str:
@@ -42,12 +41,6 @@ def gibibytes(count: float, digits: int = 2) -> str:
 
 def milliseconds(value: float) -> str:
     return f"{value:,.1f} ms"
-
-
-def times(ratio: float | None, digits: int = 2) -> str:
-    """How many times as fast, or fewer bytes: "2.40x"."""
-    text = shown(ratio, f".{digits}f")
-    return text if text == UNKNOWN else f"{text}x"
 
 
 def change(share: float | None) -> str:

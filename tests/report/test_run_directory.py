@@ -10,7 +10,7 @@ from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
-from deepspeed_compress.tools.tune.files import STATISTICS, steps_done
+from deepspeed_compress.tools.tune.trials import STATISTICS, steps_done
 from tests.doctor.synthetic import HEALTHY
 from tests.support.runs import trainer_run, write_lines
 
