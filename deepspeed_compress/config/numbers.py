@@ -1,10 +1,12 @@
 """Numbers as people read them, everywhere in one form: sizes, times, ratios, shares, counts."""
 
 import math
+from typing import Any
 
 __all__ = [
     "UNKNOWN",
     "change",
+    "finite",
     "gibibytes",
     "megabytes",
     "milliseconds",
@@ -17,6 +19,15 @@ __all__ = [
 
 UNKNOWN = "-"
 """In place of a number that is not there."""
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON can express it: None for what is not finite, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def shown(value: float | None, form: str, scale: float = 1.0, suffix: str = "") -> str:

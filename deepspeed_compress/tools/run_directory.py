@@ -13,26 +13,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS
 
 __all__ = [
-    "COMPRESSION",
-    "CONFIG",
-    "EVENTS",
     "METRICS",
+    "STATISTICS",
     "SUMMARY",
     "Line",
     "RunDirectory",
     "in_order",
     "read_directory",
     "read_lines",
+    "read_metrics",
     "read_statistics",
     "read_summary",
 ]
 
-COMPRESSION, EVENTS, CONFIG = "compression.jsonl", "events.jsonl", "ds_config.json"
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"
-SECTION = "deepspeed_compress"
 
 Line = Mapping[str, Any]
 
@@ -63,9 +62,11 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     """`config` in place of what the run left of its configuration. Raises DataError for files that are damaged."""
     summary = _object(directory / SUMMARY)
     named = Path((summary or {}).get("monitor_path") or directory)
-    ds_config = config or next((found for place in (directory, named) if (found := _object(place / CONFIG))), None)
+    ds_config = config or next(
+        (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
+    )
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    lines, events = _whole(monitor / COMPRESSION), _whole(monitor / EVENTS)
+    lines, events = _whole(monitor / STATISTICS), _whole(monitor / EVENTS)
     run = (summary or {}).get("run") or _run(lines[-1] if lines else {})
     statistics = _standing(lines, [*lines, *events], run)
     # The file is made with the first event, so a run that tells its settings and has none had no event.
@@ -75,17 +76,22 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         monitor,
         in_order(statistics),
         tuple(_standing(events, [*lines, *events], run)) if told else None,
-        tuple(_together(_whole(directory / METRICS))),
+        read_metrics(directory),
         summary,
-        ds_config or _object(monitor / CONFIG),
+        ds_config or _object(monitor / CONFIGURATION),
         _trainer(directory, in_order(statistics)),
     )
 
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
     """The lines of compression.jsonl in `directory` that count: of `run`, else of the last run."""
-    lines = _whole(directory / COMPRESSION)
-    return in_order(_standing(lines, lines, run or _run(lines[-1] if lines else {})))
+    lines, events = _whole(directory / STATISTICS), _whole(directory / EVENTS)
+    return in_order(_standing(lines, [*lines, *events], run or _run(lines[-1] if lines else {})))
+
+
+def read_metrics(directory: Path) -> tuple[Line, ...]:
+    """The lines of metrics.jsonl in `directory` that count."""
+    return tuple(_together(_whole(directory / METRICS)))
 
 
 def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -132,7 +138,7 @@ def _configured(ds_config: Line | None) -> list[Path]:
 
 def _monitor(places: Sequence[Path]) -> Path:
     """Where the statistics are: a run may have moved with them."""
-    return next((place for place in places if (place / COMPRESSION).is_file()), places[0])
+    return next((place for place in places if (place / STATISTICS).is_file()), places[0])
 
 
 def _trainer(directory: Path, statistics: Sequence[Line]) -> Line | None:

@@ -32,3 +32,10 @@ from deepspeed_compress.config import numbers
 )
 def test_forms(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_what_is_not_finite_is_null_in_json() -> None:
+    assert numbers.finite({"a": [math.inf, 1.0], "b": {"c": math.nan, "d": "x"}}) == {
+        "a": [None, 1.0],
+        "b": {"c": None, "d": "x"},
+    }

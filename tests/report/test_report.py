@@ -24,7 +24,7 @@ from deepspeed_compress.tools.report.timeline import (
     settings_timelines,
     steps_by_setting,
 )
-from deepspeed_compress.training.records import compression_figures
+from deepspeed_compress.training.output import compression_figures
 from tests.support.runs import KINDS, REASON, SETTING, long_run, small_run, trainer_run, write_lines
 
 pytest.importorskip("matplotlib")

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.config.numbers import change, shown
+from deepspeed_compress.config.numbers import change, finite, shown
 from deepspeed_compress.tools.plots import Label, label_points, plain_decades, style_axes
 from deepspeed_compress.tools.tune.halving import Result, Round, best, loss_gap, reasons
 from deepspeed_compress.tools.tune.search import Outcome
@@ -127,19 +127,13 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "best": {"name": summary.chosen.name, SECTION: summary.chosen.section},
         "conclusion": conclusion(summary),
         "stopped": outcome.stopped or None,
-        "rows": [_finite(asdict(row)) for row in summary.rows],
+        "rows": [finite(asdict(row)) for row in summary.rows],
         "left_out": [asdict(left) for left in summary.left_out],
         "rungs": [
-            {**asdict(one.rung), "trials": [_finite(asdict(result)) for result in one.results.values()]}
+            {**asdict(one.rung), "trials": [finite(asdict(result)) for result in one.results.values()]}
             for one in outcome.rounds
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 BETTER: Mapping[str, str] = MappingProxyType({"step_time": "is faster", "bytes": "sends less"})

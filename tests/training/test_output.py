@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import CompressWarning, ConfigError, DataError
+from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import read_lines, read_summary
-from deepspeed_compress.training.records import (
+from deepspeed_compress.training.output import (
     Metrics,
     check_new,
     final_figures,
-    write_json,
 )
 
 

@@ -1,27 +1,23 @@
-"""What a run leaves behind: metrics.jsonl, line by line, and summary.json at the end."""
+"""What a run writes and shows: metrics.jsonl line by line, summary.json at the end, progress on rank 0."""
 
 import json
-import os
 import statistics
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.tools.run_directory import METRICS, SUMMARY, Line, read_lines, read_statistics
+from deepspeed_compress.monitor import KINDS
+from deepspeed_compress.tools.files import write_text
+from deepspeed_compress.tools.run_directory import METRICS, Line, read_metrics, read_statistics
 
-SENT = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor")
-"""Fields of a line whose sum leaves a rank in a step."""
-
-__all__ = ["METRICS", "SUMMARY", "Metrics", "check_new", "compression_figures", "final_figures", "write_json"]
-
-
-def write_json(file: Path, value: object) -> None:
-    """Write `file` whole or not at all."""
-    scratch = file.with_name(f".{file.name}.new")
-    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, file)
+__all__ = ["Display", "Metrics", "Throttled", "check_new", "compression_figures", "display", "final_figures"]
 
 
 def check_new(output_dir: Path) -> None:
@@ -43,10 +39,8 @@ class Metrics:
         if not self.visible:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_lines(self.file) if line["step"] <= step]
-        scratch = self.file.with_name(f".{self.file.name}.new")
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(scratch, self.file)
+        kept = [line for line in read_metrics(self.file.parent) if line["step"] <= step]
+        write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, **values: float | None) -> None:
         """One line."""
@@ -66,7 +60,7 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
     Step times are medians: the first steps of a run are slower. The compression figures are means over the
     monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
     """
-    lines = read_lines(output_dir / METRICS)
+    lines = read_metrics(output_dir)
     last_eval: dict[str, Any] = next((line for line in reversed(lines) if "eval_loss" in line), {})
     times = [line["step_time_s"] for line in lines if "step_time_s" in line]
     median = statistics.median(times) if times else None
@@ -94,6 +88,76 @@ def _total(lines: Sequence[Line]) -> dict[str, float | None]:
     """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
     if any("total_ratio" not in line for line in lines):
         return {}
-    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in SENT)) for line in lines]
+    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in KINDS)) for line in lines]
     sent = sum(size for _, size in known)
     return {"compression_total_ratio": sum((ratio or 0) * size for ratio, size in known) / sent if sent else None}
+
+
+class Display(Protocol):
+    """Where a long piece of work shows how far it is."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        """Work stands at `done` of `total`."""
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+
+
+class Silent:
+    """For ranks other than the first."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        pass
+
+
+class Lines:
+    """For a file or a pipe: one plain line at a time, flushed."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        print(f"{done}/{total}  {text}", flush=True)
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Bar:
+    """For a terminal."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress, self.task = progress, task
+
+    def show(self, done: int, total: int, text: str) -> None:
+        self.progress.update(self.task, completed=done, total=total, text=text)
+
+    def line(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False)
+
+
+@contextmanager
+def display(label: str, visible: bool) -> Iterator[Display]:
+    """A display named `label`; a silent one unless `visible`."""
+    console = Console()
+    if not visible:
+        yield Silent()
+    elif not console.is_terminal:
+        yield Lines()
+    else:
+        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as progress:
+            yield Bar(progress, progress.add_task(label, total=None, text=""))
+
+
+class Throttled:
+    """Shows work in bytes, as MB, every few seconds: short work stays silent."""
+
+    def __init__(self, target: Display, seconds: float = 3.0) -> None:
+        self.target, self.seconds, self.due = target, seconds, time.monotonic() + seconds
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self.due:
+            self.due = now + self.seconds
+            self.target.show(done // 1_000_000, total // 1_000_000, f"MB, {what}")
