@@ -61,7 +61,7 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
     monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
     """
     lines = read_metrics(output_dir)
-    last_eval: dict[str, Any] = next((line for line in reversed(lines) if "eval_loss" in line), {})
+    last_eval: Line = next((line for line in reversed(lines) if "eval_loss" in line), {})
     times = [line["step_time_s"] for line in lines if "step_time_s" in line]
     median = statistics.median(times) if times else None
     return {

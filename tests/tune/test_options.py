@@ -10,7 +10,8 @@ from deepspeed_compress.tools.tune.options import add_arguments, duration, own_o
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    return cli._parser().parse_args(cli._separated(["tune", *arguments]))
+    [tune] = [command for command in cli.COMMANDS if command.name == "tune"]
+    return cli._parser(tune).parse_args(cli._separated(["tune", *arguments], tune))
 
 
 def test_what_follows_the_own_options_is_passed_on() -> None:

@@ -12,8 +12,8 @@ from deepspeed_compress.tools.report.runs import Run
 __all__ = [
     "SHOWN",
     "SYMBOLS",
-    "Interval",
     "Marker",
+    "SettingsInterval",
     "SettingsTimeline",
     "Symbol",
     "event_head",
@@ -102,7 +102,7 @@ def _settings(event: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Interval:
+class SettingsInterval:
     """Steps `first` to `last` with one setting."""
 
     setting: str
@@ -115,7 +115,7 @@ class SettingsTimeline:
     """The settings in force over the steps of a run."""
 
     run: str
-    intervals: tuple[Interval, ...]
+    intervals: tuple[SettingsInterval, ...]
 
 
 def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
@@ -124,10 +124,10 @@ def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
     return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in told if settings]
 
 
-def _intervals(settings: list[tuple[int, str]]) -> tuple[Interval, ...]:
+def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
     """A setting lasts from the measured step that shows it first to the last one in a row."""
     groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
-    return tuple(Interval(setting, steps[0], steps[-1]) for setting, steps in groups)
+    return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
 
 
 UNCOMPRESSED = "none"

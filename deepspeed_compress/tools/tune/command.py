@@ -16,6 +16,7 @@ from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.plots import INSTALL, can_plot
+from deepspeed_compress.tools.run import print_locks
 from deepspeed_compress.tools.tune.halving import make_rungs
 from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
 from deepspeed_compress.tools.tune.space import Candidate, Excluded, find_candidates, load_space
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ConfigError for what is wrong with the files or the command, before anything is started.
     """
+    options.arguments = options.arguments[1:]  # without the "--" of the command line
+    print_locks()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
