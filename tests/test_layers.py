@@ -81,7 +81,8 @@ TABLE = {
     "tools.plan": allow("compression.methods config errors policy tools.plots", lazily="matplotlib rich"),
     "tools.run_directory": allow("config errors monitor"),
     "tools.bench": allow(
-        "__init__ communication compression.kernels config errors models monitor policy tools.files tools.plots training",
+        "__init__ communication compression.kernels config errors models monitor policy tools.files tools.plots "
+        "training",
         "torch deepspeed rich",
         lazily="matplotlib",
     ),

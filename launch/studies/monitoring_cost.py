@@ -1,6 +1,6 @@
 """What monitoring and steering cost: the end of a step with and without them, against the time of the whole step.
 
-    torchrun --nproc_per_node 2 launch/monitoring_cost.py --steps 200
+    torchrun --nproc_per_node 2 launch/studies/monitoring_cost.py --steps 200
 
 Engines of the same model, one a setting, take a step in turn, so that whatever else the machine does meets all of them
 alike. The ranks wait for each other before the clock starts: a rank that is late is none of the monitor's cost.

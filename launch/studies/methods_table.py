@@ -4,8 +4,9 @@ Each run is a process whose threads are its ranks (see methods_lab). Finished ru
 shows all that are there. Remove the runs of a method after a change of its code.
 
 examples, from the root of the repository:
-  python -m launch.methods_table --data data/shakespeare --output-dir runs/table --jobs 2
-  python -m launch.methods_table --data data/shakespeare --output-dir runs/table --only 'demo|powersgd' --seeds 0 1 2
+  python -m launch.studies.methods_table --data data/shakespeare --output-dir runs/table --jobs 2
+  python -m launch.studies.methods_table --data data/shakespeare --output-dir runs/table --only 'demo|powersgd' \\
+      --seeds 0 1 2
 """
 
 import argparse
@@ -26,123 +27,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.models import read_model_config
+from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
-from launch.methods_lab import Spec, digest, run
-from launch.methods_plot import Point, draw
+from launch.studies.methods_lab import Spec, digest, run
+from launch.studies.methods_plot import Point, draw
+from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS
 
-BASELINE = "none"
 ZERO_1_BITS = 48
 """Of an element and step in 16-bit training with DeepSpeed alone: gradients are all-reduced, weights gathered."""
-ADAM, WITHOUT_MOMENTUM = (0.9, 0.95), (0.0, 0.95)
-ROOT = Path(__file__).parents[1]
-
-INT4 = {"method": "blockwise", "bits": 4}
-INT2 = {"method": "blockwise", "bits": 2}
-SIGN = {"method": "sign"}
-TOP_1 = {"method": "topk", "density": 0.01, "values": INT4}
-TOP_10 = {"method": "topk", "density": 0.1, "values": INT4}
-DGC_1 = {"method": "dgc", "density": 0.01, "values": INT4}
-DEMO_1 = {"method": "demo", "density": 0.01, "momentum": 0.97}
-DEMO_98 = {"method": "demo", "density": 0.01, "momentum": 0.98}
-POWERSGD_4 = {"method": "powersgd", "rank": 4}
-EMBEDDING = {"parameters": "wte", "method": "sign", "block_size": 1024, "spread": True}
-"""Rows of tokens that seldom occur: late is better than seldom."""
-LARGE_BLOCKS = {"block_size": 1024, "scale_dtype": "bf16"}
-FINE_SIGN = {"method": "sign", "block_size": 128}
-HADAMARD = {"rotation": {"method": "hadamard"}}
-WARM = {"schedule": {"warmup_steps": 20}}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "none": {"gradients": {"method": "none"}},
-    "bf16": {"gradients": {"method": "bf16"}},
-    "fp16": {"gradients": {"method": "fp16"}},
-    "fp8-e4m3": {"gradients": {"method": "fp8_e4m3"}},
-    "fp8-e5m2": {"gradients": {"method": "fp8_e5m2"}},
-    "int8": {"gradients": {"method": "blockwise", "bits": 8}},
-    "int4": {"gradients": INT4},
-    "int2": {"gradients": INT2},
-    "int4-hadamard": {"gradients": INT4 | HADAMARD},
-    "int2-hadamard": {"gradients": INT2 | HADAMARD},
-    "int4-residuals-int8": {"gradients": INT4 | {"error_feedback": {"dtype": "int8"}}},
-    "linear4": {"gradients": {"method": "linear", "bits": 4}},
-    "stochastic-linear8": {"gradients": {"method": "stochastic_linear", "bits": 8}},
-    "percentile4": {"gradients": {"method": "percentile", "bits": 4}},
-    "qsgd7": {"gradients": {"method": "qsgd", "levels": 7}},
-    "sign": {"gradients": SIGN},
-    "sign-hadamard": {"gradients": SIGN | HADAMARD},
-    "topk-1%": {"gradients": TOP_1, **WARM},
-    "topk-1%-cold": {"gradients": TOP_1},
-    "topk-10%": {"gradients": TOP_10, **WARM},
-    "topk-1%-tensor": {"gradients": TOP_1 | {"scope": "tensor"}, **WARM},
-    "topk-1%-threshold": {"gradients": TOP_1 | {"scope": "threshold"}, **WARM},
-    "randomk-10%": {"gradients": {"method": "randomk", "density": 0.1, "values": INT4}, **WARM},
-    "block-topk-5%": {"gradients": {"method": "block_topk", "density": 0.05, "values": INT4}, **WARM},
-    "dgc-1%": {"gradients": DGC_1, **WARM, "betas": WITHOUT_MOMENTUM},
-    "demo-1%": {"gradients": DEMO_1, **WARM, "betas": WITHOUT_MOMENTUM},
-    "demo-1%-cold": {"gradients": DEMO_1, "betas": WITHOUT_MOMENTUM},
-    "demo-1%-late4": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]}, "betas": WITHOUT_MOMENTUM},
-    "demo-1%-late8": {"gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]}, "betas": WITHOUT_MOMENTUM},
-    "demo-1%-late8-m.95": {
-        "gradients": DEMO_1 | {"momentum": 0.95, "overrides": [EMBEDDING | {"every": 8}]},
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-1%-late8-m.98": {
-        "gradients": DEMO_98 | {"overrides": [EMBEDDING | {"every": 8}]},
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-0.7%-late4-m.98": {
-        "gradients": DEMO_98 | {"density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-0.8%-late4-m.98-tile32": {
-        "gradients": DEMO_98 | {"tile": 32, "density": 0.0078, "overrides": [EMBEDDING | {"every": 4}]},
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-1%-late8-warm": {
-        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
-        "betas": WITHOUT_MOMENTUM,
-        **WARM,
-    },
-    "powersgd-4": {"gradients": POWERSGD_4, **WARM},
-    "powersgd-8": {"gradients": {"method": "powersgd", "rank": 8}, **WARM},
-    "none+int4": {"gradients": {"method": "none"}, "weights": INT4},
-    "int4+int4": {"gradients": INT4, "weights": INT4},
-    "int4+int4-large-blocks": {"gradients": INT4 | LARGE_BLOCKS, "weights": INT4 | LARGE_BLOCKS},
-    "int4+sign": {"gradients": INT4, "weights": FINE_SIGN},
-    "int4+topk-10%": {"gradients": INT4, "weights": TOP_10},
-    "sign+sign": {"gradients": SIGN, "weights": FINE_SIGN},
-    "topk-1%+int4": {"gradients": TOP_1, "weights": INT4, **WARM},
-    "demo-1%+int4": {"gradients": DEMO_1, "weights": INT4, **WARM, "betas": WITHOUT_MOMENTUM},
-    "demo-1%-late4+sign": {
-        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 4}]},
-        "weights": FINE_SIGN,
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-0.7%-late4-m.95+sign": {
-        "gradients": DEMO_1 | {"momentum": 0.95, "density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
-        "weights": FINE_SIGN,
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-0.7%-late4-m.98+sign": {
-        "gradients": DEMO_98 | {"density": 0.0072, "overrides": [EMBEDDING | {"every": 4}]},
-        "weights": FINE_SIGN,
-        "betas": WITHOUT_MOMENTUM,
-    },
-    "demo-1%-late8-warm+sign": {
-        "gradients": DEMO_1 | {"overrides": [EMBEDDING | {"every": 8}]},
-        "weights": FINE_SIGN,
-        "betas": WITHOUT_MOMENTUM,
-        **WARM,
-    },
-    "none+sign": {"gradients": {"method": "none"}, "weights": FINE_SIGN},
-    "powersgd-4+int4": {"gradients": POWERSGD_4, "weights": INT4, **WARM},
-}
-"""Sections to compare, by "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` where they are not the usual ones.
-
-The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have.
-"late": the same, and the embedding travels in every N-th step alone; "late-warm": with the dense start.
-"""
+ROOT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.methods_table",
+        prog="python -m launch.studies.methods_table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -241,9 +137,7 @@ def _run(spec: Spec, model: Path, cache_dir: Path, file: Path) -> None:
     """What the process of a run does: the file is there only when it is complete."""
     result = {"spec": asdict(spec), **run(spec, model, cache_dir)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".part")
-    scratch.write_text(json.dumps(result, indent=2) + "\n")
-    scratch.replace(file)
+    write_json(file, result)
 
 
 def _read(file: Path, spec: Spec) -> dict[str, Any] | None:
@@ -325,7 +219,7 @@ def cells(row: Row) -> list[str]:
         row.name,
         f"{row.gradients:.3f}",
         f"{row.weights:.3f}",
-        f"{ZERO_1_BITS / row.bits:.1f}x",
+        shown(ZERO_1_BITS / row.bits, ".1f", suffix="x"),
         f"{row.with_warmup:.3f}",
         gap,
         str(len(row.gaps)),
