@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.communication.build import Parameters, message_compressor
 from deepspeed_compress.config import CompressConfig, brief, find_missing
+from deepspeed_compress.config.numbers import size
 from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
@@ -74,8 +75,8 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     return [
         f"{len(sizes) - len(raw)} of {len(sizes)} parameters are compressed ({share:.1%} of the elements), "
         f"{len(raw)} exempt",
-        f"rank 0 sends about {_size(times * found.sent)} of gradients a step, uncompressed {_size(alone)}",
-        f"residuals take up to {_size(found.kept)}",
+        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(found.kept)}",
     ]
 
 
@@ -83,15 +84,9 @@ def _weights(engine: Any, config: CompressConfig, parameters: Parameters, kind: 
     ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
     settings: Any = config.weights
     numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [size for name, size in numels.items() if name in parameters.exempt or size < settings.min_numel]
+    raw = [numel for name, numel in numels.items() if name in parameters.exempt or numel < settings.min_numel]
     coded = message_compressor(settings).payload_bytes(sum(numels.values()) - sum(raw))
     sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
     alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
     when = "each time they are gathered" if kind == "zero_3" else "a step"
-    return f"about {_size(sent)} of weights {when}, uncompressed {_size(alone)}"
-
-
-def _size(size: float) -> str:
-    if size < 1e5:
-        return f"{size:,.0f} bytes"
-    return f"{size / 1e6:,.3f} MB" if size < 1e7 else f"{size / 1e6:,.0f} MB"
+    return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"

@@ -9,7 +9,7 @@ process went on from a checkpoint, what came after that checkpoint before is aba
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,18 @@ def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _together(lines: Iterable[Line]) -> list[Line]:
-    """The same where several lines may be of one step."""
+    """The same where several lines may be of one step, as long as they tell different figures of it."""
     kept: list[Line] = []
     for line in lines:
-        while kept and kept[-1]["step"] > line["step"]:
+        while kept and (kept[-1]["step"] > line["step"] or _repeats(line, kept)):
             kept.pop()
         kept.append(line)
     return kept
+
+
+def _repeats(line: Line, kept: Sequence[Line]) -> bool:
+    same = takewhile(lambda before: before["step"] == line["step"], reversed(kept))
+    return any(before.keys() & line.keys() > {"step"} for before in same)
 
 
 def _standing(lines: Sequence[Line], known: Sequence[Line], run: str | None) -> list[Line]:

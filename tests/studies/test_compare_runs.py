@@ -53,6 +53,7 @@ def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
     model = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -93,3 +93,11 @@ def test_summaries(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):
         read_summary(tmp_path)
+
+
+def test_abandoned_steps_are_in_no_figure(tmp_path: Path) -> None:
+    """Whoever resumes cuts the file; a program that was killed before it could has not."""
+    times = [(1, 1.0), (2, 1.0), (3, 90.0), (4, 90.0), (3, 2.0)]
+    lines = [{"step": step, "step_time_s": seconds} for step, seconds in times]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert final_figures(tmp_path, tmp_path, 10)["median_step_s"] == 1.0

@@ -44,7 +44,7 @@ __all__ = [
 TRIAL = "deepspeed_compress_trial"
 """Key beside the section, in the file of a trial alone: its `Task`. DeepSpeed keeps top-level keys that it does not
 know. Launchers pass files to other machines more surely than environment variables."""
-CONFIG, LOG, LINES, RESULT, STATISTICS = "ds_config.json", "stdout.log", "trial.jsonl", "result.json", "statistics"
+CONFIG, LOG, LINES, RESULT, MONITOR = "ds_config.json", "stdout.log", "trial.jsonl", "result.json", "statistics"
 MEASURED_EVERY = 5
 """Optimizer steps between statistics, so that taking them does not show in the median time of a step."""
 LAST_PART, LEAST = 4, 5
@@ -79,7 +79,7 @@ def trial_config(ds_config: Mapping[str, Any], candidate: Candidate, task: Task)
     section["gradients"] = _shortened(candidate.section.get("gradients", {}), "density_warmup_steps", most)
     warmup = _shortened(candidate.section.get("schedule", {}), "warmup_steps", most).get("warmup_steps", 0)
     section["schedule"] = {"warmup_steps": warmup}
-    section["monitor"] = {"every": MEASURED_EVERY, "path": str(Path(task.directory) / STATISTICS)}
+    section["monitor"] = {"every": MEASURED_EVERY, "path": str(Path(task.directory) / MONITOR)}
     if candidate.config.gradients.method != "none":
         section["monitor"]["cosine_every"] = 2 * MEASURED_EVERY
     silent = {key: {**ds_config[key], "enabled": False} for key in _LOGGERS if isinstance(ds_config.get(key), dict)}
@@ -92,7 +92,7 @@ def _shortened(settings: Mapping[str, Any], key: str, most: int) -> dict[str, An
 
 def steps_done(directory: Path) -> int:
     """How far a running trial is, to the last measured step."""
-    lines = read_statistics(directory / STATISTICS)
+    lines = read_statistics(directory / MONITOR)
     return int(lines[-1]["step"]) if lines else 0
 
 
