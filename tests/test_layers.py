@@ -73,6 +73,7 @@ TABLE = {
     "tools": allow(),
     "tools.check": allow("config", "rich"),
     "tools.files": allow(),
+    "tools.options": allow(),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.run": allow("engine.builds integrations"),
     "tools.schema": allow("config"),

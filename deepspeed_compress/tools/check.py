@@ -19,12 +19,7 @@ from deepspeed_compress.config import (
     read_ds_config,
 )
 
-__all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against")
+__all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:

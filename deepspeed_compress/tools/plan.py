@@ -13,7 +13,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import Scheduled, timeline
 from deepspeed_compress.tools.plots import check_plotting, style_axes
 
-__all__ = ["Interval", "add_arguments", "intervals", "run"]
+__all__ = ["Interval", "intervals", "run"]
 
 NUMEL = 2**20
 """Elements of the message by which the size of an element is told."""
@@ -58,20 +58,6 @@ def _bits(settings: Any, raw: int) -> float | None:
     if settings.method not in METHODS:
         return None
     return 8 * compressor_from(settings).payload_bytes(NUMEL) / NUMEL
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("schedule",), help="schedule: what is in force in which step")
-    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps of the whole training")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of steps (allowed: from 1)")
-    return value
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,15 +3,10 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from deepspeed_compress.config import json_schema
 
-__all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write to FILE instead of standard output")
+__all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:

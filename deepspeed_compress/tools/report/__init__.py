@@ -10,16 +10,7 @@ from deepspeed_compress.tools.report.figures import table_head, table_rows
 from deepspeed_compress.tools.report.page import page
 from deepspeed_compress.tools.report.runs import Run, load_runs
 
-__all__ = ["add_arguments", "load_runs", "print_table", "run", "write_report"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "output directory of launch/train_gpt.py or Trainer, finished or not, or the monitor.path of a program"
-    baseline = "the run to compare with, such as an uncompressed one"
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
-    parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help=baseline)
-    output = "where to write report.html and .png (default: RUN_DIR)"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+__all__ = ["load_runs", "print_table", "run", "write_report"]
 
 
 def run(options: argparse.Namespace) -> int:
