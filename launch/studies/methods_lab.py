@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -22,21 +21,23 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from deepspeed_compress.communication import StepClock
 from deepspeed_compress.communication.buckets import even_partition
-from deepspeed_compress.communication.build import (
-    Groups,
-    Parameters,
-    Reduction,
-    Stores,
-    build_reduction,
-    build_weight_gather,
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import (
+    SECTION,
+    AnyCompressedGradients,
+    CompressConfig,
+    CompressedGradients,
+    CompressedWeights,
+    parse_section,
 )
-from deepspeed_compress.config import SECTION, CompressConfig, parse_section
+from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import FinishedStep, Session
+from deepspeed_compress.engine.session import FinishedStep, Records, Session
 from deepspeed_compress.models import build_model, read_model_config
-from deepspeed_compress.monitor import Meter
+from deepspeed_compress.monitor import EventLog, Journal, Meter
 from deepspeed_compress.policy import Policy
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
@@ -115,20 +116,13 @@ class Rank:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         sizes = [(name, math.prod(shape)) for name, shape in shapes.items()]
         parameters = Parameters(shapes, sorted(shapes))
-        clock, self.meter = StepClock(), ThreadMeter()
-        buildable = _buildable(config)
-        stores = Stores(transactional=True)
-
-        @cache
-        def reduction_of(gradients: Any) -> Reduction:
-            chosen = buildable.model_copy(update={"gradients": gradients})
-            return build_reduction(chosen, Groups(group), parameters, stores, clock, self.meter)
-
-        self.plain = reduction_of(buildable.gradients).plain
-        policy = Policy(config, None, lambda event: None)
-        reporter = Reporter(config.monitor, self.meter, lambda sizes: (0, sizes), torch.device("cpu"))
-        self.session = Session(config, policy, reduction_of, stores, clock, self.meter, reporter)
-        self.gather = build_weight_gather(buildable, parameters, clock, self.meter)(group, sizes, HELD)
+        self.meter = ThreadMeter()
+        run = Run(StepClock(), self.meter, config.seed)
+        reductions = Reductions(Site(Groups(group), parameters, ResidualStores(transactional=True), run))
+        gradients, weights = _compressed(config)
+        self.plain = reductions.at(gradients, None).plain
+        self.session = _session(config, run, reductions)
+        self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
         # The same cut as the gather's: a rank gets the mean gradient of the weights that it has the masters of.
         self.partition = even_partition(sizes, group.size())
         self.weights, self.gradients = _flattened(model)
@@ -183,11 +177,26 @@ class Rank:
         self.weights.copy_(self.held)
 
 
-def _buildable(config: CompressConfig) -> CompressConfig:
-    """`config` with any method where it has none: of what is built for that place only the plain half is used."""
-    stand_in = CompressConfig.model_validate({"weights": {}})
-    places = [place for place in ("gradients", "weights") if getattr(config, place).method == "none"]
-    return config.model_copy(update={place: getattr(stand_in, place) for place in places})
+def _session(config: CompressConfig, run: Run, reductions: Reductions) -> Session:
+    """One that writes nothing, and that nobody watches."""
+    journal = Journal(None)
+    log = EventLog(journal, writes=False)
+    reporter = Reporter(config.monitor, run.meter, lambda sizes: (0, sizes), torch.device("cpu"))
+    compressed = reductions if isinstance(config.gradients, CompressedGradients) else None
+    records, policy = Records(reporter, journal, log), Policy(config, None, log.record)
+    return Session(config, policy, run, compressed, records, None, Patches())
+
+
+def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, CompressedWeights]:
+    """Settings of `config`, and any in the place of "none": of these only the plain half is used."""
+    stand_in = CompressConfig.model_validate({"weights": {"method": "blockwise"}})
+    gradients, weights = (
+        next(one for one in pair if one.method != "none")
+        for pair in ((config.gradients, stand_in.gradients), (config.weights, stand_in.weights))
+    )
+    assert isinstance(gradients, CompressedGradients)
+    assert isinstance(weights, CompressedWeights)
+    return gradients, weights
 
 
 def _flattened(model: Any) -> tuple[Tensor, Tensor]:
