@@ -17,6 +17,7 @@ def write_text(file: Path, text: str, private: bool = False) -> None:
     scratch = file.with_name(f".{file.name}.new")
     scratch.unlink(missing_ok=True)
     # Permissions are set when the file is made: nobody may read it between the two.
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "w") as stream:
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
         stream.write(text)
     os.replace(scratch, file)
