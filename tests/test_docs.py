@@ -13,7 +13,7 @@ import pytest
 from deepspeed_compress.config import SECTION, CompressConfig, expand, find_problems, json_schema, parse_section
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import ConfigError
-from launch.methods_table import SETTINGS
+from launch.studies.methods_settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,9 +1,10 @@
-"""Options of `ds-compress bench`. Loaded with every command, so it is light."""
+"""`ds-compress bench`: its command line. Each benchmark imports what it needs when it runs."""
 
 import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Benchmark:
     arguments: Callable[[argparse.ArgumentParser], object]
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A subparser for each benchmark; its name becomes `benchmark`."""
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
@@ -40,6 +41,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=benchmark.summary, description=benchmark.summary, **_epilog(name, benchmark.examples)
         )
         benchmark.arguments(subparser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the benchmark of `options` and return its exit code."""
+    code: int = import_module(f"deepspeed_compress.tools.bench.{options.benchmark}").run(options)
+    return code
 
 
 def _epilog(name: str, examples: Sequence[str]) -> dict[str, Any]:

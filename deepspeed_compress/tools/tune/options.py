@@ -1,4 +1,4 @@
-"""Options of `ds-compress tune`. Loaded with every command, so it is light."""
+"""`ds-compress tune`: its command line."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ LEAST_STEPS = 10
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `tune`, and what it passes on."""
     for name, settings in _OPTIONS.items():
         parser.add_argument(name, **settings)
