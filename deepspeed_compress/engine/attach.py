@@ -114,6 +114,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
 def _checked(engine: Any, config: CompressConfig) -> str:
     """The kind of `engine` (see `engine_kind`), if it can be attached to; else the errors of `attach`."""
     seams.check_version(deepspeed.__version__)
+    seams.check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
