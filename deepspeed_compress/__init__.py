@@ -41,17 +41,18 @@ _LOADED_ON_USE = MappingProxyType(
 )
 """Entry points, and the modules that they are in."""
 
-_NEEDED_TO_TRAIN = ("deepspeed", "numpy", "packaging", "safetensors", "torch")
+NEEDED_TO_TRAIN = ("deepspeed", "numpy", "packaging", "safetensors", "torch")
+INSTALL_TO_TRAIN = 'pip install "deepspeed-compress[train]"'
 
 
 def __getattr__(name: str) -> Any:
     """Entry points, imported on first use. ImportError where only what reads files is installed."""
     if name in _LOADED_ON_USE:
-        missing = [package for package in _NEEDED_TO_TRAIN if find_spec(package) is None]
+        missing = [package for package in NEEDED_TO_TRAIN if find_spec(package) is None]
         if missing:
             raise ImportError(
                 f"deepspeed_compress.{name} needs {', '.join(missing)}, which this environment does not have; write: "
-                'pip install "deepspeed-compress[train]"'
+                f"{INSTALL_TO_TRAIN}"
             )
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

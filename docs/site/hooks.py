@@ -1,4 +1,4 @@
-"""What of the repository is a page of the site but does not lie in docs/: the README as home, changelog, configurations."""
+"""Pages of the site that do not lie in docs/: the README as home, the changelog, the configurations."""
 
 import posixpath
 import re
