@@ -11,6 +11,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 HOME = "index.md"
 ELSEWHERE = ("CHANGELOG.md", "LICENSE", "configs")
+_SOURCE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(?:deepspeed_compress|launch|tests)/[^)]*\)")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
 
 
@@ -25,9 +26,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become those between pages of the site."""
+    """Links between files of the repository become those between pages of the site, which has no sources."""
     place = page.file.src_uri
-    return _LINK.sub(lambda found: f"]({_relative(found[1], place)}", markdown)
+    return _LINK.sub(lambda found: f"]({_relative(found[1], place)}", _SOURCE.sub(r"\1", markdown))
 
 
 def _relative(link: str, place: str) -> str:
