@@ -35,7 +35,7 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 
 TABLE = {
-    "__init__": allow("errors integrations.leaving", lazily="engine.attach integrations"),
+    "__init__": allow("errors integrations.at_exit", lazily="engine.attach integrations"),
     "errors": allow(),
     "config": allow("errors", "pydantic pydantic_core hjson", lazily="compression"),
     "config.names": allow(),
@@ -68,7 +68,7 @@ TABLE = {
     ),
     "training.data": allow("errors", "numpy tokenizers"),
     "integrations": allow("config engine errors monitor", "accelerate deepspeed torch transformers"),
-    "integrations.leaving": allow("errors"),
+    "integrations.at_exit": allow("errors"),
     "tools": allow(),
     "tools.lint": allow("__init__ config errors", "yaml", lazily="pydantic"),
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
