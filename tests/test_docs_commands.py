@@ -1,10 +1,11 @@
 """Every command and program in README and docs is run here, or a comment above it says why not.
 
 `<!-- needs a cluster -->`, `<!-- needs a GPU -->`, `<!-- needs root -->` and `<!-- takes minutes -->` (or several of
-them, by commas) stand for what cannot be run by the suite, `<!-- run by FILE -->` for what another test runs. What is
-not run is looked at: files and modules that it names exist, and `ds-compress` knows its options.
+them, by commas) stand for what cannot be run by the suite, `<!-- an excerpt -->` for what is no whole program, and
+`<!-- run by FILE -->` for what another test runs. What is not run is looked at: programs are Python, files and modules exist, and `ds-compress` knows the options.
 """
 
+import ast
 import base64
 import importlib.util
 import json
@@ -26,7 +27,7 @@ from deepspeed_compress import cli
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "configs/README.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-REASONS = ("needs a cluster", "needs a GPU", "needs root", "takes minutes")
+REASONS = ("an excerpt", "needs a cluster", "needs a GPU", "needs root", "takes minutes")
 RUN_BY = "run by "
 FILES = {
     "ds_config.json": json.dumps(
@@ -145,6 +146,8 @@ def test_what_is_not_run_says_why(example: Example) -> None:
     for reason in example.reasons:
         file = reason.removeprefix(RUN_BY)
         assert reason in REASONS or (file != reason and (ROOT / file).is_file()), f"{example.id}: {reason}"
+    if example.language == "python":
+        ast.parse(example.text)
 
 
 def commands(example: Example) -> Iterator[list[str]]:
