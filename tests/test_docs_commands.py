@@ -2,7 +2,8 @@
 
 `<!-- needs a cluster -->`, `<!-- needs a GPU -->`, `<!-- needs root -->` and `<!-- takes minutes -->` (or several of
 them, by commas) stand for what cannot be run by the suite, `<!-- an excerpt -->` for what is no whole program, and
-`<!-- run by FILE -->` for what another test runs. What is not run is looked at: programs are Python, files and modules exist, and `ds-compress` knows the options.
+`<!-- run by FILE -->` for what another test runs. What is not run is looked at: programs are Python, files and modules
+exist, and `ds-compress` knows the options.
 """
 
 import ast
