@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from deepspeed_compress import __version__
+from deepspeed_compress import INSTALL_TO_TRAIN, NEEDED_TO_TRAIN, __version__
 from deepspeed_compress.errors import CompressError
 
 
@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = _load(options.run)(options)
     except (CompressError, OSError) as error:
         print(f"ds-compress: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED_TO_TRAIN:
+            raise
+        print(f"ds-compress: error: this needs {error.name}; write: {INSTALL_TO_TRAIN}", file=sys.stderr)
         return 1
     return code
 

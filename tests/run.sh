@@ -23,5 +23,6 @@ export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLEL
 ruff check .
 ruff format --check .
 mypy
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 [ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest "$@"

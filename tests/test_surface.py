@@ -88,6 +88,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = deepspeed_compress.initialise
 
 
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE))
+def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):
+        getattr(deepspeed_compress, name)
+
+
 @pytest.mark.parametrize("module", [name for name in LIGHT if importlib.util.find_spec(name)])
 def test_importing_is_light(module: str) -> None:
     """In a fresh interpreter: nothing of what is heavy is loaded."""
