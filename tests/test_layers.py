@@ -80,7 +80,7 @@ TABLE = {
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy tools.plots", lazily="matplotlib rich"),
     "tools.run_directory": allow("config errors monitor"),
-    "tools.time_to_loss": allow("config errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
+    "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.bench": allow(
         "__init__ communication compression.kernels config errors models monitor policy tools.files tools.plots "
         "training",
