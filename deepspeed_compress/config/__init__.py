@@ -22,7 +22,6 @@ from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.patches import brief, patched, settings_of, written
 from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
-from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked
@@ -43,7 +42,6 @@ __all__ = [
     "Override",
     "Parallelism",
     "Phase",
-    "Problem",
     "Ramp",
     "RollBack",
     "Schedule",

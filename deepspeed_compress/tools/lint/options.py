@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from deepspeed_compress import __version__
+from deepspeed_compress.diagnostics import SEVERITIES
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-Severity = Literal["error", "warning", "info"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The gravest first."""
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
