@@ -30,10 +30,14 @@ def total_steps(ds_config: Mapping[str, Any], schedule: Schedule) -> int | None:
     """Optimizer steps of the whole training, from the section or the learning-rate schedule; None if not known."""
     if schedule.total_steps is not None:
         return schedule.total_steps
+    found = _scheduler_params(ds_config).get("total_num_steps")
+    return int(found) if isinstance(found, int | float) and found >= 1 else None
+
+
+def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     scheduler = ds_config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
-    found = params.get("total_num_steps") if isinstance(params, Mapping) else None
-    return int(found) if isinstance(found, int | float) and found >= 1 else None
+    return params if isinstance(params, Mapping) else {}
 
 
 def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
@@ -51,8 +55,7 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
 
 def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Phases are fractions of a training whose length must be known; "auto" is filled in before training."""
-    scheduler = ds_config.get("scheduler")
-    auto = "auto" in scheduler.get("params", {}).values() if isinstance(scheduler, Mapping) else False
+    auto = "auto" in _scheduler_params(ds_config).values()
     if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
         what = "null, and /scheduler/params/total_num_steps is not there, so no one knows when a phase ends"
         yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')

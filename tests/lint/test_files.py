@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint import files
 from deepspeed_compress.tools.lint.files import Search, Source, sources
@@ -156,10 +157,10 @@ def test_what_is_nothing(argument: str) -> None:
 
 
 def problem(source: Source) -> str:
-    [hit] = source.document.problems
+    [problem] = source.document.problems
     assert not source.document.fixable
     assert not source.document.readable
-    return hit.what
+    return problem.message
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,7 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
     assert list(source.document.data)[-2:] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
     node = source.document.node("zero_optimization", "stage")
     assert node is not None
-    assert source.document.position(node.span.start) == (9, 15)
+    assert source.document.locate(at(span=node.span)).start == (9, 15)
     assert not source.document.fixable
 
 
@@ -295,7 +296,7 @@ def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
     }
     node = source.document.node("zero_optimization", "stage")
     assert node is not None
-    assert source.document.position(node.span.start) == (7, 10)
+    assert source.document.locate(at(span=node.span)).start == (7, 10)
     assert (source.hints, source.document.fixable) == ({}, False)
 
 
