@@ -18,6 +18,7 @@ __all__ = [
     "Span",
     "at",
     "at_key",
+    "at_steps",
     "pointer",
     "write",
 ]
@@ -103,6 +104,11 @@ def at(*path: str | int, span: Span | None = None) -> Place:
 def at_key(*path: str | int, span: Span | None = None) -> Place:
     """The key at the end of `path`."""
     return Place(path, "key", span)
+
+
+def at_steps(first: int, last: int) -> Place:
+    """Optimizer steps of a run."""
+    return Place(steps=(first, last))
 
 
 def write(instead: str) -> str:

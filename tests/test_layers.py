@@ -84,7 +84,7 @@ TABLE = {
         lazily="matplotlib",
     ),
     "tools.bench.options": allow("tools.bench.links"),
-    "tools.doctor": allow("config errors tools.run_directory", "pydantic rich"),
+    "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.run_directory", lazily="matplotlib rich"),
     "tools.tune": allow("config errors tools.run_directory training.records", "rich", lazily="integrations matplotlib"),
     "tools.tune.options": allow(),

@@ -36,7 +36,7 @@ SARIF = json.loads((Path(__file__).parent / "sarif-schema-2.1.0.json").read_text
 
 def report(text: str = CONFIG, path: str = "dir/ds config.json", rules: Any = TOYS, **more: Any) -> Report:
     findings = lint_document(parse(text, path), Context(framework="hf", world_size=4), Selection(), rules)
-    return Report(tuple(findings), 1, **more)
+    return Report(tuple(findings), 1, tuple(rules), **more)
 
 
 FULL = """dir/ds config.json:3:11: DSC401 stage-range: 4 is no stage (allowed: 0 to 3) (at /zero_optimization/stage)
