@@ -13,7 +13,7 @@ from deepspeed_compress.tools.doctor.rules import RULES
 from deepspeed_compress.tools.doctor.run import read_run
 from tests.doctor.recordings import RECORDINGS, RUNS
 
-FAULTY = sorted(name for name, recording in RECORDINGS.items() if recordings.finds)
+FAULTY = sorted(name for name, recording in RECORDINGS.items() if recording.finds)
 HEALTHY = sorted(RECORDINGS.keys() - set(FAULTY))
 
 
@@ -60,8 +60,8 @@ def test_a_cause_that_a_setting_cures_comes_with_a_patch(name: str) -> None:
     assert (look(name).diagnostics[0].patch is None) == (RECORDINGS[name].finds in WITHOUT)
 
 
-def test_causes_of_every_kind_are_planted() -> None:
-    assert {rule.name for rule in RULES} - {recordings.finds for recording in RECORDINGS.values()} == {
+def test_causes_of_every_kind_are_recorded() -> None:
+    assert {rule.name for rule in RULES} - {recording.finds for recording in RECORDINGS.values()} == {
         "skipped-steps",
         "compression-bound",
         "other-traffic",
@@ -81,7 +81,7 @@ def test_recorded_runs_are_small_and_name_no_place(name: str) -> None:
 def test_a_recording_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.doctor import recordings
 
-    monkeypatch.setattr(recording, "RUNS", tmp_path)
+    monkeypatch.setattr(recordings, "RUNS", tmp_path)
     recordings.make("endless-warm-up")
     [found] = diagnose(Case(read_run(tmp_path / "endless-warm-up"))).diagnostics
     assert found.name == "never-in-force"
