@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, Remembering
+from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
-__all__ = ["Codec", "Silence"]
+__all__ = ["Codec", "NoSend"]
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoSend:
     """Decodes to zeros: the steps between two sends of delayed synchronisation.
 
     Payload: one fp32 number, 0, or NaN if an element is not finite, which makes all decoded ones NaN: the optimizer
@@ -41,14 +41,15 @@ class Codec:
     transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
 
     @property
-    def silent(self) -> bool:
-        return isinstance(self.compressor, Silence)
+    def sends(self) -> bool:
+        """Whether what it decodes to says anything of what was encoded."""
+        return not isinstance(self.compressor, NoSend)
 
     @property
-    def remembering(self) -> Remembering | None:
+    def fused(self) -> FusedFeedback | None:
         """The compressor, if it takes the memory of error feedback along, and sees the elements as they are."""
         plain = isinstance(self.transform, Identity)
-        return self.compressor if plain and isinstance(self.compressor, Remembering) else None
+        return self.compressor if plain and isinstance(self.compressor, FusedFeedback) else None
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
-from deepspeed_compress.compression.kernels.forms import Form, Memory
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.properties import properties
 
 ROOT = Path(__file__).parents[2]
@@ -22,16 +22,16 @@ CPU = torch.device("cpu")
 cpu = implementations(CPU)["cpu"]
 
 FORMS = {
-    "int8": Form("absmax", 127, 8, 256),
-    "int4": Form("absmax", 7, 4, 64),
-    "int4, blocks of half bytes": Form("absmax", 7, 4, 33),
-    "ternary": Form("absmax", 1, 2, 32),
-    "3 bits": Form("absmax", 3, 3, 24),
-    "qsgd": Form("norm", 7, 4, 64),
-    "qsgd of 5 bits": Form("norm", 15, 5, 50),
-    "sign": Form("mean", 1, 1, 64),
-    "sign, blocks of odd size": Form("mean", 1, 1, 7),
-    "four levels": Form("lloyd", 4, 2, 64),
+    "int8": BlockFormat("absmax", 127, 8, 256),
+    "int4": BlockFormat("absmax", 7, 4, 64),
+    "int4, blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
+    "ternary": BlockFormat("absmax", 1, 2, 32),
+    "3 bits": BlockFormat("absmax", 3, 3, 24),
+    "qsgd": BlockFormat("norm", 7, 4, 64),
+    "qsgd of 5 bits": BlockFormat("norm", 15, 5, 50),
+    "sign": BlockFormat("mean", 1, 1, 64),
+    "sign, blocks of odd size": BlockFormat("mean", 1, 1, 7),
+    "four levels": BlockFormat("lloyd", 4, 2, 64),
 }
 SIZES = (1, 5, 64, 65, 300, 1000)
 
@@ -57,7 +57,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def encoded(
-    ops: object, x: Tensor, form: Form, dtype: torch.dtype, key: int | None, memory: Memory | None
+    ops: object, x: Tensor, form: BlockFormat, dtype: torch.dtype, key: int | None, memory: ResidualBuffers | None
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
@@ -69,7 +69,7 @@ def encoded(
 @pytest.mark.parametrize("key", [None, 2**63 + 12345])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes(form: Form, dtype: torch.dtype, key: int | None) -> None:
+def test_scales_and_codes(form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(cpu, x, form, dtype, key, None)
@@ -81,14 +81,16 @@ def test_scales_and_codes(form: Form, dtype: torch.dtype, key: int | None) -> No
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_memory(form: Form, dtype: torch.dtype, decay: float) -> None:
+def test_memory(form: BlockFormat, dtype: torch.dtype, decay: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             before, given_x = torch.linspace(-1, 1, numel).to(dtype), x.clone()
             results = []
             for ops in (cpu, reference):
                 after = torch.full((numel,), 9.0, dtype=dtype)
-                results.append((*encoded(ops, x, form, torch.float32, None, Memory(before, decay, after)), after))
+                results.append(
+                    (*encoded(ops, x, form, torch.float32, None, ResidualBuffers(before, decay, after)), after)
+                )
             assert torch.equal(x.nan_to_num(), given_x.nan_to_num())
             for mine, expected in zip(*results, strict=True):
                 assert same(mine.float(), expected.float())
@@ -99,23 +101,23 @@ def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
     x, form = torch.randn(300, generator=torch.Generator().manual_seed(0)), FORMS["int4"]
     before = torch.linspace(-1, 1, 300).to(dtype)
     after = torch.empty_like(before)
-    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, after))
-    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, before))
+    encoded(cpu, x, form, torch.float32, None, ResidualBuffers(before, 1.0, after))
+    encoded(cpu, x, form, torch.float32, None, ResidualBuffers(before, 1.0, before))
     assert torch.equal(before, after)
 
 
 def test_a_finite_remainder_stays_finite() -> None:
     x, after = torch.full((8,), torch.finfo(torch.float32).max), torch.empty(8, dtype=torch.bfloat16)
     x[0] = -1.0
-    form = Form("mean", 1, 1, 8)
+    form = BlockFormat("mean", 1, 1, 8)
     for ops in (cpu, reference):
-        encoded(ops, x, form, torch.float32, None, Memory(torch.zeros_like(after), 1.0, after))
+        encoded(ops, x, form, torch.float32, None, ResidualBuffers(torch.zeros_like(after), 1.0, after))
         assert after.isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1 / 3])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding(form: Form, scale: float) -> None:
+def test_decoding(form: BlockFormat, scale: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(reference, x, form, torch.float32, None, None)
@@ -208,7 +210,7 @@ def test_threads_do_not_change_a_bit() -> None:
         for count in (1, 3):
             torch.set_num_threads(count)
             after = torch.zeros(x.numel())
-            results.append((*encoded(cpu, x, form, torch.float32, 5, Memory(after, 1.0, after)), after))
+            results.append((*encoded(cpu, x, form, torch.float32, 5, ResidualBuffers(after, 1.0, after)), after))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -115,7 +115,7 @@ def kinds_of_groups(engine: Any) -> dict[str, str]:
         kinds[STAGES] = "pipeline"
     data = [engine.seq_data_parallel_group]
     if engine.compression.config.gradients.method != "none":
-        data.append(engine.compression.reducer.downward)
+        data.append(engine.compression.reducer.link.downward)
     return {**kinds, **{group.group_name: "data" for group in data}}
 
 
@@ -168,14 +168,14 @@ def evaluate(engine: Any) -> None:
 def surveyed(engine: Any) -> list[Sizes]:
     """Will hold what this rank has counted, an entry a measured step."""
     counted: list[Sizes] = []
-    reporter = engine.compression._reporter
-    survey = reporter._survey
+    reporter = engine.compression._records.reporter
+    survey = reporter._byte_report
 
     def noted(sizes: Sizes) -> Any:
         counted.append(dict(sizes))
         return survey(sizes)
 
-    reporter._survey = noted
+    reporter._byte_report = noted
     return counted
 
 

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.communication import PayloadReducer, StepClock, TwoLevelReducer
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.communication.exchange import Link
+from deepspeed_compress.communication.hierarchical import HierarchicalReducer
+from deepspeed_compress.communication.messages import Channel, Messages
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
-from deepspeed_compress.compression.feedback import WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.engine.groups import split_by_node
@@ -29,9 +33,9 @@ every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3,
 def payload(
     group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool, chunk_numel: int | None
 ) -> PayloadReducer:
-    codecs = (Codec(codec),)
-    memories = [[WithFeedback(Residuals("fp32", False)) if feedback else WithoutFeedback()] for _ in range(2)]
-    return PayloadReducer(group, lambda step: codecs, *memories, lambda name: 0, clock, Meter(), 0, chunk_numel)
+    kept = (ErrorFeedback(Residuals("fp32", False)) if feedback else NoFeedback() for _ in range(2))
+    messages = Messages((Channel(Codec(codec), *kept),))
+    return PayloadReducer(Link(group), messages, Run(clock, Meter()), chunk_numel)
 
 
 def run_nodes(
@@ -39,7 +43,7 @@ def run_nodes(
     locals_: int,
     inside: Compressor,
     between: Compressor,
-    work: Callable[[TwoLevelReducer, int], T],
+    work: Callable[[HierarchicalReducer, int], T],
     feedback: bool = False,
     chunk_numel: int | None = None,
 ) -> list[T]:
@@ -54,7 +58,7 @@ def run_nodes(
         levels = [
             payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
         ]
-        return work(TwoLevelReducer(whole, *levels), rank)
+        return work(HierarchicalReducer(whole, *levels), rank)
 
     return run_threads(nodes * locals_, on_rank)
 
@@ -79,7 +83,7 @@ def test_exact_levels_sum_over_all_ranks(
     buckets = [integers(rank, partition.numel, dtype) for rank in range(ranks)]
     total = sum(bucket.float() for bucket in buckets) * 0.5
 
-    def work(reducer: TwoLevelReducer, rank: int) -> tuple[Tensor, Tensor]:
+    def work(reducer: HierarchicalReducer, rank: int) -> tuple[Tensor, Tensor]:
         scattered, everywhere = buckets[rank].clone(), buckets[rank].clone()
         reducer.reduce_scatter(scattered, partition, 0.5)
         reducer.all_reduce(everywhere, partition, 0.5)
@@ -99,10 +103,10 @@ def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> 
     """Random rounding too: what comes back inside a node is drawn alike on every node."""
     partition = interleaved(nodes * locals_)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> list[Tensor]:
+    def work(reducer: HierarchicalReducer, rank: int) -> list[Tensor]:
         results = []
         for step in range(4):
-            reducer.node.clock.begin(step)
+            reducer.node.run.clock.begin(step)
             bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(9 * step + rank))
             reducer.all_reduce(bucket, partition, 1.0)
             results.append(bucket)
@@ -119,10 +123,10 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
     partition, steps = interleaved(2 * locals_), 30
     gradients = [torch.randn(partition.numel, generator=torch.Generator().manual_seed(r)) for r in range(2 * locals_)]
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         total = torch.zeros(partition.numel)
         for step in range(steps):
-            reducer.node.clock.begin(step)
+            reducer.node.run.clock.begin(step)
             bucket = gradients[rank].clone()
             reducer.reduce_scatter(bucket, partition, 1.0)
             total += bucket / steps
@@ -139,7 +143,7 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
     """Ranks of one node have parts of different size, hence different numbers of rounds between nodes."""
     partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         bucket = torch.zeros(partition.numel)
         for _ in range(2):
             bucket = integers(rank, partition.numel)
@@ -154,7 +158,7 @@ def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
     """Their mean is in the range of fp16, the sum over a node is not."""
     partition, fp16 = even_partition([("w", 12)], 4), Cast(torch.float16)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         bucket = torch.full((12,), 60000.0, dtype=torch.float16)
         reducer.all_reduce(bucket, partition, 0.25)
         return bucket
@@ -167,9 +171,9 @@ def test_less_crosses_the_link_between_nodes() -> None:
     """2 nodes of 3: a rank sends a sixth of the bucket across, where one level sends a sixth to each of 3 ranks."""
     partition = even_partition([("w", 600)], 6)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> int:
+    def work(reducer: HierarchicalReducer, rank: int) -> int:
         reducer.reduce_scatter(torch.ones(600), partition, 1.0)
-        return reducer.across.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
+        return reducer.across.run.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
 
     assert run_nodes(2, 3, FP32, FP32, work) == [100 * 4] * 6
 
