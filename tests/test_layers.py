@@ -63,7 +63,7 @@ TABLE = {
     "engine.builds": allow("errors"),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors"),
     "training": allow(
-        "config engine.builds errors models tools.run_directory",
+        "config engine.builds errors models tools.arguments tools.run_directory",
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),
@@ -71,9 +71,12 @@ TABLE = {
     "integrations": allow("config engine errors monitor", "accelerate deepspeed torch transformers"),
     "integrations.at_exit": allow("errors"),
     "tools": allow(),
+    "tools.arguments": allow(),
     "tools.rules": allow("diagnostics"),
     "tools.outputs": allow("diagnostics tools.rules"),
-    "tools.lint": allow("__init__ config diagnostics errors tools.outputs tools.rules", "yaml", lazily="pydantic"),
+    "tools.lint": allow(
+        "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
+    ),
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy", lazily="matplotlib rich"),
     "tools.run_directory": allow("errors"),
@@ -82,11 +85,11 @@ TABLE = {
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
-    "tools.bench.options": allow("tools.bench.links"),
+    "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.run_directory", lazily="matplotlib rich"),
     "tools.tune": allow("config errors tools.run_directory training.records", "rich", lazily="integrations matplotlib"),
-    "tools.tune.options": allow(),
+    "tools.tune.options": allow("tools.arguments"),
     "tools.tune.rank": allow("config errors integrations monitor tools.tune.files", "torch deepspeed"),
     "cli": allow("__init__ errors", lazily="config engine.builds integrations tools rich"),
 }
