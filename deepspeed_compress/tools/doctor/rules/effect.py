@@ -1,9 +1,9 @@
 """Settings that change nothing: nothing is compressed, or never, or hardly."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from deepspeed_compress.config.patches import brief
+from deepspeed_compress.config import SECTION, CompressedGradients, brief
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
@@ -35,22 +35,18 @@ def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
 def _exempt(case: Case) -> tuple[str, dict[str, Any] | None]:
     """What exempts them, in the order in which it is asked."""
     section, config = case.run.section, case.run.config
-    gradients = section.gradients if section is not None else None
-    overrides = getattr(gradients, "overrides", ())
-    if config is None or gradients is None:
+    if config is None or section is None:
         return "Look at gradients.min_numel and gradients.overrides.", None
-    if least := getattr(gradients, "min_numel", 0):
-        what = f"Remove gradients.min_numel: {least} exempts every smaller parameter."
+    gradients = section.gradients
+    if isinstance(gradients, CompressedGradients) and gradients.min_numel:
+        what = f"Remove gradients.min_numel: {gradients.min_numel} exempts every smaller parameter."
         return what, case.patch(with_gradients, {"min_numel": None})
-    if any(override.method == "none" for override in overrides):
-        kept = [raw for raw, one in zip(_raw_overrides(config), overrides, strict=True) if one.method != "none"]
+    if isinstance(gradients, CompressedGradients) and any(one.method == "none" for one in gradients.overrides):
+        pairs = zip(config[SECTION]["gradients"]["overrides"], gradients.overrides, strict=True)
+        kept = [written for written, override in pairs if override.method != "none"]
         what = "Remove the overrides with method none, or make their patterns narrower."
         return what, case.patch(with_gradients, {"overrides": kept or None})
     return "These are parameters that stages or tensor-parallel ranks share, which no setting compresses.", None
-
-
-def _raw_overrides(config: Mapping[str, Any]) -> list[Any]:
-    return list(config["deepspeed_compress"]["gradients"]["overrides"])
 
 
 @rule(
@@ -80,7 +76,7 @@ def never_in_force(case: Case) -> Iterator[Diagnostic]:
 def _was_in_force(case: Case) -> bool:
     """By the text of the settings where it is recorded, else by the method."""
     assert case.run.section is not None
-    wanted, phases = case.run.section.gradients, getattr(case.run.section.schedule, "phases", ())
+    wanted, phases = case.run.section.gradients, case.run.section.schedule.phases
     if phases or not any("settings" in line for line in case.run.steps):
         return bool(case.compressed)
     return any(line.get("settings") == brief(wanted) for line in case.compressed)
@@ -93,12 +89,11 @@ def _so_far(case: Case) -> str:
 def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     assert case.run.section is not None
     schedule = case.run.section.schedule
-    ramp = getattr(schedule, "ramp", None)
     if schedule.warmup_steps >= last:
         what = f"schedule.warmup_steps {schedule.warmup_steps:,} takes all of them"
         return what, {"warmup_steps": last // 10}
-    if ramp is not None:
-        return f"schedule.ramp.steps {ramp.steps:,} takes the rest", {"ramp": {"steps": max(1, last // 10)}}
+    if schedule.ramp is not None:
+        return f"schedule.ramp.steps {schedule.ramp.steps:,} takes the rest", {"ramp": {"steps": max(1, last // 10)}}
     return "the schedule never comes to it", None
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config import Guard
-from deepspeed_compress.config.patches import brief
+from deepspeed_compress.config import Guard, brief
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.ladders import softer
@@ -63,8 +62,8 @@ def _away(case: Case, first: int) -> float:
 
 
 def _cooldown(case: Case) -> int:
-    guard = getattr(case.run.section, "guard", None)
-    return int(getattr(guard, "cooldown_steps", _COOLDOWN))
+    guard = None if case.run.section is None else case.run.section.guard
+    return _COOLDOWN if guard is None else guard.cooldown_steps
 
 
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
@@ -85,7 +84,8 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
 
 def _tighter(guard: Guard) -> list[str]:
     """Bounds that are below their defaults."""
-    return [key for key in _BOUNDS if getattr(guard, key) < Guard.model_fields[key].default]
+    written, usual = guard.model_dump(), Guard().model_dump()
+    return [key for key in _BOUNDS if written[key] < usual[key]]
 
 
 def _told(events: list[Line]) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed_compress.config import CompressedGradients, GradientsConfig
+from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import Case
@@ -57,21 +59,22 @@ def _settings(case: Case) -> dict[str, Any]:
     return {"settings": shown} if shown else {}
 
 
-def _lost_for_ever(case: Case, gradients: Any) -> Iterator[Sign]:
+def _lost_for_ever(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     if forgets(gradients) and case.compressed:
-        share = f"{100 - 100 * gradients.density:.6g} %" if hasattr(gradients, "density") else "most"
+        share = f"{100 - 100 * gradients.density:.6g} %" if isinstance(gradients, SparseConfig) else "most"
         yield Sign(
             f"{gradients.method} without error feedback, so that {share} of each gradient is lost for ever",
             {"gradients sent, times fewer bytes": case.median("ratio")},
         )
 
 
-def _withheld(case: Case, gradients: Any) -> Iterator[Sign]:
+def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     """Residuals that many steps' gradients went into. What waits by wish (`every`) waits for that long."""
     if gradients.method in OWN_MOMENTUM:
         return
     lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
-    limit = case.limits.delay + max((one.every for one in getattr(gradients, "overrides", ())), default=1) - 1
+    overrides = gradients.overrides if isinstance(gradients, CompressedGradients) else ()
+    limit = case.limits.delay + max((one.every for one in overrides), default=1) - 1
     late = [line["residual_norm"] / line["grad_norm"] for line in lines][len(lines) // 2 :]
     if len(lines) >= case.limits.lines and statistics.median(late) >= limit:
         yield Sign(
@@ -81,7 +84,7 @@ def _withheld(case: Case, gradients: Any) -> Iterator[Sign]:
         )
 
 
-def _growing(case: Case, gradients: Any) -> Iterator[Sign]:
+def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     residuals = case.values("residual_norm")
     if gradients.method in OWN_MOMENTUM or len(residuals) < case.limits.lines or not all(residuals):
         return
@@ -99,7 +102,7 @@ def _late_growth(values: list[float]) -> float:
     return last / second if second else 1.0
 
 
-def _unlike(case: Case, gradients: Any) -> Iterator[Sign]:
+def _unlike(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     cosines = case.values("cosine")
     if gradients.method in OWN_MOMENTUM or len(cosines) < 4:
         return
@@ -110,7 +113,7 @@ def _unlike(case: Case, gradients: Any) -> Iterator[Sign]:
         )
 
 
-def _behind(case: Case, gradients: Any) -> Iterator[Sign]:
+def _behind(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     gap = _loss_gap(case)
     if gap is not None and gap > case.limits.loss_gap:
         severity: Severity = "error" if gap > 5 * case.limits.loss_gap else "warning"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, CompressedGradients
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
@@ -24,8 +24,9 @@ _SMALLER = {"fp32": "bf16", "bf16": "int8"}
 def large_residuals(case: Case) -> Iterator[Diagnostic]:
     section = case.run.section
     assert section is not None, "the rule needs the configuration"
-    key = "memory" if hasattr(section.gradients, "memory") else "error_feedback"
-    kept, peak = getattr(section.gradients, key, None), max(case.values("memory_bytes", case.run.steps))
+    gradients, key = section.gradients, "memory" if section.gradients.method in OWN_MOMENTUM else "error_feedback"
+    kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
+    peak = max(case.values("memory_bytes", case.run.steps))
     if kept is None or kept.device == "cpu":
         return
     size = _residual_bytes(case, section.gradients.method, _SIZES[kept.dtype])

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config import FeedbackGradients, GradientsConfig
+from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case, Times
 from deepspeed_compress.tools.doctor.ladders import BLOCKS, stronger
@@ -131,13 +133,13 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-def _cheaper(gradients: Any) -> tuple[str, dict[str, Any] | None]:
+def _cheaper(gradients: GradientsConfig | None) -> tuple[str, dict[str, Any] | None]:
     """What takes time in encoding, in the order of what it takes."""
     if gradients is None or gradients.method not in BLOCKS:
         return "Use a method that goes through memory once: blockwise, 4 bits.", {"method": "blockwise", "bits": 4}
-    if getattr(gradients, "rotation", None) is not None:
+    if isinstance(gradients, FeedbackGradients) and gradients.rotation is not None:
         return "Leave the rotation out.", {"rotation": None}
-    if getattr(gradients, "rounding", None) == "stochastic":
+    if isinstance(gradients, BlockwiseConfig | PercentileConfig) and gradients.rounding == "stochastic":
         return "Round to nearest; error feedback keeps what is lost.", {"rounding": "nearest"}
     return "Give each rank more cores, or larger micro-batches, so that a step computes longer.", None
 

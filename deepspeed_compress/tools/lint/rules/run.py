@@ -22,7 +22,7 @@ from deepspeed_compress.tools.lint.rules.common import (
 from deepspeed_compress.tools.lint.rules.ours import parsed_section, with_section
 
 if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig
+    from deepspeed_compress.config import CompressConfig, MemoryConfig
 _FASTEST = 1000
 """Gbit/s at which sending gradients takes about as long as a GPU needs to compress them: links inside a node."""
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -199,13 +199,14 @@ def compress_residual_memory(document: Document, context: Context) -> Iterator[D
         )
 
 
-def _memory(parsed: "CompressConfig") -> tuple[str, Any]:
+def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
     """The memory of the method for gradients, and its key."""
-    for key in ("error_feedback", "memory"):
-        memory = getattr(parsed.gradients, key, None)
-        if memory is not None and hasattr(memory, "dtype"):
-            return key, memory
-    return "error_feedback", None
+    from deepspeed_compress.config import CompressedGradients
+    from deepspeed_compress.config.schedules import OWN_MOMENTUM
+
+    gradients = parsed.gradients
+    key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
+    return key, gradients.residuals if isinstance(gradients, CompressedGradients) else None
 
 
 def _elements(model: Mapping[str, Any] | None) -> int | None:
