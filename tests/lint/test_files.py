@@ -203,7 +203,7 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
     file = tmp_path / "default_config.yaml"
     file.write_text(ACCELERATE)
     [source] = read(tmp_path)
-    assert source.hints == {"framework": "accelerate", "world_size": 8}
+    assert (source.framework, source.world_size) == ("accelerate", 8)
     assert source.document.data == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -243,7 +243,7 @@ def test_accelerate_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     launch, source = read(tmp_path)
     assert (launch.document.data, launch.document.readable) == ({}, False)
     assert source.document.data == {"zero_optimization": {"stage": 2}}
-    assert source.hints == {"framework": "accelerate"}
+    assert (source.framework, source.world_size) == ("accelerate", None)
     assert source.document.fixable
 
 
@@ -297,7 +297,7 @@ def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
     node = source.document.node("zero_optimization", "stage")
     assert node is not None
     assert source.document.locate(at(span=node.span)).start == (7, 10)
-    assert (source.hints, source.document.fixable) == ({}, False)
+    assert (source.framework, source.world_size, source.document.fixable) == (None, None, False)
 
 
 UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"

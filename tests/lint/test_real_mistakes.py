@@ -38,7 +38,11 @@ def in_directory(directory: Path) -> list[Diagnostic]:
     """What is found in all configurations of a directory."""
     found = sources([str(directory)], Search(), io.BytesIO())
     return [
-        finding for source in found for finding in lint_document(source.document, Context(**source.hints), Selection())
+        finding
+        for source in found
+        for finding in lint_document(
+            source.document, Context(source.world_size, framework=source.framework), Selection()
+        )
     ]
 
 

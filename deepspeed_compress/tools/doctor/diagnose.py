@@ -32,7 +32,7 @@ def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
     """What holds the run of `case` back."""
     lacking = [(rule, tuple(need for need in rule.needs if case.lacks(need))) for rule in rules]
     checked = tuple(rule for rule, needs in lacking if not needs)
-    unchecked = tuple((rule, tuple(map(_called, needs))) for rule, needs in lacking if needs)
+    unchecked = tuple((rule, tuple(map(_described, needs))) for rule, needs in lacking if needs)
     found = [rule.attribute(one) for rule in checked for one in rule.check(case)]
     found.sort(key=lambda one: (SEVERITIES.index(one.severity), -one.weight))
     obstacles = {one.name: obstacle for one in found if (obstacle := _obstacle(case, one))}
@@ -40,7 +40,7 @@ def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
     return Diagnosis(case, tuple(kept), checked, unchecked, obstacles)
 
 
-def _called(need: str) -> str:
+def _described(need: str) -> str:
     return " or ".join(NEEDS[option][0] if option in NEEDS else option for option in need.split("|"))
 
 

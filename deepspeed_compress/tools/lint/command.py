@@ -185,8 +185,11 @@ def read_model(path: Path) -> dict[str, Any]:
 
 
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
-    hints = {"framework": detected_framework(source.document), **source.hints}
-    known = replace(context, **{key: value for key, value in hints.items() if getattr(context, key) is None})
+    known = replace(
+        context,
+        framework=context.framework or source.framework or detected_framework(source.document),
+        world_size=context.world_size or source.world_size,
+    )
     detected = known.framework if context.framework is None else None
 
     def lint(document: Document) -> Iterable[Diagnostic]:

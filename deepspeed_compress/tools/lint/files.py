@@ -4,11 +4,11 @@ import base64
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import PurePath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.errors import ConfigError
@@ -34,8 +34,8 @@ _PERHAPS = ("*deepspeed*", "ds[_-]*", "*zero*", "*stage*")
 _OWN = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compress")
 """Keys that no other file has."""
 _OF_ACCELERATE = "deepspeed_config"
-_TELLING = re.compile("|".join(_OWN).encode())
-_TELLING_YAML = re.compile(rf"^[\"']?({'|'.join((*_OWN, _OF_ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
+_MARKED = re.compile("|".join(_OWN).encode())
+_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_OWN, _OF_ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
 _FILLED = frozenset(
     {
         "bf16",
@@ -54,10 +54,11 @@ _FILLED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration that was read. `hints`: fields of Context that the file itself gives."""
+    """A configuration that was read, and what it says of the run."""
 
     document: Document
-    hints: Mapping[str, Any] = field(default_factory=dict)
+    framework: Framework | None = None
+    world_size: int | None = None
     from_stdin: bool = False
 
     @property
@@ -163,7 +164,7 @@ def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
         return
     document = _document(path, content)
     if document.problems:
-        yield from [Source(document)] if is_telling(path, content, yaml=True) else []
+        yield from [Source(document)] if is_meant(path, content, yaml=True) else []
     elif document.has("deepspeed_config"):
         yield from _named_or_embedded(document)
     elif is_config(document):
@@ -175,13 +176,11 @@ def _named_or_embedded(document: Document) -> Iterator[Source]:
     if document.get("distributed_type", default="DEEPSPEED") != "DEEPSPEED":
         return
     ranks = document.get("num_processes")
-    hints: dict[str, Any] = {"framework": "accelerate"}
-    if isinstance(ranks, int) and ranks > 0:
-        hints["world_size"] = ranks
-    yield Source(embedded(document), hints)
+    world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
+    yield Source(embedded(document), "accelerate", world_size)
     file = named_file(document)
     for source in () if file is None else _read(file):
-        yield Source(source.document, hints)
+        yield Source(source.document, "accelerate", world_size)
 
 
 def _document(path: str, content: bytes) -> Document:
@@ -222,14 +221,14 @@ def decode_base64(text: str) -> str | None:
     return decoded if "{" in decoded or ":" in decoded else None
 
 
-def is_telling(path: str, content: bytes, yaml: bool = False) -> bool:
+def is_meant(path: str, content: bytes, yaml: bool = False) -> bool:
     """Whether a configuration is meant, so that even a syntax error is worth a word."""
-    return _fits(path, _NAMED) or (_TELLING_YAML if yaml else _TELLING).search(content) is not None
+    return _fits(path, _NAMED) or (_MARKED_YAML if yaml else _MARKED).search(content) is not None
 
 
 def may_be_config(path: str, content: bytes, yaml: bool = False) -> bool:
     """Whether it is worth reading: most files of a directory are something else, and may be large."""
-    return _fits(path, _PERHAPS) or is_telling(path, content, yaml)
+    return _fits(path, _PERHAPS) or is_meant(path, content, yaml)
 
 
 def is_config(document: Document) -> bool:

@@ -45,7 +45,7 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
         evidence={
             "anomalies": len(anomalies),
             "part of the steps since without the settings": away,
-            "reasons": _told(anomalies),
+            "reasons": _reasons(anomalies),
         },
         weight=max(away, min(1.0, _cooldown(case) / between / 2)),
     )
@@ -88,7 +88,7 @@ def _tighter(guard: Guard) -> list[str]:
     return [key for key in _BOUNDS if written[key] < usual[key]]
 
 
-def _told(events: list[Line]) -> list[str]:
+def _reasons(events: list[Line]) -> list[str]:
     return [f"step {event['step']}: {event.get('reason', '')}" for event in events[:_SHOWN]]
 
 

@@ -190,5 +190,5 @@ def _events_around(case: Case, began: int) -> dict[str, Any]:
     """The events nearest to the beginning, in their order."""
     nearest = sorted(case.run.events or (), key=lambda event: abs(event["step"] - began))[:_NEAR]
     nearest.sort(key=lambda event: event["step"])
-    told = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
-    return {"events around it": told} if told else {}
+    shown = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
+    return {"events around it": shown} if shown else {}

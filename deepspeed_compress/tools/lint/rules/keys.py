@@ -74,7 +74,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
         elif place is not None or _elsewhere(path, section) or _unread(section, context):
             continue
         elif key in _SAME_AS:
-            yield Diagnostic(at_key(*path), f'"{key}" is no key of {_called(section.path)}', write(_SAME_AS[key]))
+            yield Diagnostic(at_key(*path), f'"{key}" is no key of {_title(section.path)}', write(_SAME_AS[key]))
         elif meant := _close(key, section):
             yield _misspelled(document, path, section, meant)
         else:
@@ -133,7 +133,7 @@ def _unread(section: Section, context: Context) -> bool:
     return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
-def _called(section: Path) -> str:
+def _title(section: Path) -> str:
     return name(section) or "the configuration"
 
 
@@ -143,13 +143,13 @@ def _close(key: str, section: Section) -> str | None:
 
 
 def _misspelled(document: Document, path: Path, section: Section, close: str) -> Diagnostic:
-    what = f'"{path[-1]}" is no key of {_called(section.path)} (did you mean "{close}"?)'
+    what = f'"{path[-1]}" is no key of {_title(section.path)} (did you mean "{close}"?)'
     return Diagnostic(at_key(*path), what, write(f'"{close}", if you meant that'), fix=_renamed(document, path, close))
 
 
 def _strange(section: Path, keys: list[str]) -> Diagnostic:
     shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
-    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_called(section)}"
+    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_title(section)}"
     many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
     instead = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
     return Diagnostic(at_key(*section, keys[0]), what, write(instead))

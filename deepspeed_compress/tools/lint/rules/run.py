@@ -23,6 +23,7 @@ from deepspeed_compress.tools.lint.rules.ours import parsed_section, with_sectio
 
 if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig, MemoryConfig
+
 _FASTEST = 1000
 """Gbit/s at which sending gradients takes about as long as a GPU needs to compress them: links inside a node."""
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
