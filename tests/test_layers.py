@@ -80,6 +80,7 @@ TABLE = {
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy", lazily="matplotlib rich"),
     "tools.run_directory": allow("errors"),
+    "tools.time_to_loss": allow("errors tools.run_directory training.records", lazily="matplotlib rich"),
     "tools.bench": allow(
         "__init__ communication compression.kernels config errors models monitor policy training",
         "torch deepspeed rich",
