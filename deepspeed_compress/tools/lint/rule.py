@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from deepspeed_compress.diagnostics import Diagnostic, Severity
@@ -82,9 +81,6 @@ class LintRule(Rule):
     check: Check
 
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
 def rule(
     *,
     code: str,
@@ -96,7 +92,7 @@ def rule(
     wrong: str,
     right: str,
     proof: Proof,
-    context: Mapping[str, Any] = _NOTHING,
+    context: Mapping[str, Any] | None = None,
 ) -> Callable[[Check], LintRule]:
     """Makes a rule of the check below it. `code`: DSC and three digits; the others are fields of LintRule."""
     return lambda check: LintRule(
@@ -109,6 +105,6 @@ def rule(
         wrong=wrong,
         right=right,
         proof=proof,
-        context=context,
+        context=context or {},
         check=check,
     )
