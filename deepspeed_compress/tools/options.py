@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from deepspeed_compress.tools.arguments import positive_integer
+
 __all__ = [
     "add_check_arguments",
     "add_plan_arguments",
@@ -22,15 +24,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("schedule",), help="schedule: what is in force in which step")
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps of the whole training")
+    parser.add_argument("--steps", type=positive_integer, metavar="N", help="optimizer steps of the whole training")
     parser.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of steps (allowed: from 1)")
-    return value
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,18 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deepspeed_compress.tools.lint.finding import Finding
-from deepspeed_compress.tools.lint.rule import Rule
+from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
+from deepspeed_compress.tools.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Findings of all files, and what else outputs need."""
+    """Diagnostics of all files, and what else outputs need."""
 
-    findings: tuple[Finding, ...]
+    diagnostics: tuple[Diagnostic, ...]
     files: int
     rules: tuple[Rule, ...] = ()
-    """All that could have been found."""
+    """All that were applied."""
     fixed: int = 0
     colour: bool = False
     quiet: bool = False
@@ -28,16 +28,27 @@ class Report:
     def summary(self) -> str:
         """The last line for people."""
         fixed = f"Fixed {plural(self.fixed, 'finding')}. " if self.fixed else ""
-        if not self.findings:
+        if not self.diagnostics:
             return f"{fixed}{plural(self.files, 'file')} checked, nothing found."
         kinds = [
             plural(count, kind) if kind != "info" else f"{count} info"
-            for kind in ("error", "warning", "info")
-            if (count := sum(finding.rule.severity == kind for finding in self.findings))
+            for kind in SEVERITIES
+            if (count := sum(one.severity == kind for one in self.diagnostics))
         ]
-        found = f"{plural(len(self.findings), 'finding')} in {plural(self.files, 'file')}: {', '.join(kinds)}."
-        safe = sum(finding.fixable == "--fix" for finding in self.findings)
+        found = f"{plural(len(self.diagnostics), 'finding')} in {plural(self.files, 'file')}: {', '.join(kinds)}."
+        safe = sum(option(one) == "--fix" for one in self.diagnostics)
         return fixed + found + (f" --fix corrects {safe}." if safe else "")
+
+
+def option(diagnostic: Diagnostic) -> str:
+    """The option that applies the fix; empty without one."""
+    fix = diagnostic.fix
+    return "" if fix is None else "--fix" if fix.safe else "--fix --unsafe-fixes"
+
+
+def message(diagnostic: Diagnostic) -> str:
+    """What is wrong, and where in the configuration."""
+    return f"{diagnostic.message} (at {diagnostic.pointer})" if diagnostic.place.path else diagnostic.message
 
 
 def plural(count: int, noun: str) -> str:

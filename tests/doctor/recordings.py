@@ -1,7 +1,7 @@
 """Short real runs with a known cause that holds them back, and healthy ones: what the doctor is tested with.
 
-`python -m tests.doctor.plant [NAME ...]` makes those of `PLANTS` again, each in 10 to 60 seconds on two cores, and
-writes it into tests/doctor/runs/NAME. Those with a `rate` need root and iproute2, for hosts with slow links.
+`python -m tests.doctor.recordings [NAME ...]` makes those of `RECORDINGS` again, each in 10 to 60 seconds on two cores,
+and writes it into tests/doctor/runs/NAME. Those with a `rate` need root and iproute2, for hosts with slow links.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Plant:
+class Recording:
     """A run of two ranks. `finds`: what the doctor must name first; None for a healthy one."""
 
     finds: str | None
@@ -56,8 +56,8 @@ class Plant:
         }
 
 
-def _monitor(plant: Plant) -> dict[str, Any]:
-    return {"every": plant.every, **plant.section.get("monitor", {})}
+def _monitor(recording: Recording) -> dict[str, Any]:
+    return {"every": recording.every, **recording.section.get("monitor", {})}
 
 
 def _sleeps(rank: int, step: int, kept: list[Any]) -> None:
@@ -79,18 +79,18 @@ RISING_RATE = {
 }
 NO_MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
 
-PLANTS: Mapping[str, Plant] = {
-    "forgetful-topk": Plant(
+RECORDINGS: Mapping[str, Recording] = {
+    "forgetful-topk": Recording(
         "compression-too-strong",
         {"gradients": {"method": "topk", "density": 0.0001, "error_feedback": None}, "monitor": {"cosine_every": 6}},
         lr=1e-2,
     ),
-    "late-topk": Plant("compression-too-strong", {"gradients": {"method": "topk", "density": 0.001}, **GUARD}),
-    "fast-learning": Plant("diverging", {"gradients": {"bits": 8}, **GUARD}, extra=RISING_RATE),
-    "slow-network": Plant(
+    "late-topk": Recording("compression-too-strong", {"gradients": {"method": "topk", "density": 0.001}, **GUARD}),
+    "fast-learning": Recording("diverging", {"gradients": {"bits": 8}, **GUARD}, extra=RISING_RATE),
+    "slow-network": Recording(
         "communication-bound", {"gradients": {"bits": 8}, "weights": {"bits": 8}}, rate="100mbit", width=1024, steps=40
     ),
-    "micro-steps": Plant(
+    "micro-steps": Recording(
         "communication-bound",
         {"gradients": INT4, "weights": {"bits": 4}},
         extra={"gradient_accumulation_steps": 4},
@@ -99,10 +99,10 @@ PLANTS: Mapping[str, Plant] = {
         batch=64,
         steps=40,
     ),
-    "dense-weights": Plant(
+    "dense-weights": Recording(
         "weights-uncompressed", {"gradients": INT4}, rate="100mbit", width=2048, batch=64, steps=36, stage=1
     ),
-    "plain-kernels": Plant(
+    "plain-kernels": Recording(
         "slow-kernels",
         {"gradients": {**INT4, "rounding": "stochastic"}},
         width=2048,
@@ -110,7 +110,7 @@ PLANTS: Mapping[str, Plant] = {
         steps=40,
         environment={"DEEPSPEED_COMPRESS_KERNELS": "torch"},
     ),
-    "costly-method": Plant(
+    "costly-method": Recording(
         "compression-does-not-pay",
         {"gradients": {"method": "powersgd", "rank": 64}},
         stage=0,
@@ -119,41 +119,41 @@ PLANTS: Mapping[str, Plant] = {
         steps=40,
         baseline="dense",
     ),
-    "sleeping-rank": Plant("straggler", {"gradients": INT4}, step=_sleeps),
-    "exempt": Plant("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
-    "endless-warm-up": Plant("never-in-force", {"gradients": INT4, "schedule": {"warmup_steps": 1000}}),
-    "half-dense": Plant("no-ratio", {"gradients": {"method": "topk", "density": 0.7}}),
-    "fp32-memory": Plant(
+    "sleeping-rank": Recording("straggler", {"gradients": INT4}, step=_sleeps),
+    "exempt": Recording("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
+    "endless-warm-up": Recording("never-in-force", {"gradients": INT4, "schedule": {"warmup_steps": 1000}}),
+    "half-dense": Recording("no-ratio", {"gradients": {"method": "topk", "density": 0.7}}),
+    "fp32-memory": Recording(
         "large-residuals",
         {"gradients": {"method": "dgc", "density": 0.01, "memory": {"dtype": "fp32"}}},
         extra=NO_MOMENTUM,
         width=4096,
         steps=36,
     ),
-    "nervous-guard": Plant(
+    "nervous-guard": Recording(
         "guard-fires-often",
         {"gradients": INT4, "guard": {"exploding": 3.0, "window": 16, "skip_steps": False}},
         scale=lambda step: 8.0 if step % 11 == 10 else 1.0,
     ),
-    "leak": Plant("memory-grows", {"gradients": INT4}, step=_keeps),
-    "dense": Plant(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
-    "healthy-default": Plant(None, {}, batch=1024),
-    "healthy-zero0-int4-guard": Plant(None, {"gradients": INT4, "guard": {}}, stage=0, batch=1024),
-    "healthy-zero1-weights": Plant(None, {"gradients": INT4, "weights": {"bits": 4}}, stage=1, batch=1024),
-    "healthy-zero3": Plant(None, {"gradients": {"bits": 8}, "weights": {"bits": 8}}, stage=3, batch=1024),
-    "healthy-warm-up": Plant(
+    "leak": Recording("memory-grows", {"gradients": INT4}, step=_keeps),
+    "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
+    "healthy-default": Recording(None, {}, batch=1024),
+    "healthy-zero0-int4-guard": Recording(None, {"gradients": INT4, "guard": {}}, stage=0, batch=1024),
+    "healthy-zero1-weights": Recording(None, {"gradients": INT4, "weights": {"bits": 4}}, stage=1, batch=1024),
+    "healthy-zero3": Recording(None, {"gradients": {"bits": 8}, "weights": {"bits": 8}}, stage=3, batch=1024),
+    "healthy-warm-up": Recording(
         None, {"gradients": {"method": "topk", "density": 0.1}, "schedule": {"warmup_steps": 10}, **GUARD}
     ),
-    "healthy-fast-network": Plant(
+    "healthy-fast-network": Recording(
         None, {"gradients": INT4, "weights": {"bits": 4}}, rate="1gbit", width=1024, steps=40, batch=512
     ),
 }
 
 
 def train(rank: int, name: str, directory: str) -> list[float]:
-    """What a rank does: regression on a fixed network, with AdamW unless the plant says otherwise; its losses."""
-    plant = PLANTS[name]
-    os.environ |= plant.environment
+    """What a rank does: regression on a fixed network, with AdamW unless the recording says otherwise; its losses."""
+    recording = RECORDINGS[name]
+    os.environ |= recording.environment
     import torch
     from torch import nn
 
@@ -161,16 +161,16 @@ def train(rank: int, name: str, directory: str) -> list[float]:
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    width = plant.width
+    width = recording.width
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 64))
     teacher = torch.randn(64, 64) / 8
-    config = plant.config(directory)
+    config = recording.config(directory)
     engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     numbers, losses = torch.Generator().manual_seed(1 + rank), []
     kept: list[Any] = []
-    for step in range(plant.steps * config.get("gradient_accumulation_steps", 1)):
-        plant.step(rank, step, kept)
-        x = plant.scale(step) * torch.randn(plant.batch, 64, generator=numbers)
+    for step in range(recording.steps * config.get("gradient_accumulation_steps", 1)):
+        recording.step(rank, step, kept)
+        x = recording.scale(step) * torch.randn(recording.batch, 64, generator=numbers)
         loss = (engine(x) - torch.tanh(x @ teacher)).square().mean()
         engine.backward(loss)
         engine.step()
@@ -179,42 +179,42 @@ def train(rank: int, name: str, directory: str) -> list[float]:
 
 
 def make(name: str) -> None:
-    """Train the plant `name`, and record what it leaves."""
+    """Train the recording `name`, and record what it leaves."""
     with tempfile.TemporaryDirectory() as scratch:
-        plant = PLANTS[name]
-        (_on_hosts if plant.rate else _on_machine)(name, plant, Path(scratch))
-        _record(Path(scratch), RUNS / name, plant)
+        recording = RECORDINGS[name]
+        (_on_hosts if recording.rate else _on_machine)(name, recording, Path(scratch))
+        _record(Path(scratch), RUNS / name, recording)
 
 
-def _on_machine(name: str, plant: Plant, directory: Path) -> None:
+def _on_machine(name: str, recording: Recording, directory: Path) -> None:
     from tests.support.forks import run_forks
 
-    _write_metrics(directory, plant, run_forks(2, train, name, str(directory), timeout=300)[0])
+    _write_metrics(directory, recording, run_forks(2, train, name, str(directory), timeout=300)[0])
 
 
-def _on_hosts(name: str, plant: Plant, directory: Path) -> None:
+def _on_hosts(name: str, recording: Recording, directory: Path) -> None:
     from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 
-    assert plant.rate is not None, "a plant on hosts has the rate of their links"
-    command = [sys.executable, "-m", "tests.doctor.plant", "--rank-of", name, "--directory", str(directory)]
-    with signals_as_exceptions(), Cluster(2, plant.rate) as cluster:
-        run = cluster.run(command, plant.environment, timeout=300)
+    assert recording.rate is not None, "a recording on hosts has the rate of their links"
+    command = [sys.executable, "-m", "tests.doctor.recordings", "--rank-of", name, "--directory", str(directory)]
+    with signals_as_exceptions(), Cluster(2, recording.rate) as cluster:
+        run = cluster.run(command, recording.environment, timeout=300)
     if run.failure is not None:
         raise SystemExit(f"{name}: {run.failure}\n{run.outputs[0][-2000:]}\n{run.outputs[1][-2000:]}")
 
 
-def _write_metrics(directory: Path, plant: Plant, losses: list[float]) -> None:
+def _write_metrics(directory: Path, recording: Recording, losses: list[float]) -> None:
     """As the training program does: the loss of every measured step, and a summary at the end."""
-    micro = len(losses) // plant.steps
+    micro = len(losses) // recording.steps
     lines = [
         json.dumps({"step": step, "train_loss": losses[step * micro - 1]})
-        for step in range(plant.every, plant.steps + 1, plant.every)
+        for step in range(recording.every, recording.steps + 1, recording.every)
     ]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (directory / "summary.json").write_text(json.dumps({"steps": plant.steps, "world_size": 2}) + "\n")
+    (directory / "summary.json").write_text(json.dumps({"steps": recording.steps, "world_size": 2}) + "\n")
 
 
-def _record(source: Path, target: Path, plant: Plant) -> None:
+def _record(source: Path, target: Path, recording: Recording) -> None:
     """Copy what a run left, with figures of a few digits and no path of this machine."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -235,17 +235,17 @@ def _rounded(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLANTS)} (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECORDINGS)} (default: all)")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        rank, plant = int(os.environ["RANK"]), PLANTS[options.rank_of]
+        rank, recording = int(os.environ["RANK"]), RECORDINGS[options.rank_of]
         losses = train(rank, options.rank_of, options.directory)
         if rank == 0:
-            _write_metrics(Path(options.directory), plant, losses)
+            _write_metrics(Path(options.directory), recording, losses)
         return
-    for name in options.names or PLANTS:
+    for name in options.names or RECORDINGS:
         begin = time.monotonic()
         make(name)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
