@@ -1,11 +1,12 @@
 """Which tests run, and when: shares of those that rotate, and turns of those that must be alone.
 
 Marks: `slow` (CI runs these too), `rotating(parts, *sources)` (slow but for one part a day, or when a source has
-changed), `serial` (no other test runs beside it).
+changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
 """
 
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,28 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in [*out_of_turn(items), *cases_beside_one_a_stage(items)]:
+        item.add_marker(pytest.mark.slow)
+
+
+def out_of_turn(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     day = int(os.environ[DAY])
     for item in items:
         mark = item.get_closest_marker("rotating")
         if mark and not is_due(item.nodeid, mark.args[0], mark.args[1:], day):
-            item.add_marker(pytest.mark.slow)
+            yield item
+
+
+def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """The first stage keeps its first case, the second its second: together the stages see many."""
+    tests: dict[object, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("case_a_stage"):
+            tests[item.obj][item.callspec.params["stage"]].append(item)
+    for stages in tests.values():
+        for number, (_, cases) in enumerate(sorted(stages.items())):
+            kept = cases[number % len(cases)]
+            yield from (case for case in cases if case is not kept)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

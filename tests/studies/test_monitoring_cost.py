@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_it_tells_the_cost_of_every_setting(port: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
     program = [port, "launch/monitoring_cost.py", "--steps", "10"]
