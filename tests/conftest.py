@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
 from tests.support.rotation import is_due, today
 from tests.support.turns import Turns
@@ -21,6 +22,11 @@ DAY = "TESTS_DAY"
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(DAY, str(today()))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        warm_up()
 
 
 def pytest_report_header() -> str:
@@ -57,8 +63,7 @@ def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.It
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    worker = getattr(item.config, "workerinput", None)
-    if worker is None:
+    if not hasattr(item.config, "workerinput"):
         return (yield)
     shared = Path(item.config._tmp_path_factory.getbasetemp()).parent  # type: ignore[attr-defined]
     with Turns(shared).take(alone=item.get_closest_marker("serial") is not None):

@@ -24,7 +24,8 @@ export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLEL
 coverage=()
 if [ "${1:-}" = --coverage ]; then
     shift
-    coverage=(--cov --cov-report=term:skip-covered)
+    # Everything takes twice as long.
+    coverage=(--cov --cov-report=term:skip-covered --timeout 1200)
 fi
 ruff check .
 ruff format --check .

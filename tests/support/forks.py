@@ -3,10 +3,13 @@
 import gc
 import multiprocessing
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from tests.support.leftovers import own_port
@@ -30,7 +33,7 @@ def run_forks(
     longer to set up than all else, and only tensor parallel layers use it.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preload"])
+    warm_up()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with own_port() as port:
         environment = {
@@ -45,18 +48,27 @@ def run_forks(
             context.Process(target=_run, args=(rank, environment, shared_memory, work, args, sender), daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
         try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()
             return _results([receiver for receiver, _ in pipes], time.monotonic() + timeout)
         finally:
-            for process in processes:
-                process.join(2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end([process for process in processes if process.pid is not None])
+
+
+def warm_up() -> None:
+    """Start the server, unless it runs: ten seconds, for which this does not wait."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preload"])
+    forkserver.ensure_running()
+
+
+def _end(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        process.join(2)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _results(receivers: list[Connection], deadline: float) -> list[Any]:
@@ -85,8 +97,9 @@ def _run(
     import deepspeed
     import torch
 
-    # What the server imported is no garbage, and what a fork inherits is frozen anew.
+    # What is imported is no garbage.
     gc.freeze()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     if not shared_memory:
@@ -95,3 +108,11 @@ def _run(
         result.send((True, work(rank, *args)))
     except BaseException:
         result.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _end_with_parent() -> None:
+    """A rank that waits for others would outlive tests that were killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
