@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.contracts import Pending, Reducer, StepClock
+from deepspeed_compress.communication.messages import Transfer
+from deepspeed_compress.communication.reducer import Pending, Reducer, StepClock
+from deepspeed_compress.compression.residuals import Residuals
 
 __all__ = ["ClippingReducer"]
 
@@ -40,6 +42,12 @@ class ClippingReducer:
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         self._clip(bucket, partition)
         self.reducer.all_reduce(bucket, partition, scale)
+
+    def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
+        return self.reducer.transfers(partition, everywhere)
+
+    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
+        return self.reducer.stored(partition)
 
     def _clip(self, bucket: Tensor, partition: Partition) -> None:
         limit, offset = self.clip_norm * self.clock.loss_scale, 0

@@ -7,11 +7,11 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Flight", "exchange", "start_exchange"]
+__all__ = ["Link", "PendingExchange", "exchange"]
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingExchange:
     """Messages under way. To wait means on GPU that the current stream waits."""
 
     receives: dict[int, Work] = field(default_factory=dict)
@@ -32,56 +32,60 @@ class Flight:
             work.wait()
 
 
-def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """`start_exchange`, and wait for it."""
-    start_exchange(group, outgoing, incoming, 0).finish()
+@dataclass(frozen=True)
+class Link:
+    """The connections between the ranks of `group`.
 
-
-def start_exchange(
-    group: ProcessGroup,
-    outgoing: Sequence[Tensor],
-    incoming: Sequence[Tensor],
-    tag: int,
-    downward: ProcessGroup | None = None,
-) -> Flight:
-    """Begin to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r; its own entries are left alone.
-
-    Both are lists of contiguous uint8 tensors, one a rank of `group`, empty where nothing travels. They must stay as
-    they are until the flight is finished. Several exchanges may be under way, of different `tag`s. `downward`: a second
-    group of the same ranks, for messages to lower ones where the backend goes point to point; None takes `group`.
+    `downward`: a second group of the same ranks, for messages to lower ones where the backend goes point to point; None
+    takes `group`. `sender`: a number that tells this rank from all others of the run, where its rank in `group` does
+    not; None takes that.
     """
-    if group.size() == 1:
-        return Flight()
-    return _BY_DEVICE[incoming[0].device.type](group, downward or group, outgoing, incoming, tag)
+
+    group: ProcessGroup
+    downward: ProcessGroup | None = None
+    sender: int | None = None
+
+    def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
+        """Begin to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r.
+
+        Both are lists of contiguous uint8 tensors, one a rank of `group`, empty where nothing travels; this rank's own
+        are left alone. They must stay as they are until the exchange is finished. Several may be under way, of
+        different `tag`s.
+        """
+        if self.group.size() == 1:
+            return PendingExchange()
+        return _BY_DEVICE[incoming[0].device.type](self, outgoing, incoming, tag)
 
 
-def _point_to_point(
-    group: ProcessGroup, downward: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int
-) -> Flight:
+def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    """`Link.start`, and wait for it."""
+    Link(group).start(outgoing, incoming, 0).finish()
+
+
+def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
     """Rounds with one partner each, every receive posted before the first send.
 
     gloo answers sends that come first with half-duplex traffic; this order keeps the link full both ways. Before a
     message travels its receiver says that it is ready, on the same connection and behind all that it sends there
     itself: with a connection for each direction that is nothing.
     """
+    group = link.group
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
-    lanes = (downward, group)
+    lanes = (link.downward or group, group)
     receives = {one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
     sends = [lanes[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
-    return Flight(receives, sends)
+    return PendingExchange(receives, sends)
 
 
-def _all_to_all(
-    group: ProcessGroup, downward: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int
-) -> Flight:
+def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
     """The backend's own grouped all-to-all (NCCL: no size limit, no staging), matched by its order."""
-    rank = group.rank()
+    group, rank = link.group, link.group.rank()
     nothing = incoming[rank].new_empty(0)
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
     outputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(incoming)]
-    return Flight(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
+    return PendingExchange(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
 
 
-_Start = Callable[[ProcessGroup, ProcessGroup, Sequence[Tensor], Sequence[Tensor], int], Flight]
+_Start = Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
 _BY_DEVICE: Mapping[str, _Start] = MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})

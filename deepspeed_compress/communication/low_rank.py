@@ -6,7 +6,7 @@ codec that scales by blocks meets one basis vector at a time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
@@ -17,11 +17,12 @@ from deepspeed_compress.communication.buckets import Partition, even_partition, 
 from deepspeed_compress.compression.segments import Segment
 
 __all__ = [
-    "LowRankPlan",
+    "LowRank",
+    "LowRankLayout",
     "Matrix",
     "clean",
     "find_matrices",
-    "make_low_rank_plan",
+    "make_low_rank_layout",
     "orthonormal",
     "products",
     "revived",
@@ -57,31 +58,37 @@ class Matrix:
         return self.rank, self.columns
 
 
-def find_matrices(
-    partition: Partition, shapes: Mapping[str, Shape], chosen: Callable[[str], bool], rank: int, min_saving: float
-) -> tuple[Matrix, ...]:
+@dataclass(frozen=True)
+class LowRank:
+    """What is approximated: parameters with their `shapes`, by name, at `rank`, if that makes them more than
+    `min_saving` times smaller."""
+
+    shapes: Mapping[str, Shape]
+    rank: int
+    min_saving: float = 1.0
+
+    def saves(self, name: str) -> bool:
+        """Whether the factors of a parameter are as much smaller than itself as is asked for."""
+        shape = self.shapes.get(name, ())
+        if len(shape) < 2:
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (rows + columns) * min(self.rank, rows, columns) * self.min_saving < rows * columns
+
+
+def find_matrices(partition: Partition, low_rank: LowRank) -> tuple[Matrix, ...]:
     """The parameters of a bucket to be approximated, equal shapes together.
 
-    Those `chosen`, of two dimensions or more (viewed as [shape[0], -1]), with all their elements in the bucket, whose
-    factors are more than `min_saving` times smaller than themselves. `rank` is capped by the smaller side.
+    Those that `low_rank` names, of two dimensions or more (viewed as [shape[0], -1]), with all their elements in the
+    bucket. The rank is capped by the smaller side.
     """
     found = []
     for whole in _runs(partition):
-        shape = shapes[whole.parameter] if chosen(whole.parameter) else ()
-        if len(shape) < 2 or (whole.begin, whole.numel) != (0, math.prod(shape)):
-            continue
-        rows, columns = shape[0], math.prod(shape[1:])
-        if saves(shape, rank, min_saving):
-            found.append(Matrix(whole, rows, columns, min(rank, rows, columns)))
+        shape = low_rank.shapes.get(whole.parameter, ())
+        if (whole.begin, whole.numel) == (0, math.prod(shape)) and low_rank.saves(whole.parameter):
+            rows, columns = shape[0], math.prod(shape[1:])
+            found.append(Matrix(whole, rows, columns, min(low_rank.rank, rows, columns)))
     return tuple(sorted(found, key=lambda matrix: matrix.shape))
-
-
-def saves(shape: Shape, rank: int, min_saving: float = 1.0) -> bool:
-    """Whether the factors of a parameter of `shape` are more than `min_saving` times smaller than itself."""
-    if len(shape) < 2:
-        return False
-    rows, columns = shape[0], math.prod(shape[1:])
-    return (rows + columns) * min(rank, rows, columns) * min_saving < rows * columns
 
 
 def _runs(partition: Partition) -> Iterator[Segment]:
@@ -93,7 +100,7 @@ def _runs(partition: Partition) -> Iterator[Segment]:
 
 
 @dataclass(frozen=True)
-class LowRankPlan:
+class LowRankLayout:
     """How a bucket is divided into matrices, whose flat values are stack after stack, and the rest."""
 
     whole: tuple[Segment, ...]
@@ -116,14 +123,14 @@ class LowRankPlan:
     """Q of each matrix, whole, by the name of the parameter."""
 
 
-def make_low_rank_plan(partition: Partition, matrices: Sequence[Matrix], rank: int) -> LowRankPlan:
-    """The plan of data-parallel rank `rank` for a bucket with the `matrices` that `find_matrices` has found in it."""
+def make_low_rank_layout(partition: Partition, matrices: Sequence[Matrix], rank: int) -> LowRankLayout:
+    """The layout for data-parallel rank `rank` for a bucket with the `matrices` that `find_matrices` found."""
     numels = accumulate((matrix.whole.numel for matrix in matrices), initial=0)
     first = dict(zip((matrix.name for matrix in matrices), numels, strict=False))
     own = tuple(segment for segment in partition.owned_by(rank) if segment.parameter in first)
     others, rest = select(partition, lambda segment: segment.parameter not in first)
     alike = [(len(group), group[0]) for group in (list(g) for _, g in groupby(matrices, key=lambda m: m.shape))]
-    return LowRankPlan(
+    return LowRankLayout(
         whole=tuple(matrix.whole for matrix in matrices),
         own=own,
         own_values=tuple(replace(segment, offset=first[segment.parameter] + segment.begin) for segment in own),

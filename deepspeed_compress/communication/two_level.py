@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, relabel, select
-from deepspeed_compress.communication.contracts import Pending, Reducer, reduce_at_once
+from deepspeed_compress.communication.messages import Transfer
 from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.reducer import Pending, Reducer, reduce_at_once
+from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
 __all__ = ["TwoLevelReducer"]
@@ -74,3 +76,11 @@ class TwoLevelReducer:
         scatter(part, levels.mine, whole)
         self.node.all_gather(whole, levels.node)
         bucket.copy_(whole)
+
+    def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
+        levels = self._levels(partition)
+        inside, between = (self.node, levels.node), (self.across, levels.across)
+        return tuple(one for reducer, part in (inside, between) for one in reducer.transfers(part, everywhere))
+
+    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
+        return self.across.stored(self._levels(partition).across)

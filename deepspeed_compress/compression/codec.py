@@ -10,11 +10,11 @@ from deepspeed_compress.compression.compressors.base import Compressor, Remember
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
-__all__ = ["Codec", "Silence"]
+__all__ = ["Codec", "NoSend"]
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoSend:
     """Decodes to zeros: the steps between two sends of delayed synchronisation.
 
     Payload: one fp32 number, 0, or NaN if an element is not finite, which makes all decoded ones NaN: the optimizer
@@ -41,8 +41,9 @@ class Codec:
     transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
 
     @property
-    def silent(self) -> bool:
-        return isinstance(self.compressor, Silence)
+    def sends(self) -> bool:
+        """Whether what it decodes to says anything of what was encoded."""
+        return not isinstance(self.compressor, NoSend)
 
     @property
     def remembering(self) -> Remembering | None:

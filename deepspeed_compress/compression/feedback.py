@@ -6,33 +6,56 @@ size): p = g + e; send C(p); e = p - C(p). Residuals live in the units of the gr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.codec import Codec
-from deepspeed_compress.compression.kernels.forms import Memory
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["MomentumCorrection", "Spread", "WithFeedback", "WithoutFeedback"]
+__all__ = ["ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "SpreadSum"]
+
+
+class Feedback(Protocol):
+    """What a sender does with what a message leaves out."""
+
+    @property
+    def own_exact(self) -> bool:
+        """Whether a rank's own elements, which travel nowhere, are added as they are, not as others would decode
+        them."""
+
+    @property
+    def stores(self) -> tuple[Residuals, ...]:
+        """Where it keeps a number for every element."""
+
+    def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
+        """Encode `x` (flat fp32, the elements of `segments`, not changed) with what is kept of them into `out`
+        (uint8 [codec.compressor.payload_bytes(x.numel())]), and keep what that leaves out."""
+
+    def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
+        """What this rank adds to its own elements `x` (flat fp32, may be overwritten); None: what others would
+        decode."""
 
 
 @dataclass(frozen=True)
-class WithoutFeedback:
+class NoFeedback:
     """What the codec leaves out is lost."""
 
+    own_exact = True
+    stores: tuple[Residuals, ...] = ()
+
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, the elements of `segments`) into `out` (uint8)."""
         codec.encode(x, segments, out, key)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
-        """What this rank adds to its own elements `x`, which travel nowhere: `x`, exactly."""
         return x
 
 
 @dataclass(frozen=True)
-class WithFeedback:
+class ErrorFeedback:
     """What the codec leaves out is added, times `decay`, to the next message of the same elements.
 
     `decay` below 1 forgets (LoCo, arXiv:2407.04480); with a transform and top-k it is DeMo's decoupled momentum
@@ -44,6 +67,10 @@ class WithFeedback:
     decay: float = 1.0
     own_exact: bool = True
 
+    @property
+    def stores(self) -> tuple[Residuals, ...]:
+        return (self.residuals,)
+
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) plus their residual into `out` (uint8).
 
@@ -53,7 +80,7 @@ class WithFeedback:
         buffers = self.residuals.buffers(segments, x.device) if remembering is not None else None
         if remembering is not None and buffers is not None:
             before, after = buffers
-            remembering.compress_remembering(x, out, key, Memory(before, self.decay, after))
+            remembering.compress_remembering(x, out, key, ResidualBuffers(before, self.decay, after))
             return
         total = x.clone()
         self.residuals.add_to(total, segments, self.decay)
@@ -66,7 +93,7 @@ class WithFeedback:
 
         They have one after a silent codec, and when another rank owned them before.
         """
-        if codec.silent or not self.own_exact:
+        if not codec.sends or not self.own_exact:
             return None
         if self.residuals.holds(segments):
             self.residuals.add_to(x, segments, self.decay)
@@ -88,6 +115,15 @@ class MomentumCorrection:
     momentum: float
     nesterov: bool = False
 
+    @property
+    def own_exact(self) -> bool:
+        """False: own elements are coded as for the others, so that all carry the same momentum."""
+        return False
+
+    @property
+    def stores(self) -> tuple[Residuals, ...]:
+        return self.velocity, self.accumulated
+
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
         """Encode the accumulated velocity after gradients `x` (flat fp32, not changed) into `out` (uint8)."""
         velocity = self.velocity.read(segments, x.device)
@@ -105,12 +141,11 @@ class MomentumCorrection:
         self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0))
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
-        """None: own elements are coded as for the others, so that all carry the same momentum."""
         return None
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadSum:
     """A sum that arrives in every `every`-th step is handed on in as many equal parts, one a step, from that step on.
 
     Adam normalizes by the size of what it sees: a burst among zeros moves a weight less than the same sum in equal

@@ -5,7 +5,7 @@ addressed by parameter ranges, and kept contiguous for each message layout.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["STORAGE", "Layout", "Range", "Residuals"]
+__all__ = ["STORAGE", "Layout", "Range", "ResidualStores", "Residuals"]
 
 STORAGE: Mapping[str, Compressor] = MappingProxyType(
     {"fp32": Cast(torch.float32), "bf16": Cast(torch.bfloat16), "int8": Blockwise(8, 256)}
@@ -197,6 +197,10 @@ class Residuals:
         for slot in self._slots.values():
             slot.written = False
 
+    def bytes_of(self, numel: int) -> int:
+        """Bytes that `numel` elements of one message take."""
+        return self.storage.payload_bytes(numel) * (2 if self.transactional else 1)
+
     def prune(self) -> None:
         """Forget the messages that the running step has not written: after loading, what other ranks own."""
         for layout in [layout for layout, slot in self._slots.items() if not slot.written]:
@@ -252,6 +256,23 @@ class Residuals:
             self.add_to(total, segments, factor)
             self.write(segments, total)
         self.commit()
+
+
+@dataclass
+class ResidualStores:
+    """The residuals and momenta of a run, by what they hold ("gradients", "means", "velocity" ...); made when first
+    asked for.
+
+    `transactional`: the optimizer may skip a step.
+    """
+
+    transactional: bool
+    by_name: dict[str, Residuals] = field(default_factory=dict)
+
+    def get(self, name: str, dtype: str, on_host: bool = False, scaled: bool = True) -> Residuals:
+        if name not in self.by_name:
+            self.by_name[name] = Residuals(dtype, self.transactional, on_host, scaled)
+        return self.by_name[name]
 
 
 def _layout(segments: Sequence[Segment]) -> Layout:

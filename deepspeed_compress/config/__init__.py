@@ -5,6 +5,7 @@ Nothing here imports torch, deepspeed or transformers.
 
 from deepspeed_compress.config.expand import check_world, expand, tensor_size
 from deepspeed_compress.config.loading import read_ds_config
+from deepspeed_compress.config.methods import MethodConfig, SparseConfig
 from deepspeed_compress.config.models import (
     SECTION,
     Adaptive,
@@ -19,9 +20,24 @@ from deepspeed_compress.config.models import (
     Schedule,
 )
 from deepspeed_compress.config.notices import find_notices
-from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.overrides import Override, OverrideConfig
 from deepspeed_compress.config.patches import brief, patched, settings_of, written
-from deepspeed_compress.config.places import ErrorFeedback, GradientsConfig, Hierarchy, Memory, WeightsConfig
+from deepspeed_compress.config.places import (
+    AnyCompressedGradients,
+    CompressedGradients,
+    CompressedWeights,
+    DGCGradients,
+    ErrorFeedbackConfig,
+    FeedbackGradients,
+    GradientsConfig,
+    Hierarchy,
+    LayeredGradients,
+    MemoryConfig,
+    NodeConfig,
+    NoneGradients,
+    PowerSGDGradients,
+    WeightsConfig,
+)
 from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
@@ -32,21 +48,33 @@ __all__ = [
     "MASK",
     "SECTION",
     "Adaptive",
+    "AnyCompressedGradients",
     "CompressConfig",
-    "ErrorFeedback",
+    "CompressedGradients",
+    "CompressedWeights",
+    "DGCGradients",
+    "ErrorFeedbackConfig",
+    "FeedbackGradients",
     "GradientsConfig",
     "Guard",
     "Hierarchy",
+    "LayeredGradients",
     "Lint",
-    "Memory",
+    "MemoryConfig",
+    "MethodConfig",
     "Monitor",
+    "NodeConfig",
+    "NoneGradients",
     "Override",
+    "OverrideConfig",
     "Parallelism",
     "Phase",
+    "PowerSGDGradients",
     "Problem",
     "Ramp",
     "RollBack",
     "Schedule",
+    "SparseConfig",
     "WeightsConfig",
     "brief",
     "check_world",

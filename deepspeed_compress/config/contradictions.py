@@ -3,9 +3,19 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config.methods import Model
+from deepspeed_compress.config.methods import BlockTopKConfig, Model, SparseConfig
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.places import (
+    BlockwiseWeights,
+    CompressedGradients,
+    ErrorFeedbackConfig,
+    FeedbackGradients,
+    GradientsConfig,
+    LayeredGradients,
+    PowerSGDGradients,
+)
 from deepspeed_compress.config.problems import Path, Problem, pointer, show
 from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_unscheduled, find_without_length
 
@@ -28,17 +38,18 @@ def find_mismatches(
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
 
-def sparse_places(section: CompressConfig) -> Iterator[tuple[Path, Any]]:
+def sparse_places(section: CompressConfig) -> Iterator[tuple[Path, SparseConfig]]:
     """Every method of `section` that has a density, with its place."""
     places: list[tuple[Path, Model]] = [(("gradients",), section.gradients), (("weights",), section.weights)]
     for path, method in [*places, *override_places(section)]:
-        if hasattr(method, "density"):
+        if isinstance(method, SparseConfig):
             yield path, method
 
 
-def override_places(section: CompressConfig) -> Iterator[tuple[Path, Any]]:
+def override_places(section: CompressConfig) -> Iterator[tuple[Path, Override]]:
     """Every override of `section`, with its place."""
-    for index, override in enumerate(getattr(section.gradients, "overrides", ())):
+    gradients = section.gradients
+    for index, override in enumerate(gradients.overrides if isinstance(gradients, CompressedGradients) else ()):
         yield ("gradients", "overrides", index), override
 
 
@@ -56,15 +67,19 @@ def _collected_and_lost(section: CompressConfig) -> Iterator[Problem]:
             yield _problem((*path, "every"), what, f"1, or {write}")
 
 
-def _forgets(gradients: Any, every: int) -> tuple[str, str] | None:
+def _forgets(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
     """The setting by which no memory keeps gradients for `every` steps, and what to write in its place."""
-    # A method without this key has a memory that always keeps.
-    feedback = getattr(gradients, "error_feedback", gradients)
-    decay, reset = getattr(feedback, "decay", 1.0), getattr(feedback, "reset_interval", None)
+    if not isinstance(gradients, FeedbackGradients | PowerSGDGradients):
+        # Other methods have a momentum, which always keeps.
+        return None
+    feedback = gradients.error_feedback
     if feedback is None:
         return "error_feedback: null", '"error_feedback": {}'
-    if decay < 1:
-        return f"error_feedback/decay: {decay}", '"decay": 1.0'
+    if not isinstance(feedback, ErrorFeedbackConfig):
+        return None
+    if feedback.decay < 1:
+        return f"error_feedback/decay: {feedback.decay}", '"decay": 1.0'
+    reset = feedback.reset_interval
     if reset is not None and reset % every:
         return f"error_feedback/reset_interval: {reset}", f'"reset_interval": {every * -(-reset // every)}'
     return None
@@ -72,7 +87,7 @@ def _forgets(gradients: Any, every: int) -> tuple[str, str] | None:
 
 def _group_beyond_block(section: CompressConfig) -> Iterator[Problem]:
     for path, method in sparse_places(section):
-        if method.method == "block_topk" and method.group > method.block_size:
+        if isinstance(method, BlockTopKConfig) and method.group > method.block_size:
             what = f"{method.group} is more than block_size {method.block_size} (allowed: up to block_size)"
             yield _problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
@@ -93,7 +108,9 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
         write = f'"method": "none", or another stage as {place}'
         write += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}' if _bf16(ds_config) else ""
         yield _problem(("weights",), f"{what}{place}: 0, {why}", write)
-    elif stage == 3 and (weights.method != "blockwise" or weights.bits < 4 or weights.rounding != "nearest"):
+    elif stage == 3 and (
+        not isinstance(weights, BlockwiseWeights) or weights.bits < 4 or weights.rounding != "nearest"
+    ):
         settings = show(weights.model_dump(include={"method", "bits", "rounding"}))
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
         write = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
@@ -161,7 +178,8 @@ def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig)
 
 
 def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]:
-    hierarchy = getattr(section.gradients, "hierarchy", None)
+    gradients = section.gradients
+    hierarchy = gradients.hierarchy if isinstance(gradients, LayeredGradients) else None
     if hierarchy is not None and (world_size % hierarchy.ranks_per_node or world_size < 2 * hierarchy.ranks_per_node):
         what = (
             f"{hierarchy.ranks_per_node} does not divide {world_size} ranks into two nodes or more "

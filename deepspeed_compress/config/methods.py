@@ -1,10 +1,26 @@
-"""Settings of every method, wherever it is used. The text under a field is its description in the JSON Schema."""
+"""Settings of every method, wherever it is used, and what they build. The text under a field is its description in the
+JSON Schema.
 
-from typing import Annotated, Any, Literal
+A method is added here: its settings, and `compressor`, which says what makes its messages. Compressors are loaded when
+one is first asked for, so that configurations are read without torch.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
+if TYPE_CHECKING:
+    from deepspeed_compress.compression.compressors import Compressor
+    from deepspeed_compress.compression.transforms import Transform
+
 DEFAULT_METHOD = "blockwise"
+SCALE_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
+"""Bits of a scale, or of a value that is sent as it is."""
+LONG_MESSAGE = 2**20
+"""Elements of the message whose size `bits_per_element` tells."""
 
 
 class Model(BaseModel):
@@ -47,6 +63,28 @@ def with_default_method(value: object) -> object:
     return {"method": DEFAULT_METHOD, **value} if isinstance(value, dict) else value
 
 
+class MethodConfig(Model):
+    """A method that makes messages."""
+
+    def compressor(self, step: int | None = None) -> "Compressor":
+        """What makes the messages of optimizer step `step` (0-based); None: when warm-ups are over."""
+        raise NotImplementedError(type(self).__name__)
+
+    def bits_per_element(self) -> float:
+        """Bits that an element of a long message takes when warm-ups are over."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether the seed means anything."""
+        return False
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        """The keys to change for a little less loss, {"bits": 8} for instance; None: nothing is softer but no
+        compression."""
+        return None
+
+
 class NoCompression(Model):
     """No compression."""
 
@@ -55,15 +93,23 @@ class NoCompression(Model):
     """`none`: uncompressed."""
 
 
-class Cast(Model):
+class CastConfig(MethodConfig):
     """16-bit floating-point numbers."""
 
     model_config = NAMED
     method: Literal["bf16", "fp16"]
     """`bf16` or `fp16`: 16-bit floating-point numbers."""
 
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import DTYPES, Cast
 
-class Blockwise(Model):
+        return Cast(DTYPES[self.method])
+
+    def bits_per_element(self) -> float:
+        return 16
+
+
+class BlockwiseConfig(MethodConfig):
     """Integers with one scale for each block."""
 
     method: Literal["blockwise"] = "blockwise"
@@ -77,8 +123,23 @@ class Blockwise(Model):
     scale_dtype: ScaleDtype = "fp32"
     """Type in which scales are sent."""
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        return self.rounding == "stochastic"
 
-class Linear(Model):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import DTYPES, Blockwise
+
+        return Blockwise(self.bits, self.block_size, self.rounding == "stochastic", DTYPES[self.scale_dtype])
+
+    def bits_per_element(self) -> float:
+        return self.bits + SCALE_BITS[self.scale_dtype] / self.block_size
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        return {"bits": 2 * self.bits} if self.bits < 8 else None
+
+
+class LinearConfig(MethodConfig):
     """Integers between the least and the greatest value of each block."""
 
     model_config = NAMED
@@ -91,8 +152,23 @@ class Linear(Model):
     scale_dtype: ScaleDtype = "fp32"
     """Type in which minimum and range are sent."""
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        return self.method == "stochastic_linear"
 
-class Percentile(Model):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import DTYPES, Linear
+
+        return Linear(self.bits, self.block_size, self.method == "stochastic_linear", DTYPES[self.scale_dtype])
+
+    def bits_per_element(self) -> float:
+        return self.bits + 2 * SCALE_BITS[self.scale_dtype] / self.block_size
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        return {"bits": 2 * self.bits} if self.bits < 8 else None
+
+
+class PercentileConfig(MethodConfig):
     """Integers, scaled by a percentile of the magnitudes of each block; larger values are clipped."""
 
     model_config = NAMED
@@ -107,8 +183,23 @@ class Percentile(Model):
     rounding: Rounding = "nearest"
     """`stochastic` is unbiased within the clipping range."""
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        return self.rounding == "stochastic"
 
-class QSGD(Model):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import Percentile
+
+        return Percentile(self.bits, self.block_size, self.percentile, self.rounding == "stochastic")
+
+    def bits_per_element(self) -> float:
+        return self.bits + SCALE_BITS["fp32"] / self.block_size
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        return {"bits": 2 * self.bits} if self.bits < 8 else None
+
+
+class QSGDConfig(MethodConfig):
     """Unbiased levels of the L2 norm of each block."""
 
     model_config = NAMED
@@ -119,8 +210,23 @@ class QSGD(Model):
     block_size: QuantizationBlock = 256
     """Values that share one norm, a power of two."""
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        return True
 
-class FP8(Model):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import QSGD
+
+        return QSGD(self.levels, self.block_size)
+
+    def bits_per_element(self) -> float:
+        return self.levels.bit_length() + 1 + SCALE_BITS["fp32"] / self.block_size
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        return {"levels": 127} if self.levels < 127 else None
+
+
+class FP8Config(MethodConfig):
     """8-bit floating-point numbers with one scale for each block."""
 
     model_config = NAMED
@@ -129,8 +235,16 @@ class FP8(Model):
     block_size: QuantizationBlock = 256
     """Values that share one scale, a power of two."""
 
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import FP8
 
-class Sign(Model):
+        return FP8(self.method.removeprefix("fp8_"), self.block_size)
+
+    def bits_per_element(self) -> float:
+        return 8 + SCALE_BITS["fp32"] / self.block_size
+
+
+class SignConfig(MethodConfig):
     """One bit a value, and the mean magnitude of each block."""
 
     model_config = NAMED
@@ -139,16 +253,27 @@ class Sign(Model):
     block_size: QuantizationBlock = 256
     """Values that share one mean magnitude, a power of two."""
 
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import Sign
+
+        return Sign(self.block_size)
+
+    def bits_per_element(self) -> float:
+        return 1 + SCALE_BITS["fp32"] / self.block_size
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        return {"method": "blockwise", "bits": 4}
+
 
 ValuesConfig = Annotated[
-    Cast | Blockwise | Linear | Percentile | QSGD | FP8 | Sign,
+    CastConfig | BlockwiseConfig | LinearConfig | PercentileConfig | QSGDConfig | FP8Config | SignConfig,
     Field(discriminator="method"),
     BeforeValidator(with_default_method),
 ]
 """How the values that a sparsifier keeps are compressed in their turn."""
 
 
-class Sparse(Model):
+class SparseConfig(MethodConfig):
     """Some of the values, chosen anew for every message."""
 
     density: Density = 0.01
@@ -156,20 +281,50 @@ class Sparse(Model):
     values: ValuesConfig | None = None
     """How the values sent are compressed in their turn; null sends them as fp32."""
 
+    @property
+    def choices(self) -> int | None:
+        """What is chosen from: values of a block, or groups of them; None for those of a whole message."""
+        raise NotImplementedError(type(self).__name__)
 
-class DensityWarmUp(Model):
+    def density_at(self, step: int | None) -> float:
+        """The density of optimizer step `step` (0-based); None: when warm-ups are over."""
+        return self.density
+
+    def values_compressor(self) -> "Compressor":
+        """What the values sent are compressed with."""
+        from deepspeed_compress.compression.compressors import Cast
+
+        return Cast() if self.values is None else self.values.compressor()
+
+    def value_bits(self) -> float:
+        """Bits of a value that is sent, its place left out."""
+        return SCALE_BITS["fp32"] if self.values is None else self.values.bits_per_element()
+
+    def softer(self) -> dict[str, JsonValue] | None:
+        # Four times the density, up to a quarter; beyond that indices cost more than they save.
+        return {"density": min(0.25, 4 * self.density)} if self.density < 0.25 else None
+
+
+class DensityWarmUp(SparseConfig):
     """A density that begins high."""
 
     density_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the density falls from 25 % to `density`, by factors of 4 or less."""
 
+    def density_at(self, step: int | None) -> float:
+        """25 %, 6.25 %, 1.56 % ... in stages of a quarter of the warm-up, never below `density`.
 
-class TopK(Sparse):
-    """The largest magnitudes, and where they were."""
+        Deep Gradient Compression (arXiv:1712.01887, section 3.3) falls by the same factor each epoch.
+        """
+        if step is None or step >= self.density_warmup_steps:
+            return self.density
+        stage = 4 * step // self.density_warmup_steps
+        return max(self.density, 0.25 ** (stage + 1))
 
-    model_config = NAMED
-    method: Literal["topk"]
-    """`topk`: the largest magnitudes."""
+
+class LargestConfig(SparseConfig):
+    """The largest magnitudes, and where they were, under any name."""
+
     block_size: SelectionBlock = 4096
     """Values from which the largest are chosen, a power of two; read by `scope` `block` alone."""
     scope: Literal["block", "tensor", "threshold"] = "block"
@@ -178,8 +333,28 @@ class TopK(Sparse):
     min_magnitude: float = Field(default=0.0, ge=0)
     """Values of smaller magnitude are sent as zeros; under fp16 it is compared with loss-scaled values."""
 
+    @property
+    def choices(self) -> int | None:
+        return self.block_size if self.scope == "block" else None
 
-class RandomK(Sparse):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import TopK
+
+        return TopK(self.density_at(step), self.block_size, self.values_compressor(), self.scope, self.min_magnitude)
+
+    def bits_per_element(self) -> float:
+        return largest_bits(self.choices or LONG_MESSAGE, self.density, self.value_bits())
+
+
+class TopKConfig(LargestConfig):
+    """The largest magnitudes, and where they were."""
+
+    model_config = NAMED
+    method: Literal["topk"]
+    """`topk`: the largest magnitudes."""
+
+
+class RandomKConfig(SparseConfig):
     """Values at random places that all ranks draw alike, so that no index is sent."""
 
     model_config = NAMED
@@ -190,8 +365,24 @@ class RandomK(Sparse):
     rescale: bool = False
     """Multiply by 1 / density, which makes it unbiased; for use without error feedback."""
 
+    @property
+    def choices(self) -> int:
+        return self.block_size
 
-class BlockTopK(Sparse):
+    @property
+    def draws_random_numbers(self) -> bool:
+        return True
+
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import RandomK
+
+        return RandomK(self.density_at(step), self.block_size, self.values_compressor(), self.rescale)
+
+    def bits_per_element(self) -> float:
+        return kept_of(self.block_size, self.density) / self.block_size * self.value_bits()
+
+
+class BlockTopKConfig(SparseConfig):
     """Whole groups of neighbours, those of the largest L2 norm."""
 
     model_config = NAMED
@@ -202,8 +393,30 @@ class BlockTopK(Sparse):
     group: Group = 32
     """Neighbouring values that are sent together, a power of two up to `block_size`."""
 
+    @property
+    def choices(self) -> int:
+        return self.block_size // self.group
 
-class Hadamard(Model):
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import BlockTopK
+
+        return BlockTopK(self.density_at(step), self.block_size, self.group, self.values_compressor())
+
+    def bits_per_element(self) -> float:
+        return largest_bits(self.choices, self.density, self.value_bits() * self.group) / self.group
+
+
+def largest_bits(width: int, density: float, value_bits: float) -> float:
+    """Bits an element, where of each `width` elements the largest are sent, each as an index and `value_bits`."""
+    return kept_of(width, density) / width * (value_bits + (width - 1).bit_length())
+
+
+def kept_of(width: int, density: float) -> int:
+    """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
+    return min(width, math.ceil(density * width - 1e-9))
+
+
+class HadamardConfig(Model):
     """Randomized Walsh-Hadamard transform of blocks."""
 
     model_config = NAMED
@@ -212,8 +425,14 @@ class Hadamard(Model):
     block_size: SelectionBlock = 1024
     """Values of a block, a power of two."""
 
+    def transform(self, widths: Mapping[str, int]) -> "Transform":
+        """The change of basis; `widths`: row length of each matrix, by the name of its parameter."""
+        from deepspeed_compress.compression.transforms import Hadamard
 
-class DCT(Model):
+        return Hadamard(self.block_size)
+
+
+class DCTConfig(Model):
     """Discrete cosine transform of square tiles of matrices."""
 
     model_config = NAMED
@@ -222,5 +441,11 @@ class DCT(Model):
     tile: Tile = 64
     """Rows and columns of a tile, a power of two."""
 
+    def transform(self, widths: Mapping[str, int]) -> "Transform":
+        """The change of basis; `widths`: row length of each matrix, by the name of its parameter."""
+        from deepspeed_compress.compression.transforms import DCT
 
-RotationConfig = Annotated[Hadamard | DCT, Field(discriminator="method")]
+        return DCT(widths, self.tile)
+
+
+RotationConfig = Annotated[HadamardConfig | DCTConfig, Field(discriminator="method")]

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from deepspeed_compress.config.contradictions import override_places, sparse_places
-from deepspeed_compress.config.methods import Model
+from deepspeed_compress.config.methods import DensityWarmUp, LargestConfig, MethodConfig, Model, RandomKConfig
 from deepspeed_compress.config.models import SECTION, CompressConfig
+from deepspeed_compress.config.places import CompressedGradients, GradientsConfig, PowerSGDGradients, QSGDGradients
 from deepspeed_compress.config.problems import Path, Problem, pointer, show
 
 # A pattern that is found in all of these is found in every name.
@@ -45,12 +45,9 @@ def _idle_policy(section: CompressConfig) -> Iterator[Problem]:
         yield _notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
 
 
-_RANDOM_METHODS = frozenset({"qsgd", "stochastic_linear", "randomk", "powersgd"})
-
-
 def _seed_unused(section: CompressConfig) -> Iterator[Problem]:
     random = any(
-        getattr(part, "rounding", None) == "stochastic" or getattr(part, "method", None) in _RANDOM_METHODS
+        part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
         for part in _parts(section)
     )
     if section.seed and not random:
@@ -71,7 +68,7 @@ def _parts(node: object) -> Iterator[object]:
 
 def _density(section: CompressConfig) -> Iterator[Problem]:
     for path, method in sparse_places(section):
-        units = _units(method)
+        units = method.choices
         if method.density == 1:
             what = "1.0 drops nothing and sends an index with every value (useful: below 0.5)"
             yield _notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
@@ -83,19 +80,10 @@ def _density(section: CompressConfig) -> Iterator[Problem]:
             yield _notice((*path, "density"), what, "a larger density or larger blocks")
 
 
-def _units(method: Any) -> int | None:
-    """What a sparsifier chooses from: values of a block, or groups; None for whole messages."""
-    if method.method == "demo":
-        return int(method.tile**2)
-    if method.method == "block_topk":
-        return int(method.block_size // method.group)
-    return method.block_size if getattr(method, "scope", "block") == "block" else None
-
-
 def _density_warmup(section: CompressConfig) -> Iterator[Problem]:
     dense = section.schedule.warmup_steps
     for path, method in sparse_places(section):
-        steps = getattr(method, "density_warmup_steps", 0)
+        steps = method.density_warmup_steps if isinstance(method, DensityWarmUp) else 0
         if steps and method.density >= 0.25:
             what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
             yield _notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
@@ -106,23 +94,23 @@ def _density_warmup(section: CompressConfig) -> Iterator[Problem]:
 
 def _block_of_nothing(section: CompressConfig) -> Iterator[Problem]:
     for path, method in sparse_places(section):
-        scope, default = getattr(method, "scope", "block"), type(method).model_fields.get("block_size")
-        if scope != "block" and default is not None and method.block_size != default.default:
-            what = f'{method.block_size} has no effect with scope "{scope}" (allowed: {default.default})'
+        default = LargestConfig.model_fields["block_size"].default
+        if isinstance(method, LargestConfig) and method.scope != "block" and method.block_size != default:
+            what = f'{method.block_size} has no effect with scope "{method.scope}" (allowed: {default})'
             yield _notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
 
 
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
 
 
-def _remembers(gradients: Any) -> bool:
-    return getattr(gradients, "error_feedback", getattr(gradients, "memory", None)) is not None
+def _remembers(gradients: GradientsConfig) -> bool:
+    return isinstance(gradients, CompressedGradients) and gradients.residuals is not None
 
 
 def _biased_alone(section: CompressConfig) -> Iterator[Problem]:
     """Methods that lose most of the gradient need a memory."""
     methods = [section.gradients, *(override for _, override in override_places(section))]
-    lossy = [m.method for m in methods if m.method in _LOSSY or getattr(m, "rescale", None) is False]
+    lossy = [m.method for m in methods if m.method in _LOSSY or (isinstance(m, RandomKConfig) and not m.rescale)]
     if lossy and not _remembers(section.gradients):
         what = f'null with method "{lossy[0]}" loses for ever what is not sent (allowed: an object)'
         yield _notice(("gradients", "error_feedback"), what, "{}, or a method without bias such as qsgd")
@@ -130,7 +118,7 @@ def _biased_alone(section: CompressConfig) -> Iterator[Problem]:
 
 def _rescaled_feedback(section: CompressConfig) -> Iterator[Problem]:
     for path, method in sparse_places(section):
-        if getattr(method, "rescale", False) and _remembers(section.gradients):
+        if isinstance(method, RandomKConfig) and method.rescale and _remembers(section.gradients):
             what = "true together with error feedback sends too much and diverges (allowed: false)"
             yield _notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
@@ -138,7 +126,7 @@ def _rescaled_feedback(section: CompressConfig) -> Iterator[Problem]:
 def _noisy_feedback(section: CompressConfig) -> Iterator[Problem]:
     """The error of QSGD is up to sqrt(block_size) / levels times what is sent: fed back, it may grow for ever."""
     method = section.gradients
-    if method.method == "qsgd" and method.error_feedback is not None and method.block_size**0.5 > method.levels:
+    if isinstance(method, QSGDGradients) and method.error_feedback and method.block_size**0.5 > method.levels:
         what = f"with {method.levels} levels for blocks of {method.block_size} the residuals may grow (allowed: null)"
         yield _notice(("gradients", "error_feedback"), what, "null, or levels of at least the root of block_size")
 

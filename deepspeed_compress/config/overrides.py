@@ -24,8 +24,8 @@ Pattern = Annotated[
 ]
 
 
-class _Targets(Model):
-    """Another treatment for the parameters whose name a pattern matches."""
+class OverrideConfig(Model):
+    """Another method for the parameters whose name a pattern matches."""
 
     parameters: Pattern
     """Python regular expression, searched for anywhere in the parameter's name."""
@@ -34,50 +34,55 @@ class _Targets(Model):
     spread: bool = False
     """The optimizer gets that sum in N equal parts, one a step, and not at once."""
 
+    @property
+    def is_uncompressed(self) -> bool:
+        """Whether these parameters go uncompressed in every step."""
+        return isinstance(self, methods.NoCompression) and self.every == 1
 
-class NoneOverride(_Targets, methods.NoCompression):
+
+class NoneOverride(OverrideConfig, methods.NoCompression):
     """Parameters that go uncompressed."""
 
 
-class CastOverride(_Targets, methods.Cast):
+class CastOverride(OverrideConfig, methods.CastConfig):
     """Parameters sent as 16-bit floating-point numbers."""
 
 
-class BlockwiseOverride(_Targets, methods.Blockwise):
+class BlockwiseOverride(OverrideConfig, methods.BlockwiseConfig):
     """Parameters sent as scaled integers."""
 
     model_config = NAMED
 
 
-class LinearOverride(_Targets, methods.Linear):
+class LinearOverride(OverrideConfig, methods.LinearConfig):
     """Parameters sent as integers between minimum and maximum."""
 
 
-class PercentileOverride(_Targets, methods.Percentile):
+class PercentileOverride(OverrideConfig, methods.PercentileConfig):
     """Parameters sent as clipped integers."""
 
 
-class QSGDOverride(_Targets, methods.QSGD):
+class QSGDOverride(OverrideConfig, methods.QSGDConfig):
     """Parameters sent as stochastic levels."""
 
 
-class FP8Override(_Targets, methods.FP8):
+class FP8Override(OverrideConfig, methods.FP8Config):
     """Parameters sent as 8-bit floating-point numbers."""
 
 
-class SignOverride(_Targets, methods.Sign):
+class SignOverride(OverrideConfig, methods.SignConfig):
     """Parameters sent as signs."""
 
 
-class TopKOverride(_Targets, methods.DensityWarmUp, methods.TopK):
+class TopKOverride(OverrideConfig, methods.DensityWarmUp, methods.TopKConfig):
     """Parameters of which the largest gradients are sent."""
 
 
-class RandomKOverride(_Targets, methods.DensityWarmUp, methods.RandomK):
+class RandomKOverride(OverrideConfig, methods.DensityWarmUp, methods.RandomKConfig):
     """Parameters of which random gradients are sent."""
 
 
-class BlockTopKOverride(_Targets, methods.DensityWarmUp, methods.BlockTopK):
+class BlockTopKOverride(OverrideConfig, methods.DensityWarmUp, methods.BlockTopKConfig):
     """Parameters of which groups of gradients are sent."""
 
 

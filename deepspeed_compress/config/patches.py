@@ -7,7 +7,9 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from deepspeed_compress.config.places import GradientsConfig
+from deepspeed_compress.config.methods import SparseConfig, ValuesConfig
+from deepspeed_compress.config.overrides import Override
+from deepspeed_compress.config.places import GradientsConfig, WeightsConfig
 
 __all__ = ["brief", "merged", "patch_places", "patched", "settings_of", "written"]
 
@@ -24,28 +26,28 @@ _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "erro
 _SHOWN = ("bits", "levels", "density", "rank")
 
 
-def patched(gradients: Any, patch: Mapping[str, Any]) -> Any:
+def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
     """`gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
     return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
 
 
-def written(gradients: Any) -> dict[str, Any]:
+def written(gradients: GradientsConfig | Override) -> dict[str, Any]:
     """`gradients`, or an override of them, as a section would have them."""
     return {"method": gradients.method, **gradients.model_dump(mode="json", exclude_unset=True)}
 
 
-def settings_of(text: Mapping[str, Any]) -> Any:
+def settings_of(text: Mapping[str, Any]) -> GradientsConfig:
     """The settings of `gradients` that `written` gave. Raises pydantic's ValidationError."""
     return _adapter().validate_python(text)
 
 
 @cache
-def _adapter() -> TypeAdapter[Any]:
+def _adapter() -> TypeAdapter[GradientsConfig]:
     """Made when first needed: the linter starts without."""
     return TypeAdapter(GradientsConfig)
 
 
-def merged(gradients: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
+def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
     """The same, as it would be written, and not validated."""
     kept = written(gradients)
     method = patch.get("method", gradients.method)
@@ -66,8 +68,10 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
         yield ("adaptive", "candidates", index), candidate
 
 
-def brief(gradients: Any) -> str:
+def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
     """A method and what it depends on most: "topk density=0.01 values=blockwise bits=4"."""
-    parts = [f"{key}={getattr(gradients, key):.3g}" for key in _SHOWN if hasattr(gradients, key)]
-    values = getattr(gradients, "values", None)
-    return " ".join([gradients.method, *parts, *([f"values={brief(values)}"] if values is not None else [])])
+    known = settings.model_dump(include=set(_SHOWN))
+    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known]
+    if isinstance(settings, SparseConfig) and settings.values is not None:
+        parts.append(f"values={brief(settings.values)}")
+    return " ".join([settings.method, *parts])

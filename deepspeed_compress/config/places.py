@@ -1,8 +1,9 @@
-"""Where methods are used (gradients, inside a node, weights), and what each place adds."""
+"""Where methods are used (gradients, inside a node, weights), what each place adds, and what it builds of it."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from deepspeed_compress.config import methods
 from deepspeed_compress.config.methods import (
@@ -16,8 +17,14 @@ from deepspeed_compress.config.methods import (
 )
 from deepspeed_compress.config.overrides import Override
 
+if TYPE_CHECKING:
+    from deepspeed_compress.compression.compressors import Compressor
+    from deepspeed_compress.compression.feedback import Feedback
+    from deepspeed_compress.compression.residuals import ResidualStores
+    from deepspeed_compress.compression.transforms import Transform
 
-class Memory(Model):
+
+class MemoryConfig(Model):
     """What a method remembers between steps, an element for every gradient that this rank sends."""
 
     dtype: Literal["fp32", "bf16", "int8"] = "bf16"
@@ -25,8 +32,12 @@ class Memory(Model):
     device: Literal["accelerator", "cpu"] = "accelerator"
     """`cpu` keeps it in host memory and copies it message by message."""
 
+    @property
+    def on_host(self) -> bool:
+        return self.device == "cpu"
 
-class ErrorFeedback(Memory):
+
+class ErrorFeedbackConfig(MemoryConfig):
     """Keeps what compression dropped (the residual) and adds it to the next step's gradient."""
 
     decay: float = Field(default=1.0, gt=0, le=1)
@@ -37,13 +48,13 @@ class ErrorFeedback(Memory):
 
 NodeConfig = Annotated[
     methods.NoCompression
-    | methods.Cast
-    | methods.Blockwise
-    | methods.Linear
-    | methods.Percentile
-    | methods.QSGD
-    | methods.FP8
-    | methods.Sign,
+    | methods.CastConfig
+    | methods.BlockwiseConfig
+    | methods.LinearConfig
+    | methods.PercentileConfig
+    | methods.QSGDConfig
+    | methods.FP8Config
+    | methods.SignConfig,
     Field(discriminator="method"),
     BeforeValidator(with_default_method),
 ]
@@ -58,7 +69,9 @@ class Hierarchy(Model):
     """The method inside a node; it has error feedback as the other has."""
 
 
-class _Messages(Model):
+class CompressedGradients(Model):
+    """What every method that compresses gradients can be told."""
+
     # strict=False: JSON has lists, not tuples.
     overrides: Annotated[tuple[Override, ...], Field(strict=False)] = ()
     """Parameters that are treated differently; the first match counts."""
@@ -68,71 +81,107 @@ class _Messages(Model):
     """A bucket goes in pieces of this many bytes, so that one is compressed while another travels; null sends it
     whole."""
 
+    @property
+    def residuals(self) -> MemoryConfig | None:
+        """How residuals (with some methods: momenta) are stored; None: there are none."""
+        raise NotImplementedError(type(self).__name__)
 
-class _Layered(_Messages):
+    def transform(self, widths: Mapping[str, int]) -> "Transform":
+        """The change of basis before compression; `widths`: row length of each matrix, by the name of its parameter."""
+        from deepspeed_compress.compression.transforms import Identity
+
+        return Identity()
+
+    def gradient_feedback(self, stores: "ResidualStores") -> "Feedback":
+        """What the sender of a gradient keeps of it."""
+        return self.residual_feedback(stores, "gradients")
+
+    def residual_feedback(self, stores: "ResidualStores", name: str) -> "Feedback":
+        """Error feedback with residuals in the store `name`; none where it is switched off."""
+        from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
+
+        kept = self.residuals
+        if kept is None:
+            return NoFeedback()
+        decay = kept.decay if isinstance(kept, ErrorFeedbackConfig) else 1.0
+        return ErrorFeedback(stores.get(name, kept.dtype, kept.on_host), decay)
+
+
+class LayeredGradients(CompressedGradients):
+    """Methods that can reduce in two levels."""
+
     hierarchy: Hierarchy | None = None
     """Reduction in two levels; null reduces among all ranks at once."""
 
 
-class _Feedback(_Layered):
-    error_feedback: ErrorFeedback | None = ErrorFeedback()
+class FeedbackGradients(LayeredGradients):
+    """Methods with error feedback."""
+
+    error_feedback: ErrorFeedbackConfig | None = ErrorFeedbackConfig()
     """Error feedback; null switches it off."""
     rotation: RotationConfig | None = None
     """Change of basis before compression, undone once after the sum; null for none."""
+
+    @property
+    def residuals(self) -> MemoryConfig | None:
+        return self.error_feedback
+
+    def transform(self, widths: Mapping[str, int]) -> "Transform":
+        return super().transform(widths) if self.rotation is None else self.rotation.transform(widths)
 
 
 class NoneGradients(methods.NoCompression):
     """No compression: bit-identical to DeepSpeed alone."""
 
 
-class CastGradients(_Feedback, methods.Cast):
+class CastGradients(FeedbackGradients, methods.CastConfig):
     """Gradients as 16-bit floating-point numbers."""
 
 
-class BlockwiseGradients(_Feedback, methods.Blockwise):
+class BlockwiseGradients(FeedbackGradients, methods.BlockwiseConfig):
     """Gradients as 8-, 4- or 2-bit integers with one scale for each block."""
 
 
-class LinearGradients(_Feedback, methods.Linear):
+class LinearGradients(FeedbackGradients, methods.LinearConfig):
     """Gradients as integers between the minimum and the maximum of each block."""
 
 
-class PercentileGradients(_Feedback, methods.Percentile):
+class PercentileGradients(FeedbackGradients, methods.PercentileConfig):
     """Gradients as integers, the largest of each block clipped."""
 
 
-class QSGDGradients(_Feedback, methods.QSGD):
+class QSGDGradients(FeedbackGradients, methods.QSGDConfig):
     """Gradients as stochastic levels of the L2 norm of each block."""
 
-    error_feedback: ErrorFeedback | None = None
+    error_feedback: ErrorFeedbackConfig | None = None
     """Error feedback; null, the default of this unbiased method, has none."""
 
 
-class FP8Gradients(_Feedback, methods.FP8):
+class FP8Gradients(FeedbackGradients, methods.FP8Config):
     """Gradients as 8-bit floating-point numbers with one scale for each block."""
 
 
-class SignGradients(_Feedback, methods.Sign):
+class SignGradients(FeedbackGradients, methods.SignConfig):
     """Signs of the gradients; error feedback keeps the magnitudes."""
 
 
-class TopKGradients(_Feedback, methods.DensityWarmUp, methods.TopK):
+class TopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.TopKConfig):
     """The largest gradients, and where they were; error feedback keeps the rest."""
 
 
-class RandomKGradients(_Feedback, methods.DensityWarmUp, methods.RandomK):
+class RandomKGradients(FeedbackGradients, methods.DensityWarmUp, methods.RandomKConfig):
     """Gradients at random places; error feedback keeps the rest."""
 
 
-class BlockTopKGradients(_Feedback, methods.DensityWarmUp, methods.BlockTopK):
+class BlockTopKGradients(FeedbackGradients, methods.DensityWarmUp, methods.BlockTopKConfig):
     """The largest groups of neighbouring gradients; error feedback keeps the rest."""
 
 
-class DGCGradients(_Layered, methods.DensityWarmUp, methods.TopK):
+class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfig):
     """Deep Gradient Compression: top-k of a momentum that each rank keeps. The optimizer must have none."""
 
     model_config = NAMED
-    method: Literal["dgc"]  # type: ignore[assignment]
+    method: Literal["dgc"]
     """`dgc`: top-k with momentum correction and momentum factor masking."""
     density: Density = 0.001
     """Fraction of the values that is sent."""
@@ -142,11 +191,22 @@ class DGCGradients(_Layered, methods.DensityWarmUp, methods.TopK):
     """Nesterov form: u = m (u + g), and u + g is accumulated."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """L2 norm to which the gradient of each parameter is clipped on each rank, before anything else; null never."""
-    memory: Memory = Memory()
+    memory: MemoryConfig = MemoryConfig()
     """How velocity and accumulated velocity are stored."""
 
+    @property
+    def residuals(self) -> MemoryConfig | None:
+        return self.memory
 
-class DeMoGradients(_Layered, methods.DensityWarmUp, methods.Sparse):
+    def gradient_feedback(self, stores: "ResidualStores") -> "Feedback":
+        from deepspeed_compress.compression.feedback import MomentumCorrection
+
+        kept = (self.memory.dtype, self.memory.on_host)
+        velocity, accumulated = stores.get("velocity", *kept), stores.get("gradients", *kept)
+        return MomentumCorrection(velocity, accumulated, self.momentum, self.nesterov)
+
+
+class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfig):
     """Decoupled momentum: the largest DCT coefficients of a momentum that each rank keeps. The optimizer must have
     none."""
 
@@ -157,13 +217,39 @@ class DeMoGradients(_Layered, methods.DensityWarmUp, methods.Sparse):
     """Momentum m of m u + g, from which what was sent is subtracted."""
     tile: Tile = 64
     """Rows and columns of a tile of the transform, a power of two."""
-    values: ValuesConfig | None = methods.Blockwise(bits=4)
+    values: ValuesConfig | None = methods.BlockwiseConfig(bits=4)
     """How the coefficients sent are compressed in their turn; null sends them as fp32."""
-    memory: Memory = Memory()
+    memory: MemoryConfig = MemoryConfig()
     """How the momentum is stored."""
 
+    @property
+    def residuals(self) -> MemoryConfig | None:
+        return self.memory
 
-class PowerSGDGradients(_Messages):
+    @property
+    def choices(self) -> int:
+        return self.tile**2
+
+    def compressor(self, step: int | None = None) -> "Compressor":
+        from deepspeed_compress.compression.compressors import TopK
+
+        return TopK(self.density_at(step), self.choices, self.values_compressor())
+
+    def transform(self, widths: Mapping[str, int]) -> "Transform":
+        return methods.DCTConfig(method="dct", tile=self.tile).transform(widths)
+
+    def gradient_feedback(self, stores: "ResidualStores") -> "Feedback":
+        from deepspeed_compress.compression.feedback import ErrorFeedback
+
+        momentum = stores.get("gradients", self.memory.dtype, self.memory.on_host)
+        return ErrorFeedback(momentum, self.momentum, own_exact=False)
+
+    def bits_per_element(self) -> float:
+        # Of whole tiles, which matrices mostly are cut into.
+        return methods.largest_bits(self.choices, self.density, self.value_bits())
+
+
+class PowerSGDGradients(CompressedGradients):
     """Low rank: two thin factors for the gradient of every matrix, found by one power iteration a step."""
 
     model_config = NAMED
@@ -173,13 +259,26 @@ class PowerSGDGradients(_Messages):
     """Columns of each factor."""
     factors: ValuesConfig | None = None
     """How the factors are compressed in their turn; null sends them as fp32."""
-    error_feedback: Memory | None = Memory()
+    error_feedback: MemoryConfig | None = MemoryConfig()
     """Keeps what the factors do not say of the gradient; null switches it off."""
 
+    @property
+    def residuals(self) -> MemoryConfig | None:
+        return self.error_feedback
 
-GradientsConfig = Annotated[
-    NoneGradients
-    | CastGradients
+    def softer(self) -> dict[str, JsonValue] | None:
+        """As of `MethodConfig`."""
+        return {"rank": min(16, 4 * self.rank)} if self.rank < 16 else None
+
+    def factor_compressor(self) -> "Compressor":
+        """What the messages of factors are made with."""
+        from deepspeed_compress.compression.compressors import Cast
+
+        return Cast() if self.factors is None else self.factors.compressor()
+
+
+AnyCompressedGradients = (
+    CastGradients
     | BlockwiseGradients
     | LinearGradients
     | PercentileGradients
@@ -191,29 +290,35 @@ GradientsConfig = Annotated[
     | BlockTopKGradients
     | DGCGradients
     | DeMoGradients
-    | PowerSGDGradients,
+    | PowerSGDGradients
+)
+"""Settings of gradients with any method but "none"."""
+GradientsConfig = Annotated[
+    NoneGradients | AnyCompressedGradients,
     Field(discriminator="method"),
     BeforeValidator(with_default_method),
 ]
 
 
-class _Weights(Model):
+class CompressedWeights(methods.MethodConfig):
+    """What every method that compresses weights can be told."""
+
     min_numel: int = Field(default=0, ge=0)
     """Parameters with fewer elements go uncompressed, in the same messages."""
 
 
-class BlockwiseWeights(_Weights, methods.Blockwise):
+class BlockwiseWeights(CompressedWeights, methods.BlockwiseConfig):
     """Weight differences as scaled integers."""
 
     bits: Literal[8, 4, 2] = 4
     """Bits of each value sent."""
 
 
-class SignWeights(_Weights, methods.Sign):
+class SignWeights(CompressedWeights, methods.SignConfig):
     """Signs of weight differences, and the mean magnitude of each block."""
 
 
-class TopKWeights(_Weights, methods.TopK):
+class TopKWeights(CompressedWeights, methods.TopKConfig):
     """The largest weight differences; the others wait."""
 
 

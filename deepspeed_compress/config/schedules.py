@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.models import SECTION, CompressConfig, Schedule
 from deepspeed_compress.config.patches import patch_places, patched
 from deepspeed_compress.config.problems import Path, Problem, listed, pointer, show
@@ -67,7 +68,7 @@ def _ramp_of_nothing(section: CompressConfig) -> Iterator[Problem]:
     ramp, gradients = section.schedule.ramp, section.gradients
     if ramp is None or ramp.stages is not None:
         return
-    if not hasattr(gradients, "density"):
+    if not isinstance(gradients, SparseConfig):
         what = f'method "{gradients.method}" has no density that could fall (allowed: "stages", or a sparse method)'
         yield _problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
     elif ramp.start <= gradients.density:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.communication.build import Parameters, message_compressor
-from deepspeed_compress.config import CompressConfig, brief, find_missing
+from deepspeed_compress.communication.reduction import Parameters
+from deepspeed_compress.config import CompressedWeights, brief, find_missing
 from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
@@ -49,8 +49,8 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
         return f"{parts[0]}; nothing is sent, and so nothing compressed"
     if config.gradients.method != "none":
         parts += _gradients(engine, session, parameters, kind)
-    if config.weights.method != "none":
-        parts.append(_weights(engine, config, parameters, kind))
+    if isinstance(config.weights, CompressedWeights):
+        parts.append(_weights(engine, config.weights, parameters, kind))
     if len(parts) == 1:
         return f"{parts[0]}; nothing is compressed"
     if config.schedule.warmup_steps:
@@ -63,9 +63,8 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
     total = sum(numel for _, numel in sizes)
-    reducer, raw = session.chosen, uncompressed(session.chosen, partition)
-    every = [override.every for override in getattr(session.config.gradients, "overrides", ())]
-    found = mean_cost(reducer, partition, everywhere, every)
+    raw = uncompressed(session.chosen_reducer(), partition)
+    found = mean_cost(session, partition, everywhere)
     # ZeRO 2 and 3 reduce in every micro-step; of ZeRO 3 alone, and not on gloo, DeepSpeed reduces to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
     ring = ring_reduce_scatter if kind == "zero_3" and dist.get_backend(group) != "gloo" else ring_all_reduce
@@ -79,12 +78,11 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     ]
 
 
-def _weights(engine: Any, config: CompressConfig, parameters: Parameters, kind: str) -> str:
+def _weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:
     ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
-    settings: Any = config.weights
     numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [size for name, size in numels.items() if name in parameters.exempt or size < settings.min_numel]
-    coded = message_compressor(settings).payload_bytes(sum(numels.values()) - sum(raw))
+    raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
+    coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))
     sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
     alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
     when = "each time they are gathered" if kind == "zero_3" else "a step"

@@ -13,25 +13,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from deepspeed_compress.communication import StepClock
-from deepspeed_compress.communication.build import (
-    Parameters,
-    Reduction,
-    Stores,
-    build_reduction,
-    build_weight_gather,
-    build_weight_reducer,
-)
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
     SECTION,
     CompressConfig,
+    CompressedWeights,
     check_world,
     expand,
     parse_section,
     read_ds_config,
     total_steps,
 )
-from deepspeed_compress.config.names import called
+from deepspeed_compress.config.names import user_name
 from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
 from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
@@ -50,7 +45,7 @@ from deepspeed_compress.engine.observer import Losses, largest_of_all, new_run
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import Session, Watch
+from deepspeed_compress.engine.session import Records, Session, Watch
 from deepspeed_compress.engine.step import Steps, follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
@@ -58,13 +53,11 @@ from deepspeed_compress.engine.zero_0 import attach_zero_0
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import Event, EventLog, Journal, Meter, StatisticsWriter, write_configuration
+from deepspeed_compress.monitor import EventLog, Journal, Meter, StatisticsWriter, write_configuration
 from deepspeed_compress.policy import Policy
 
 __all__ = ["attach", "detach", "initialize", "install"]
 
-SETTINGS = 16
-"""For which reducers are kept: candidates of adaptation and levels of a guard take turns."""
 WeightBytes = Callable[[], int]
 """Bytes that this rank sends for weights in one optimizer step."""
 
@@ -92,19 +85,20 @@ def attach(engine: Any) -> Any:
 def _attach(engine: Any, config: CompressConfig) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
-        raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
+        raise ConfigError("attach was user_name twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
-    session = _session(engine, config, parameters)
-    weight_bytes, synchronise = _replace_collectives(engine, kind, session, parameters)
-    hears = Norms(engine, session.policy.skips) if session.policy.guards else None
+    run = Run(StepClock(), Meter(), config.seed)
+    session = _session(engine, config, parameters, run)
+    weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
+    watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, session.patches)
-    follow_steps(Steps(engine, session, hears, weight_bytes, synchronise, ended))
-    attach_checkpoint(engine, session, synchronise)
+    follow_steps(Steps(engine, session, watched, weight_bytes, ended))
+    attach_checkpoint(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     session.patches.replace(engine, "compression", session)
-    session.patches.on_undo(synchronise)
+    session.patches.on_undo(session.renew_weights)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
@@ -126,26 +120,22 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     return kind
 
 
-def _replace_collectives(
-    engine: Any, kind: str, session: Session, parameters: Parameters
-) -> tuple[WeightBytes, Callable[[], None]]:
-    """Take over, or count, gradients and weights; returns what is left to be counted of weights, and what makes them
-    exact."""
-    uncounted = find_limits(engine)
+def _replace_collectives(engine: Any, kind: str, session: Session, parameters: Parameters, run: Run) -> WeightBytes:
+    """Take over, or count, gradients and weights; returns what is left to be counted of weights."""
+    uncounted, weights = find_limits(engine), session.config.weights
     if uncounted:
         _warn_uncounted(uncounted)
-        return _no_bytes, _nothing
-    config, clock, meter = session.config, session.clock, session.meter
+        return _no_bytes
     weight_bytes = _ATTACH[kind](engine, session)
-    if config.weights.method == "none":
-        return weight_bytes, _nothing
+    if not isinstance(weights, CompressedWeights):
+        return weight_bytes
+    reduction = WeightReduction(weights, parameters, run)
     if kind == "zero_3":
-        attach_weights_3(engine, build_weight_reducer(config, parameters, clock, meter), session)
-        return weight_bytes, _nothing
-    make_gather = build_weight_gather(config, parameters, clock, meter)
-    weights = attach_weights(engine, make_gather, lambda: session.dense, session.patches)
-    session.exact = attach_exact(engine, weights.synchronise, session.patches)
-    return _no_bytes, session.exact.renew
+        attach_weights_3(engine, reduction, session)
+        return weight_bytes
+    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches)
+    session.exact = attach_exact(engine, held.synchronise, session.patches)
+    return _no_bytes
 
 
 def detach(engine: Any) -> Any:
@@ -186,22 +176,18 @@ def _no_bytes() -> int:
     return 0
 
 
-def _nothing() -> None:
-    """Uncompressed weights are never behind their masters."""
-
-
 def _parameters(engine: Any, kind: str) -> Parameters:
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
-    calls = {name: called(parameter, name) for parameter, name in engine.param_names.items()}
+    user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
     every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     # A pipeline stage has a part of the model; only all of them together tell whether an override matches nothing.
-    dist.all_gather_object(every_name, list(calls.values()))
+    dist.all_gather_object(every_name, list(user_names.values()))
     return Parameters(
         shapes=shapes,
         everywhere=sorted({name for some in every_name for name in some}),
         exempt=frozenset(shared_parameters(engine)),
         dtype=_RAW_DTYPE[kind](engine),
-        calls=calls,
+        user_names=user_names,
     )
 
 
@@ -210,60 +196,45 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(engine: Any, config: CompressConfig, parameters: Parameters) -> Session:
-    clock, meter = StepClock(), Meter()
-    survey = parallel.make_survey(engine)
-    reporter = Reporter(config.monitor, meter, survey, engine.device, comms_log.listens)
+def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run) -> Session:
+    reporter = Reporter(config.monitor, run.meter, parallel.make_survey(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
     writer = StatisticsWriter(journal, engine.monitor)
     if writer.active:
         reporter.sinks.append(writer.write)
-    events: list[Event] = []
     log = EventLog(journal, writes=engine.global_rank == 0)
-
-    def tell(event: Event) -> None:
-        events.append(event)
-        log.tell(event)
-
-    policy = Policy(config, total_steps(engine.config, config.schedule), tell)
-    # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
-    stores = Stores(transactional=hasattr(engine.optimizer, "overflow") or policy.guards)
-    reduction_of = _reductions(engine, config, parameters, stores, clock, meter)
+    policy = Policy(config, total_steps(engine.config, config.schedule), log.record)
     patches = Patches()
-    watch = (
-        Watch(Losses(engine, patches), functools.partial(largest_of_all, device=engine.device))
-        if policy.observes
-        else None
+    return Session(
+        config,
+        policy,
+        run,
+        _reductions(engine, config, parameters, run, policy.guards),
+        Records(reporter, journal, log),
+        _watch(engine, policy, parameters, patches),
+        patches,
     )
+
+
+def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:
+    if not policy.observes:
+        return None
     prober = None
     if policy.adaptation is not None:
-        adaptive, itemsize = policy.adaptation.adaptive, parameters.dtype.itemsize
-        prober = Prober(adaptive, parameters.called, itemsize, engine.device)
-    return Session(
-        config, policy, reduction_of, stores, clock, meter, reporter, events, watch, prober, patches, journal
-    )
+        itemsize = parameters.dtype.itemsize
+        prober = Prober(policy.adaptation.adaptive, parameters.user_name, itemsize, engine.device)
+    return Watch(Losses(engine, patches), functools.partial(largest_of_all, device=engine.device), prober)
 
 
 def _reductions(
-    engine: Any, config: CompressConfig, parameters: Parameters, stores: Stores, clock: StepClock, meter: Meter
-) -> Callable[[Any], Reduction]:
-    """Reducers of settings of `gradients`, kept for the newest ones: a ramp makes others in each step. Those of
-    `config` are made now, so that warnings come at once."""
+    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, guards: bool
+) -> Reductions | None:
+    """None where reduction is left to DeepSpeed."""
     if config.gradients.method == "none":
-        return _no_reduction
-    groups = make_groups(engine, config)
-
-    @functools.lru_cache(maxsize=SETTINGS)
-    def reduction_of(gradients: Any) -> Reduction:
-        chosen = config.model_copy(update={"gradients": gradients})
-        return build_reduction(chosen, groups, parameters, stores, clock, meter)
-
-    reduction_of(config.gradients)
-    return reduction_of
-
-
-def _no_reduction(gradients: Any) -> Reduction:
-    raise AssertionError('method "none" leaves reduction to DeepSpeed')
+        return None
+    # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
+    stores = ResidualStores(transactional=hasattr(engine.optimizer, "overflow") or guards)
+    return Reductions(Site(make_groups(engine, config), parameters, stores, run))
 
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(

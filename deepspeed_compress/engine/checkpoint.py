@@ -21,26 +21,23 @@ from deepspeed_compress.errors import CompressWarning, StateError
 __all__ = ["attach_checkpoint", "load_last", "load_state"]
 
 
-def attach_checkpoint(engine: Any, session: Session, synchronise: Callable[[], None]) -> None:
+def attach_checkpoint(engine: Any, session: Session) -> None:
     """Wrap `save_checkpoint` and `load_checkpoint` of this engine; their signatures stay.
 
-    `synchronise` makes the weights of all ranks those of their masters: they may be behind where weights are
-    compressed. It is done before saving, so that saved weights are exact and a resumed run goes on as this one does.
+    Weights are made exact before saving, so that saved ones are and a resumed run goes on as this one does.
     """
-    session.patches.wrap(engine, "save_checkpoint", partial(_save, engine, session, synchronise))
-    session.patches.wrap(engine, "load_checkpoint", partial(_load, engine, session, synchronise))
+    session.patches.wrap(engine, "save_checkpoint", partial(_save, engine, session))
+    session.patches.wrap(engine, "load_checkpoint", partial(_load, engine, session))
 
 
-def _save(
-    engine: Any, session: Session, synchronise: Callable[[], None], save: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
+def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, **options: Any) -> Any:
     given = inspect.signature(save).bind(*args, **options).arguments
     if not given["save_dir"]:
         # DeepSpeed says what is wrong with it, before anything is written.
         return save(*args, **options)
     tag = given.get("tag")
     directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
-    synchronise()
+    session.renew_weights()
     # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
     position = find_position(engine, session.config)
     problems = _on_all_ranks(partial(_save_state, engine, directory, position))
@@ -51,16 +48,14 @@ def _save(
     return saved
 
 
-def _load(
-    engine: Any, session: Session, synchronise: Callable[[], None], load: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
+def _load(engine: Any, session: Session, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
     given = inspect.signature(load).bind(*args, **options).arguments
     path, client_state = load(*args, **options)
     if path is not None:
         session.reset()
         if given.get("load_optimizer_states", True) and not given.get("load_module_only", False):
             load_state(engine, Path(path).parent)
-        synchronise()
+        session.renew_weights()
         session.journal.go_on(engine.global_steps)
         session.begin(engine.global_steps, loss_scale(engine))
     return path, client_state

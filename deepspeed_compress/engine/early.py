@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_compress.communication import PayloadReducer, Pending
 from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.engine.session import Session
 
 __all__ = ["EarlyReductions", "Key"]
@@ -190,7 +191,7 @@ class EarlyReductions:
 
         They are those of a step without early reductions, so that random numbers do not tell which it was.
         """
-        counts = [len(reducer.plans(self._partition_of(bucket.keys))) for bucket in self._trust.plan]
+        counts = [len(reducer.layouts(self._partition_of(bucket.keys))) for bucket in self._trust.plan]
         return list(accumulate(counts, initial=1))
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication.build import Groups
+from deepspeed_compress.communication.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import ConfigError

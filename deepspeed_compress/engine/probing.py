@@ -4,16 +4,16 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication import link_seconds
 from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.build import message_compressor
+from deepspeed_compress.communication.probes import link_seconds
+from deepspeed_compress.compression.compressors import Compressor
+from deepspeed_compress.config import GradientsConfig, MethodConfig
 from deepspeed_compress.policy import Adaptive, AlphaBeta, Measurement, fit
 
 __all__ = ["Prober"]
@@ -62,12 +62,14 @@ class _Trial:
 class Prober:
     """Sees the buckets of a step, and measures when it is over.
 
-    `called`: what users call a parameter. `itemsize`: bytes of an uncompressed element.
+    `user_name`: what users call a parameter. `itemsize`: bytes of an uncompressed element.
     """
 
-    def __init__(self, adaptive: Adaptive, called: Callable[[str], str], itemsize: int, device: torch.device) -> None:
+    def __init__(
+        self, adaptive: Adaptive, user_name: Callable[[str], str], itemsize: int, device: torch.device
+    ) -> None:
         self._adaptive = adaptive
-        self._called = called
+        self._user_name = user_name
         self._itemsize = itemsize
         self._device = device
         self._samples = self._fresh()
@@ -89,7 +91,7 @@ class Prober:
                 sample.stands_for.append(segment.numel / count / piece.numel())
 
     def _group(self, name: str) -> int:
-        called = self._called(name)
+        called = self._user_name(name)
         matches = (index for index, pattern in enumerate(self._adaptive.groups) if re.search(pattern, called))
         return next(matches, len(self._adaptive.groups))
 
@@ -118,10 +120,10 @@ class Prober:
             step=sums[1] / world,
         )
 
-    def _try(self, settings: Any, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[int]) -> _Trial:
-        if settings.method == "none":
+    def _try(self, settings: GradientsConfig, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[int]) -> _Trial:
+        if not isinstance(settings, MethodConfig):
             return _Trial([0.0] * len(sent), [float(self._itemsize * numel) for numel in sent], 0.0)
-        compressor = message_compressor(settings)
+        compressor = settings.compressor()
         self._wait()
         begin = time.perf_counter()
         left = [_left(compressor, x) for x, _ in joined]
@@ -156,7 +158,7 @@ class Prober:
         return list(tensor.tolist())
 
 
-def _left(compressor: Any, x: Tensor) -> Tensor:
+def _left(compressor: Compressor, x: Tensor) -> Tensor:
     """What a message of `x` (flat fp32) loses."""
     left = x.clone()
     if x.numel():

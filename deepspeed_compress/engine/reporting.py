@@ -10,7 +10,7 @@ from deepspeed_compress.config import Monitor
 from deepspeed_compress.engine.observer import gather_busy
 from deepspeed_compress.engine.parallel import Sizes, Survey
 from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
-from deepspeed_compress.policy import Observation, Plan
+from deepspeed_compress.policy import Observation, StepPlan
 
 __all__ = ["Reporter"]
 
@@ -52,7 +52,7 @@ class Reporter:
         return None if before is None else 1e3 * (now - before)
 
     def report(
-        self, seen: Observation, samples: int, plan: Plan, step_ms: float | None, norm: Callable[[], float | None]
+        self, seen: Observation, samples: int, plan: StepPlan, step_ms: float | None, norm: Callable[[], float | None]
     ) -> None:
         """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
         if not self.sinks:

@@ -9,29 +9,22 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_compress.communication import (
-    Done,
-    PayloadReducer,
-    Pending,
-    Reducer,
-    StepClock,
-    cosine_with_truth,
-    true_sum,
-)
 from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.build import Reduction, Stores
-from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
+from deepspeed_compress.communication.reducer import Pending, Reduced, Reducer, Run
+from deepspeed_compress.communication.reduction import Reductions
+from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.state import OWNED
-from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.engine.exact import ExactWeights
 from deepspeed_compress.engine.observer import Losses, Means
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.uncompressed import uncompressed_bytes
-from deepspeed_compress.monitor import Event, Journal, Meter, StepStatistics
-from deepspeed_compress.policy import Observation, Plan, Policy
+from deepspeed_compress.monitor import Event, EventLog, Journal, StepStatistics
+from deepspeed_compress.policy import Observation, Policy, StepPlan
 
 __all__ = ["FinishedStep", "Session", "Watch"]
 
@@ -57,70 +50,96 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a guard needs of all ranks: their losses, and from a figure of this one the largest of all."""
+    """What a policy that observes needs of all ranks: their losses; from a figure of this one the largest of all; and,
+    where it adapts, the measurements of candidates."""
 
     losses: Losses
     largest: Callable[[float], float]
+    prober: Prober | None = None
+
+
+@dataclass(frozen=True)
+class Records:
+    """What is written of a run: statistics of steps, decisions, and where to."""
+
+    reporter: Reporter
+    journal: Journal
+    log: EventLog
 
 
 class Session:
-    """Lives as long as the engine, as `engine.compression`.
+    """Compression of one engine, as `engine.compression`, for as long as the engine lives.
 
-    `reduction_of` gives the reducers of settings of `gradients`, all of which share the memories of `stores`. `watch`:
-    None where the policy observes nothing. `prober`: None where it does not adapt.
+    DeepSpeed's seams call `reduce` or `start` for every bucket, and `finish` when an optimizer step is over; between
+    two of those calls nothing of what is in force changes. All ranks call the same methods in the same order.
+
+    Args:
+        config: the section.
+        policy: decides at the beginning of every step what is in force.
+        run: step clock, meter and seed, shared with all reducers.
+        reductions: the reducers of settings of gradients; None for method "none", which leaves them to DeepSpeed.
+        records: what is written.
+        watch: None where the policy observes nothing.
+        patches: what is replaced on the engine; undone by `detach`.
+
+    Example, in a training script:
+        >>> engine, *_ = deepspeed_compress.initialize(model=model, config="ds_config.json")
+        >>> engine.compression.subscribe(lambda figures: print(figures.step, figures.ratio))
+        >>> engine.compression.report_metric(validation_loss)
     """
 
     def __init__(
         self,
         config: CompressConfig,
         policy: Policy,
-        reduction_of: Callable[[Any], Reduction],
-        stores: Stores,
-        clock: StepClock,
-        meter: Meter,
-        reporter: Reporter,
-        events: Sequence[Event] = (),
-        watch: Watch | None = None,
-        prober: Prober | None = None,
-        patches: Patches | None = None,
-        journal: Journal | None = None,
+        run: Run,
+        reductions: Reductions | None,
+        records: Records,
+        watch: Watch | None,
+        patches: Patches,
     ) -> None:
         self.config = config
         self.policy = policy
-        self.meter = meter
-        self.clock = clock
-        self.stores: Mapping[str, Residuals] = stores.by_name
-        self._transactional = stores.transactional
-        self.patches = patches or Patches()
-        """What is replaced on the engine."""
+        self.meter = run.meter
+        self.clock = run.clock
+        self.patches = patches
         self.prune_owned = False
-        """Set after loading the state of another number of ranks: memories of all owners are here."""
+        """Set after loading the state of another number of ranks: residuals of all owners are here."""
         self.last_saved: Path | None = None
         """Directory of the checkpoint that this run has saved last."""
         self.exact: ExactWeights | None = None
         """Of compressed weights of which every rank has a copy; None where weights are never behind their masters."""
-        self.events = events
-        """Decisions in this process so far."""
-        self.journal = journal or Journal(None)
-        self._plan = Plan(config.gradients)
-        self._reduction_of = reduction_of
-        self._reporter = reporter
+        self.journal = records.journal
+        self._stores = ResidualStores(False) if reductions is None else reductions.site.stores
+        self._plan = StepPlan(config.gradients)
+        self._reducer: Reducer | None = None
+        self._reductions = reductions
+        self._records = records
         self._watch = watch
-        self._prober = prober
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Decisions in this process so far."""
+        return self._records.log.events
+
+    @property
+    def stores(self) -> Mapping[str, Residuals]:
+        """Residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
+        return self._stores.by_name
 
     @property
     def reducer(self) -> Reducer:
         """The reducer of the running step."""
-        assert self.config.gradients.method != "none", 'method "none" leaves reduction to DeepSpeed'
-        chosen = self._reduction_of(self.config.gradients if self._plan.dense else self._plan.settings)
-        if self._plan.drain:
-            return chosen.draining
-        return chosen.plain if self._plan.dense else chosen.compressed
+        assert self._reducer is not None, 'method "none" leaves reduction to DeepSpeed, and others begin with a step'
+        return self._reducer
 
-    @property
-    def chosen(self) -> Reducer:
-        """The reducer of the settings that the configuration has chosen, whatever is in force."""
-        return self._reduction_of(self.config.gradients).compressed
+    def chosen_reducer(self, step: int | None = None) -> Reducer:
+        """The reducer of what the configuration says, whatever is in force, in optimizer step `step` (0-based); None:
+        when warm-ups are over."""
+        gradients = self.config.gradients
+        assert self._reductions is not None
+        assert isinstance(gradients, CompressedGradients)
+        return self._reductions.at(gradients, step).compressed
 
     @property
     def settings(self) -> str:
@@ -143,9 +162,14 @@ class Session:
         if self.exact is not None:
             self.exact.synchronise()
 
+    def renew_weights(self) -> None:
+        """Make the weights on all ranks exact after an engine has changed or loaded them; see `synchronise`."""
+        if self.exact is not None:
+            self.exact.renew()
+
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
         """From now on `sink` gets the statistics of measured steps, on the ranks that report. Call it on all ranks."""
-        self._reporter.sinks.append(sink)
+        self._records.reporter.sinks.append(sink)
 
     def report_metric(self, value: float) -> None:
         """Judge this step by `value` (less is better) in place of the loss, for `guard.rollback`. Call it on all ranks
@@ -156,9 +180,9 @@ class Session:
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
         """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
         reducer = self.reducer
-        self._see(bucket, partition, everywhere)
+        self._sample(bucket, partition, everywhere)
         operation = reducer.all_reduce if everywhere else reducer.reduce_scatter
-        self._count_uncompressed(partition, everywhere)
+        self._count(partition, everywhere)
         truth = true_sum(reducer.group, bucket) if self._sampled() else None
         operation(bucket, partition, scale)
         if truth is not None:
@@ -171,7 +195,7 @@ class Session:
         leaves buckets alone, and what it writes into memories can be forgotten. None in steps that are measured."""
         reducer = self.reducer
         alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
-        if alone or not self._transactional or self._plan.probe or self._compares():
+        if alone or not self._stores.transactional or self._plan.probe or self._compares():
             return None
         assert isinstance(reducer, PayloadReducer)
         return reducer
@@ -185,7 +209,7 @@ class Session:
         """`start` by the `early_reducer`, with messages from `number` on; `bucket` stays as it is."""
         reducer = self.early_reducer
         assert reducer is not None, "nothing may begin early in this step"
-        self._count_uncompressed(partition, everywhere=False)
+        self._count(partition, everywhere=False)
         return reducer.start_reduce_scatter(bucket, partition, scale, number)
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
@@ -193,18 +217,21 @@ class Session:
         if self._sampled():
             self.reduce(bucket, partition, scale, everywhere=False)
             own = partition.owned_by(self.reducer.group.rank())
-            return Done(own, gather(bucket, own))
-        self._see(bucket, partition, everywhere=False)
-        self._count_uncompressed(partition, everywhere=False)
+            return Reduced(own, gather(bucket, own))
+        self._sample(bucket, partition, everywhere=False)
+        self._count(partition, everywhere=False)
         return self.reducer.start_reduce_scatter(bucket, partition, scale)
 
-    def _see(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
-        if self._plan.probe and self._prober is not None:
-            self._prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
+    def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
+        """Let an adaptive policy measure its candidates on `bucket`."""
+        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
+            self._watch.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
 
-    def _count_uncompressed(self, partition: Partition, everywhere: bool) -> None:
+    def _count(self, partition: Partition, everywhere: bool) -> None:
+        """The bytes of parameters that are exempt, small, or chosen by an override."""
         if self.meter.timed:
-            self.meter.bytes_raw += uncompressed_bytes(self.reducer, partition, everywhere)
+            transfers = self.reducer.transfers(partition, everywhere)
+            self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
 
     def _compares(self) -> bool:
         """Whether the running step, every `cosine_every`-th, compares one of its buckets with the truth."""
@@ -218,34 +245,33 @@ class Session:
     def finish(self, finished: FinishedStep) -> bool:
         """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
         self._settle(finished)
-        step, step_ms = finished.step, self._reporter.step_ended()
+        step, step_ms = finished.step, self._records.reporter.step_ended()
         # A skipped step is shorter than others, and says nothing of them.
         means = self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else Means()
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
-        if self._reporter.due(step):
+        if self._records.reporter.due(step):
             if self.config.gradients.method == "none":
                 self.meter.bytes_raw = self.meter.bytes_sent
             norm = functools.partial(self._residual_norm, finished)
-            self._reporter.report(seen, finished.samples, self._plan, step_ms, norm)
-        duties = self.policy.observe(seen)
-        if self._plan.probe:
-            self._adapt(finished, step_ms)
-        if duties.check_residuals:
+            self._records.reporter.report(seen, finished.samples, self._plan, step_ms, norm)
+        actions = self.policy.observe(seen)
+        if self._plan.probe and self._watch is not None and self._watch.prober is not None:
+            self._adapt(self._watch.prober, finished, step_ms)
+        if actions.check_residuals:
             self._check_residuals(finished)
         self.begin(step, finished.scale_after)
-        return duties.load_checkpoint
+        return actions.load_checkpoint
 
-    def _adapt(self, finished: FinishedStep, step_ms: float | None) -> None:
+    def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
         """Choose by this step, unless it was skipped or its time is not known: the next one is measured then."""
-        assert self._prober is not None
         if step_ms is None or not finished.applied:
-            self._prober.forget()
+            prober.forget()
             return
         waited = self.meter.milliseconds()["communicate"]
-        self.policy.adapt(finished.step, self._prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
+        self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is part of no step.
-        self._reporter.step_ended()
+        self._records.reporter.step_ended()
 
     def _settle(self, finished: FinishedStep) -> None:
         if self.prune_owned and finished.applied and not self.dense:
@@ -282,7 +308,9 @@ class Session:
         self.prune_owned = False
 
     def _forgets(self, step: int) -> bool:
-        interval = getattr(getattr(self.config.gradients, "error_feedback", None), "reset_interval", None)
+        gradients = self.config.gradients
+        kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
+        interval = kept.reset_interval if isinstance(kept, ErrorFeedbackConfig) else None
         return interval is not None and step % interval == 0
 
     def decisions(self) -> dict[str, Any]:
@@ -309,7 +337,19 @@ class Session:
         """Start optimizer step `step` (0-based), whose gradients carry the factor `loss_scale`."""
         self.clock.begin(step, loss_scale)
         self._plan = self.policy.begin(step)
-        self.meter.reset(timed=self._plan.probe or self._reporter.due(step + 1))
+        self._reducer = self._in_force(step)
+        self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
+
+    def _in_force(self, step: int) -> Reducer | None:
+        """The reducer of optimizer step `step`, which is resolved once, here."""
+        plan, chosen = self._plan, self.config.gradients
+        settings = chosen if plan.dense else plan.settings
+        if self._reductions is None or not isinstance(settings, CompressedGradients):
+            return None
+        reduction = self._reductions.at(settings, step)
+        if plan.drain:
+            return reduction.draining
+        return reduction.plain if plan.dense else reduction.compressed
 
     def _residual_norm(self, finished: FinishedStep) -> float | None:
         """L2 norm of what this rank left out; a momentum is none of it."""

@@ -18,14 +18,13 @@ class Steps:
     """Tells `session` the outcome of every optimizer step, does what its policy asks for, and then calls `ended`.
 
     `norms` hears the norm of the gradients, if anyone wants to know it. `weight_bytes`: that this rank sends for
-    weights in a step. `synchronise` makes weights exact everywhere.
+    weights in a step.
     """
 
     engine: Any
     session: Session
     norms: Norms | None
     weight_bytes: Callable[[], int]
-    synchronise: Callable[[], None]
     ended: Callable[[], None]
 
     def take(self, original: Callable[[Any], None], lr_kwargs: Any) -> None:
@@ -41,7 +40,7 @@ class Steps:
         applied = engine.skipped_steps == skipped
         session.meter.bytes_weights += self.weight_bytes() if applied else 0
         if session.synchronises:
-            self.synchronise()
+            session.renew_weights()
         norm = self.norms.newest if self.norms is not None else None
         done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)
         log_traffic(session, engine.device)

@@ -1,9 +1,9 @@
 """Updated weights of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
 
 Each rank updates the masters of its own part; DeepSpeed then rounds them into the buffer of weights and gathers it. We
-send compressed differences instead (`reducers.gather`). The function is a global of the module that `step` is defined
-in, so it is exchanged there while a `step` of this optimizer runs, and serves the lists of this optimizer alone.
-Outside of `step` (loading a universal checkpoint) DeepSpeed gathers as ever, exactly.
+send compressed differences instead (`communication.gather`). The function is a global of the module that `step` is
+defined in, so it is exchanged there while a `step` of this optimizer runs, and serves the lists of this optimizer
+alone. Outside of `step` (loading a universal checkpoint) DeepSpeed gathers as ever, exactly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,7 @@ with 8 bits). The function is exchanged while the coordinator of parameters begi
 training. What others gather (`GatheredParameters`, saving, evaluation) is exact.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,14 +16,13 @@ from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication import Landing, PayloadReducer
 from deepspeed_compress.communication.buckets import partition_by_owners
+from deepspeed_compress.communication.payload import PendingGather
+from deepspeed_compress.communication.reduction import WeightReduction
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
 __all__ = ["attach_weights_3", "check_weights_3"]
-
-MakeReducer = Callable[[ProcessGroup, torch.dtype], PayloadReducer]
 
 _OFF = (
     ("zero_hpz_partition_size", "zero_hpz_partition_size", 1),
@@ -47,13 +45,10 @@ def check_weights_3(engine: Any) -> None:
             )
 
 
-def attach_weights_3(engine: Any, make_reducer: MakeReducer, session: Session) -> None:
-    """Compress the weights that forward and backward gather, except in dense steps.
-
-    `make_reducer` gives what sends weights of a type over a group.
-    """
+def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) -> None:
+    """Compress the weights that forward and backward gather, except in dense steps."""
     check_weights_3(engine)
-    gathers, patches = _Gathers(engine, make_reducer, session), session.patches
+    gathers, patches = _Gathers(engine, weights, session), session.patches
     patches.wrap(engine.optimizer.parameter_offload.get_param_coordinator(), "fetch_sub_module", gathers.fetch)
     for parameter in engine.module.parameters():
         # `counted` counts what DeepSpeed itself sends, and has the method of DeepSpeed inside.
@@ -61,25 +56,15 @@ def attach_weights_3(engine: Any, make_reducer: MakeReducer, session: Session) -
         patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    """What DeepSpeed waits for in place of a handle of torch.distributed."""
-
-    land: Landing
-
-    def wait(self) -> None:
-        self.land()
-
-
 class _Gathers:
     """The gathers of one engine: ours while a submodule in training is fetched, in steps that are not dense."""
 
-    def __init__(self, engine: Any, make_reducer: MakeReducer, session: Session) -> None:
+    def __init__(self, engine: Any, weights: WeightReduction, session: Session) -> None:
         self._compressing = False
         self._module = engine.module
         self._names = engine.param_names
         self._session = session
-        self._reducer = cache(make_reducer)
+        self._reducer = cache(weights.rounding_reducer)
 
     def fetch(self, original: Any, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's `fetch_sub_module`."""
@@ -104,7 +89,7 @@ class _Gathers:
     @torch.no_grad()
     def _start(
         self, waiting: dict[int, Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
-    ) -> _Arriving:
+    ) -> PendingGather:
         """Send this rank's shares of parameters, side by side in `input_tensor`, and begin to receive the others'."""
         rank, share = group.rank(), input_tensor.numel()
         parameters = _take(waiting, share, output_tensor.dtype, group)
@@ -114,7 +99,8 @@ class _Gathers:
             mine.copy_(input_tensor)
         _clear_padding(mine, parameters, rank)
         partition = partition_by_owners(tuple(sizes), group.size())
-        return _Arriving(self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition))
+        # DeepSpeed waits for it as for a handle of torch.distributed.
+        return self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition)
 
 
 def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:

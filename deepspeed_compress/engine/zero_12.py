@@ -18,8 +18,8 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.communication import Pending
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, partition_by_sizes
+from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.engine.early import EarlyReductions, Key
 from deepspeed_compress.engine.session import Session

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from deepspeed_compress.config.names import called
+from deepspeed_compress.config.names import user_name
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 
@@ -59,7 +59,7 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         with deepspeed.zero.GatheredParameters([p for p in own.values() if hasattr(p, "ds_id")]):
             whole = _put_together(owner) if isinstance(owner, TensorParallel_Layer) else own
             for name, parameter in own.items():
-                known = called(parameter, f"{prefix}.{name}" if prefix else name)
+                known = user_name(parameter, f"{prefix}.{name}" if prefix else name)
                 if not seen & {known, id(parameter)}:
                     seen |= {known, id(parameter)}
                     value = whole[name].detach()

@@ -39,13 +39,16 @@ class Event:
 
 
 class EventLog:
-    """Appends to events.jsonl of `journal`, and to Python's log, on one rank; elsewhere (`writes` off) does nothing."""
+    """Keeps the `events` of this process, and on one rank (`writes`) appends them to events.jsonl of `journal` and to
+    Python's log."""
 
     def __init__(self, journal: Journal, writes: bool) -> None:
         self._journal = journal
         self._writes = writes
+        self.events: list[Event] = []
 
-    def tell(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
+        self.events.append(event)
         if not self._writes:
             return
         level = logging.WARNING if event.evidence else logging.INFO

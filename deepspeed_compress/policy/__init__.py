@@ -2,24 +2,24 @@
 
 from deepspeed_compress.policy.adaptive import Adaptive, Measurement
 from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit
-from deepspeed_compress.policy.guard import Guard, GuardState, Orders
+from deepspeed_compress.policy.guard import Guard, GuardState, Verdict
 from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.observation import Observation
-from deepspeed_compress.policy.policy import Duties, Plan, Policy
+from deepspeed_compress.policy.policy import Actions, Policy, StepPlan
 from deepspeed_compress.policy.schedule import Scheduled, timeline
 
 __all__ = [
+    "Actions",
     "Adaptive",
     "AlphaBeta",
-    "Duties",
     "Guard",
     "GuardState",
     "Measurement",
     "Observation",
-    "Orders",
-    "Plan",
     "Policy",
     "Scheduled",
+    "StepPlan",
+    "Verdict",
     "fit",
     "ladder",
     "timeline",

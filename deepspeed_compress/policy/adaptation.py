@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, settings_of, written
+from deepspeed_compress.config import CompressConfig, GradientsConfig, settings_of, written
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.policy.adaptive import Adaptive, Measurement
 from deepspeed_compress.policy.observation import Observation
@@ -36,7 +36,7 @@ class Adaptation:
         self._paces: tuple[float, ...] = ()
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> GradientsConfig:
         """Settings of `gradients` in force."""
         return self.adaptive.settings(self._choice)
 
@@ -54,7 +54,7 @@ class Adaptation:
         if slow and seen.step >= self._last + REST:
             self._next = min(self._next, seen.step)
 
-    def choose(self, step: int, seen: Measurement) -> tuple[Any, Any, Mapping[str, float]]:
+    def choose(self, step: int, seen: Measurement) -> tuple[GradientsConfig, GradientsConfig, Mapping[str, float]]:
         """The settings before and after a choice by what was measured in the step that ended as `step`, and why.
 
         What is not `known` changes nothing, and is measured again soon.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config import Adaptive as AdaptiveConfig
-from deepspeed_compress.config import CompressConfig, patched, written
+from deepspeed_compress.config import CompressConfig, CompressedGradients, GradientsConfig, patched, written
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 
 __all__ = ["Adaptive", "Choice", "Measurement", "allocate"]
@@ -91,7 +91,7 @@ class Adaptive:
         self._config: AdaptiveConfig = config.adaptive
         patches = ({"method": "none"}, *(config.adaptive.candidates or USUAL))
         made = (config.gradients, *(patched(config.gradients, patch) for patch in patches))
-        self.candidates: tuple[Any, ...] = tuple(dict.fromkeys(made))
+        self.candidates: tuple[GradientsConfig, ...] = tuple(dict.fromkeys(made))
         """What is written first, then no compression, then the others."""
 
     @property
@@ -99,7 +99,7 @@ class Adaptive:
         """Patterns of groups of parameters; what matches none is a group of its own, the last."""
         return self._config.groups
 
-    def settings(self, choice: Sequence[int]) -> Any:
+    def settings(self, choice: Sequence[int]) -> GradientsConfig:
         """Settings of `gradients` with candidate `choice[g]` for group g."""
         rest = self.candidates[choice[-1]]
         overrides = [
@@ -110,9 +110,10 @@ class Adaptive:
         if not overrides:
             return rest
         # Overrides belong to a method that compresses; with "none" for the rest another one carries them.
-        carrier = next(self.candidates[one] for one in choice if self.candidates[one].method != "none")
-        if rest.method == "none":
-            rest, overrides = carrier, [*overrides, {"parameters": ".", "method": "none"}]
+        if not isinstance(rest, CompressedGradients):
+            compressed = (self.candidates[one] for one in choice)
+            rest = next(one for one in compressed if isinstance(one, CompressedGradients))
+            overrides.append({"parameters": ".", "method": "none"})
         known = [written(one) for one in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
@@ -170,6 +171,6 @@ _OF_ALL = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "erro
 """What belongs to all gradients, and not to an override."""
 
 
-def _override(settings: Any) -> dict[str, Any]:
+def _override(settings: GradientsConfig) -> dict[str, Any]:
     """`settings` as an override has them."""
     return {key: value for key, value in written(settings).items() if key not in _OF_ALL}

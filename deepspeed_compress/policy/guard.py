@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed_compress.config import Guard as GuardConfig
 from deepspeed_compress.policy.observation import Observation
 
-__all__ = ["Anomaly", "Guard", "GuardState", "Orders"]
+__all__ = ["Anomaly", "Guard", "GuardState", "Verdict"]
 
 SKIPS = 5
 """Steps skipped in a row at most: after that the large norm is what training is."""
@@ -66,7 +66,7 @@ class GuardState:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Verdict:
     """What is to be done after a step. `anomalies`: what was found. `behind`: training has fallen behind. `returned`:
     compression came back by a step."""
 
@@ -103,18 +103,18 @@ class Guard:
             usual = UNKNOWN * statistics.median(state.norms) if state.norms else math.inf
         return not math.isfinite(residual_norm) or residual_norm > self.config.residual_growth * usual > 0
 
-    def observe(self, state: GuardState, seen: Observation, top: int) -> tuple[GuardState, Orders]:
+    def observe(self, state: GuardState, seen: Observation, top: int) -> tuple[GuardState, Verdict]:
         """The state after a step, and what is to be done. `top`: levels of the ladder above 0."""
         state, anomalies = self._judged(state, seen)
         state, behind = self._learned(state, seen)
         if anomalies:
-            return self._soften(state, top), Orders(anomalies, behind)
+            return self._soften(state, top), Verdict(anomalies, behind)
         if state.level == state.floor or behind is not None:
-            return state, Orders(behind=behind)
+            return state, Verdict(behind=behind)
         quiet = state.quiet + 1
         returned = quiet >= self.config.cooldown_steps
         level = state.level - 1 if returned else state.level
-        return replace(state, level=level, quiet=0 if returned else quiet), Orders(returned=returned)
+        return replace(state, level=level, quiet=0 if returned else quiet), Verdict(returned=returned)
 
     def _judged(self, state: GuardState, seen: Observation) -> tuple[GuardState, tuple[Anomaly, ...]]:
         """What counts of what is out of the ordinary. A figure that was not taken says nothing."""

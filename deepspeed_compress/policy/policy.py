@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, brief, settings_of, written
+from deepspeed_compress.config import CompressConfig, GradientsConfig, brief, settings_of, written
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
@@ -16,16 +16,16 @@ from deepspeed_compress.policy.ladder import ladder
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.schedule import Scheduled
 
-__all__ = ["Duties", "Plan", "Policy"]
+__all__ = ["Actions", "Policy", "StepPlan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One optimizer step: settings of `gradients`. `dense`: nothing is compressed, weights included. `drain`: besides,
     what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the step is measured
     for `Policy.adapt`."""
 
-    settings: Any
+    settings: GradientsConfig
     dense: bool = False
     drain: bool = False
     sync: bool = False
@@ -38,7 +38,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Duties:
+class Actions:
     """What is to be done after a step: look whether residuals are damaged; go back to the last checkpoint."""
 
     check_residuals: bool = False
@@ -48,19 +48,19 @@ class Duties:
 class Policy:
     """Decides between steps; every rank has one, and gives it the same observations.
 
-    `total`: optimizer steps of training, where the schedule has phases. `tell` gets the events.
+    `total`: optimizer steps of training, where the schedule has phases. `record` gets the events.
     """
 
-    def __init__(self, config: CompressConfig, total: int | None, tell: Callable[[Event], None]) -> None:
+    def __init__(self, config: CompressConfig, total: int | None, record: Callable[[Event], None]) -> None:
         self._config = config
         self._guard = None if config.guard is None else Guard(config.guard)
         self._scheduled = Scheduled(config, total)
         self.adaptation = None if config.adaptive is None else Adaptation(config)
-        self._tell = tell
+        self._record = record
         self._state = GuardState()
-        self._pinned: Any = None
+        self._pinned: GradientsConfig | None = None
         """Settings that hold in place of the schedule, after it led to worse."""
-        self._good: Any = None
+        self._good: GradientsConfig | None = None
         """Settings in force when the smoothed loss was best."""
         self._plan = self._loaded(self._chosen(0))
         self._step = 0
@@ -78,7 +78,7 @@ class Policy:
         """Whether observations change anything."""
         return self._guard is not None or self.adaptation is not None
 
-    def begin(self, step: int) -> Plan:
+    def begin(self, step: int) -> StepPlan:
         """The plan of optimizer step `step` (0-based), which begins."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
         if self.adaptation is None and chosen != before:
@@ -96,7 +96,7 @@ class Policy:
         stops = off and not self._was_dense
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
-        self._plan = Plan(settings, dense=off or sync, drain=stops or sync, sync=sync, probe=probe)
+        self._plan = StepPlan(settings, dense=off or sync, drain=stops or sync, sync=sync, probe=probe)
         return self._plan
 
     def adapt(self, step: int, seen: Measurement) -> None:
@@ -115,28 +115,28 @@ class Policy:
         looks = self._guard is not None and step % self._guard.config.residual_every == 0
         return looks and not self._plan.dense
 
-    def observe(self, seen: Observation) -> Duties:
+    def observe(self, seen: Observation) -> Actions:
         """Learn from a finished step."""
         if self._plan.sync:
             self._event(seen.step, "full_sync", "residuals and exact weights were sent", {})
         if self.adaptation is not None:
             self.adaptation.observe(seen)
         if self._guard is None:
-            return Duties()
+            return Actions()
         chosen, before = self._chosen(seen.step), self._state
-        self._state, orders = self._guard.observe(before, seen, len(ladder(chosen)) - 1)
+        self._state, verdict = self._guard.observe(before, seen, len(ladder(chosen)) - 1)
         former, latter = (_rung(chosen, state.level) for state in (before, self._state))
-        for anomaly in orders.anomalies:
+        for anomaly in verdict.anomalies:
             self._event(seen.step, "anomaly", anomaly.reason, anomaly.evidence, former, latter)
-        if orders.returned:
+        if verdict.returned:
             reason = f"{self._guard.config.cooldown_steps} steps without anomaly"
             self._event(seen.step, "return", reason, {}, former, latter)
-        if self._state.smoothed is not None and self._state.smoothed == self._state.best and orders.behind is None:
+        if self._state.smoothed is not None and self._state.smoothed == self._state.best and verdict.behind is None:
             self._good = self._plan.settings
-        load = orders.behind is not None and self._roll_back(seen.step, orders.behind, chosen)
-        return Duties(check_residuals=bool(orders.anomalies), load_checkpoint=load)
+        load = verdict.behind is not None and self._roll_back(seen.step, verdict.behind, chosen)
+        return Actions(check_residuals=bool(verdict.anomalies), load_checkpoint=load)
 
-    def _roll_back(self, step: int, why: Anomaly, chosen: Any) -> bool:
+    def _roll_back(self, step: int, why: Anomaly, chosen: GradientsConfig) -> bool:
         """To the settings of the best loss, else to softer ones; when nothing is compressed, to a checkpoint."""
         now, level = self._plan.settings, self._state.level + 1
         if now.method == "none":
@@ -179,8 +179,9 @@ class Policy:
         Where the section says other settings now, what the guard had decided of the former ones ends (CompressWarning).
         """
         self._state = GuardState.loaded(saved["guard"])
-        kept = (saved["pinned"], saved["good"], saved["settings"])
-        self._pinned, self._good, settings = (None if text is None else settings_of(text) for text in kept)
+        settings = settings_of(saved["settings"])
+        kept = (saved["pinned"], saved["good"])
+        self._pinned, self._good = (None if text is None else settings_of(text) for text in kept)
         if self.adaptation is not None and saved["adaptation"] is not None:
             self.adaptation.load(saved["adaptation"])
         self._plan, self._step, self._was_dense = self._loaded(settings), saved["step"], saved["was_dense"]
@@ -214,16 +215,16 @@ class Policy:
         return found
 
     @staticmethod
-    def _loaded(settings: Any) -> Plan:
+    def _loaded(settings: GradientsConfig) -> StepPlan:
         """What is as good as a plan until `begin` makes one."""
-        return Plan(settings, dense=settings.method == "none")
+        return StepPlan(settings, dense=settings.method == "none")
 
     @property
     def _acts(self) -> bool:
         """Whether decisions are carried out."""
         return self._guard is not None and not self._guard.config.dry_run
 
-    def _chosen(self, step: int) -> Any:
+    def _chosen(self, step: int) -> GradientsConfig:
         if self._pinned is not None:
             return self._pinned
         scheduled = self._scheduled.at(step)
@@ -244,10 +245,10 @@ class Policy:
     ) -> None:
         former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
         dry = self._guard is not None and not self._acts and kind != "schedule"
-        self._tell(Event(step, kind, reason, dict(evidence), former, latter, dry))
+        self._record(Event(step, kind, reason, dict(evidence), former, latter, dry))
 
 
-def _rung(chosen: Any, level: int) -> Any:
+def _rung(chosen: GradientsConfig, level: int) -> GradientsConfig:
     if not level:
         return chosen
     rungs = ladder(chosen)

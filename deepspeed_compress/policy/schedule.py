@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, Ramp, patched, phase_ends
+from deepspeed_compress.config import CompressConfig, GradientsConfig, Ramp, SparseConfig, patched, phase_ends
 
 __all__ = ["Scheduled", "timeline"]
 
@@ -30,7 +30,7 @@ class Scheduled:
     config: CompressConfig
     total: int | None = None
 
-    def at(self, step: int) -> Any:
+    def at(self, step: int) -> GradientsConfig:
         """Settings of `gradients` in optimizer step `step` (0-based); method "none" during the warm-up."""
         schedule = self.config.schedule
         if step < schedule.warmup_steps:
@@ -63,19 +63,19 @@ class Scheduled:
         return tuple(sorted(found))
 
 
-def _ramped(chosen: Any, ramp: Ramp, since: int) -> Any:
+def _ramped(chosen: GradientsConfig, ramp: Ramp, since: int) -> GradientsConfig:
     """`chosen` as it is `since` steps after the ramp began."""
     if ramp.stages is not None:
         return patched(chosen, ramp.stages[since * len(ramp.stages) // ramp.steps])
-    density = getattr(chosen, "density", None)
-    if density is None or density >= ramp.start:
+    if not isinstance(chosen, SparseConfig) or chosen.density >= ramp.start:
         return chosen
+    density = chosen.density
     return patched(chosen, {"density": _SHAPES[ramp.shape](ramp.start, density, since * PIECES // ramp.steps / PIECES)})
 
 
-def timeline(scheduled: Scheduled) -> list[tuple[int, Any]]:
+def timeline(scheduled: Scheduled) -> list[tuple[int, GradientsConfig]]:
     """(first step, settings) of every stretch with settings of its own."""
-    found: list[tuple[int, Any]] = []
+    found: list[tuple[int, GradientsConfig]] = []
     for step in scheduled.changes:
         settings = scheduled.at(step)
         if not found or found[-1][1] != settings:

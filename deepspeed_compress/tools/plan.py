@@ -7,15 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_compress.compression.methods import METHODS, compressor_from
-from deepspeed_compress.config import brief, parse_section, read_ds_config, total_steps
+from deepspeed_compress.config import GradientsConfig, MethodConfig, brief, parse_section, read_ds_config, total_steps
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import Scheduled, timeline
 
 __all__ = ["Stretch", "run", "stretches"]
 
-NUMEL = 2**20
-"""Elements of the message by which the size of an element is told."""
 LONG = 0.15
 """Part of the picture's width that a stretch needs for its name."""
 
@@ -51,12 +48,10 @@ def stretches(ds_config: dict[str, Any], steps: int | None) -> list[Stretch]:
     return made if total is None else [*made[:-1], replace(made[-1], last=total - 1)]
 
 
-def _bits(settings: Any, raw: int) -> float | None:
+def _bits(settings: GradientsConfig, raw: int) -> float | None:
     if settings.method == "none":
         return float(raw)
-    if settings.method not in METHODS:
-        return None
-    return 8 * compressor_from(settings).payload_bytes(NUMEL) / NUMEL
+    return settings.bits_per_element() if isinstance(settings, MethodConfig) else None
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication import StepClock
 from deepspeed_compress.communication.gather import EXACT, DifferenceGather
+from deepspeed_compress.communication.messages import Channel, Messages
+from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.transforms import Hadamard
@@ -33,17 +34,9 @@ class Case:
     seed: int = 0
 
     def gather(self, group: ProcessGroup) -> DifferenceGather:
-        return DifferenceGather(
-            group,
-            SIZES,
-            self.dtype,
-            [self.codec],
-            lambda name: EXACT if name in self.exact else 1,
-            StepClock(),
-            Meter(),
-            self.seed,
-            self.chunk_numel,
-        )
+        channels = (Channel(Codec(Cast(self.dtype))), Channel(self.codec))
+        messages = Messages(channels, {name: EXACT if name in self.exact else 1 for name, _ in SIZES})
+        return DifferenceGather(group, SIZES, messages, Run(StepClock(), Meter(), self.seed), self.chunk_numel)
 
 
 @dataclass
@@ -74,7 +67,7 @@ def follow(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> Seen:
     """What one rank makes of the masters on `path`, of which it sees its own part alone."""
     gather, held, seen = case.gather(group), start(case.dtype), Seen()
     for step, masters in enumerate(path):
-        gather.clock.begin(step)
+        gather.run.clock.begin(step)
         gather.gather(held, gather.own(masters).clone())
         seen.held.append(held.clone())
     seen.gather = gather
@@ -210,9 +203,9 @@ def test_bytes_are_those_of_the_payloads(ranks: int) -> None:
     ):
         for seen in on_ranks(ranks, case, walk(2)):
             assert seen.gather is not None
-            assert seen.gather.meter.bytes_weights == 2 * payload * (ranks - 1)
+            assert seen.gather.run.meter.bytes_weights == 2 * payload * (ranks - 1)
             exact = 2 * part * case.dtype.itemsize * (ranks - 1)
-            assert seen.gather.meter.bytes_weights_saved == exact - seen.gather.meter.bytes_weights
+            assert seen.gather.run.meter.bytes_weights_saved == exact - seen.gather.run.meter.bytes_weights
 
 
 def test_rounds_are_bounded() -> None:
@@ -220,7 +213,7 @@ def test_rounds_are_bounded() -> None:
     case = Case(Codec(INT8), chunk_numel=96)
     for seen in on_ranks(2, case, walk(1)):
         assert seen.gather is not None
-        assert seen.gather.meter.bytes_weights == 4 * INT8.payload_bytes(76)
+        assert seen.gather.run.meter.bytes_weights == 4 * INT8.payload_bytes(76)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -253,7 +246,7 @@ def test_synchronise_is_exact(ranks: int, dtype: torch.dtype) -> None:
         gather, held = Case(Codec(INT8), dtype).gather(group), start(dtype)
         for _ in range(2):
             gather.synchronise(held, gather.own(masters))
-        return held, gather.meter.bytes_weights
+        return held, gather.run.meter.bytes_weights
 
     for held, sent in run_threads(ranks, work):
         assert torch.equal(held, masters.to(dtype))
@@ -288,7 +281,7 @@ def test_random_numbers_come_from_seed_step_and_rank_alone() -> None:
             gather, results = Case(stochastic).gather(group), []
             for step in steps:
                 held = start(torch.float32)
-                gather.clock.begin(step)
+                gather.run.clock.begin(step)
                 gather.gather(held, gather.own(walk(1)[0]))
                 results.append(held)
             return results

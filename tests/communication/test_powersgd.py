@@ -12,20 +12,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, _orthogonalize, powerSGD_hook
 
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, even_partition, relabel
-from deepspeed_compress.communication.contracts import StepClock
+from deepspeed_compress.communication.exchange import Link
 from deepspeed_compress.communication.low_rank import (
+    LowRank,
     clean,
     find_matrices,
-    make_low_rank_plan,
+    make_low_rank_layout,
     orthonormal,
     revived,
     stacks,
 )
+from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.payload import PayloadReducer
 from deepspeed_compress.communication.powersgd import PowerSGDReducer
+from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
-from deepspeed_compress.compression.feedback import WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
@@ -64,13 +67,11 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def payload_reducer(group: ProcessGroup, codec: Compressor, meter: Meter, feedback: bool = False) -> PayloadReducer:
-    memories = [
-        WithFeedback(Residuals("fp32", transactional=False)) if feedback else WithoutFeedback() for _ in range(2)
-    ]
-    return PayloadReducer(
-        group, lambda step: (Codec(codec),), memories[:1], memories[1:], lambda name: 0, StepClock(), meter
-    )
+def payload_reducer(
+    group: ProcessGroup, codec: Compressor, meter: Meter, feedback: bool = False, seed: int = 0
+) -> PayloadReducer:
+    kept = (ErrorFeedback(Residuals("fp32", transactional=False)) if feedback else NoFeedback() for _ in range(2))
+    return PayloadReducer(Link(group), Messages((Channel(Codec(codec), *kept),)), Run(StepClock(), meter, seed))
 
 
 @dataclass
@@ -96,18 +97,16 @@ def build(
     factor_feedback: bool = False,
     chosen: Callable[[str], bool] = lambda name: True,
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-    **options: Any,
+    seed: int = 0,
+    min_saving: float = 1.0,
 ) -> Built:
     residuals, warm, meter = Residuals("fp32", transactional=True), Residuals("fp32", transactional=True), Meter()
     reducer = PowerSGDReducer(
         payload_reducer(group, others, meter),
-        payload_reducer(group, factors, meter, factor_feedback),
-        shapes,
-        rank,
+        payload_reducer(group, factors, meter, factor_feedback, seed),
+        LowRank({name: shape for name, shape in shapes.items() if chosen(name)}, rank, min_saving),
         residuals if feedback else None,
         warm,
-        chosen,
-        **options,
     )
     return Built(reducer, residuals, warm, meter)
 
@@ -408,14 +407,20 @@ def test_one_rank_keeps_its_gradient() -> None:
     assert torch.equal(train(1, scale=0.5)[0][0], 0.5 * normal(0, numel))
 
 
-def found_in(partition: Partition, **options: Any) -> list[str]:
-    settings: dict[str, Any] = {"shapes": SHAPES, "chosen": lambda name: True, "rank": 2, "min_saving": 1.0} | options
-    return [matrix.name for matrix in find_matrices(partition, **settings)]
+def found_in(
+    partition: Partition, shapes: Mapping[str, tuple[int, ...]] = SHAPES, rank: int = 2, min_saving: float = 1.0
+) -> list[str]:
+    low_rank = LowRank(shapes, rank, min_saving)
+    return [matrix.name for matrix in find_matrices(partition, low_rank)]
 
 
 def test_matrices_are_found_by_shape() -> None:
     assert found_in(layout(3)) == ["conv", "wide", "twin", "tall"]
-    assert found_in(layout(3), chosen=lambda name: name != "twin") == ["conv", "wide", "tall"]
+    assert found_in(layout(3), {name: shape for name, shape in SHAPES.items() if name != "twin"}) == [
+        "conv",
+        "wide",
+        "tall",
+    ]
     assert found_in(layout(3), rank=1, min_saving=5.0) == []
     # Of conv, tall and wide, 108 / 31, 120 / 29 and 120 / 26.
     assert found_in(layout(3), rank=1, min_saving=4.0) == ["wide", "twin", "tall"]
@@ -440,26 +445,26 @@ def test_a_matrix_must_be_whole(pieces: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_plan_places_every_element_once(ranks: int) -> None:
+def test_a_layout_places_every_element_once(ranks: int) -> None:
     partition = layout(ranks)
-    matrices = find_matrices(partition, SHAPES, lambda name: True, 2, 1.0)
+    matrices = find_matrices(partition, LowRank(SHAPES, 2))
     bucket = torch.arange(partition.numel, dtype=torch.float32)
-    plans = [make_low_rank_plan(partition, matrices, rank) for rank in range(ranks)]
-    values, rest = gather(bucket, plans[0].whole), gather(bucket, plans[0].others)
+    layouts = [make_low_rank_layout(partition, matrices, rank) for rank in range(ranks)]
+    values, rest = gather(bucket, layouts[0].whole), gather(bucket, layouts[0].others)
     assert sorted([*values.tolist(), *rest.tolist()]) == bucket.tolist()
-    assert plans[0].shapes == tuple(STACKS.values())
-    assert [stack.shape for stack in stacks(values, plans[0].shapes)] == list(STACKS.values())
+    assert layouts[0].shapes == tuple(STACKS.values())
+    assert [stack.shape for stack in stacks(values, layouts[0].shapes)] == list(STACKS.values())
     owned = []
-    for plan in plans:
-        own = gather(bucket, plan.own).tolist()
-        assert gather(values, plan.own_values).tolist() == own
+    for one in layouts:
+        own = gather(bucket, one.own).tolist()
+        assert gather(values, one.own_values).tolist() == own
         owned += own
     assert sorted(owned) == sorted(values.tolist())
-    assert not {factor.parameter for factor in plans[0].p.segments} & {
-        factor.parameter for factor in plans[0].q.segments
+    assert not {factor.parameter for factor in layouts[0].p.segments} & {
+        factor.parameter for factor in layouts[0].q.segments
     }
-    assert plans[0].p.numel == sum(count * 2 * m for count, m, _ in STACKS.values())
-    assert plans[0].q.numel == sum(segment.numel for segment in plans[0].warm)
+    assert layouts[0].p.numel == sum(count * 2 * m for count, m, _ in STACKS.values())
+    assert layouts[0].q.numel == sum(segment.numel for segment in layouts[0].warm)
 
 
 def test_nothing_in_gives_nothing_out_and_a_later_step_recovers() -> None:
@@ -631,7 +636,7 @@ def test_layouts_that_never_come_back_are_forgotten() -> None:
                 built.reducer.all_reduce(normal(rank, cut.numel), cut, 0.5)
                 built.settle()
         held = sum(numel for (_, _, numel), _ in built.warm.items())
-        return len(built.reducer._starts), held, built.reducer.plan.cache_parameters()["maxsize"]
+        return len(built.reducer._starts), held, built.reducer._layout.cache_parameters()["maxsize"]
 
     for starts, held, bound in run_threads(2, work):
         assert starts == len(LOW_RANK)

@@ -4,7 +4,8 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -13,22 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.communication import (
-    ClippingReducer,
-    Memory,
-    Messages,
-    PayloadReducer,
-    StepClock,
-    cosine_with_truth,
-    exchange,
-    make_plans,
-    start_exchange,
-    true_sum,
-)
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.compression.codec import Codec, Silence
+from deepspeed_compress.communication.clipping import ClippingReducer
+from deepspeed_compress.communication.exchange import Link, exchange
+from deepspeed_compress.communication.messages import Channel, Messages, make_layouts
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
+from deepspeed_compress.communication.reducer import MessageCounter, Run, StepClock
+from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK
-from deepspeed_compress.compression.feedback import Spread, WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback, SpreadSum
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
@@ -80,28 +75,17 @@ def raw_bytes(tensor: Tensor) -> bytes:
 def make_reducer(
     group: ProcessGroup,
     codecs: Sequence[Compressor | Codec],
-    codec_of: Callable[[str], int] = lambda name: 0,
+    channel_of: Mapping[str, int] = MappingProxyType({}),
     residuals: Sequence[Residuals] = (),
     seed: int = 0,
     chunk_numel: int | None = None,
+    clock: StepClock | None = None,
 ) -> PayloadReducer:
     """A reducer without feedback, or with `residuals` for gradients and means."""
-
-    def memories(stores: Sequence[Residuals]) -> list[Memory]:
-        return [WithFeedback(stores[0]) if stores else WithoutFeedback() for _ in codecs]
-
-    table = tuple(codec if isinstance(codec, Codec) else Codec(codec) for codec in codecs)
-    return PayloadReducer(
-        group,
-        lambda step: table,
-        memories(residuals[:1]),
-        memories(residuals[1:]),
-        codec_of,
-        StepClock(),
-        Meter(),
-        seed,
-        chunk_numel,
-    )
+    table = [codec if isinstance(codec, Codec) else Codec(codec) for codec in codecs]
+    feedback = tuple(map(ErrorFeedback, residuals)) or (NoFeedback(), NoFeedback())
+    messages = Messages(tuple(Channel(codec, *feedback) for codec in table), channel_of)
+    return PayloadReducer(Link(group), messages, Run(clock or StepClock(), Meter(), seed), chunk_numel)
 
 
 def reduced(
@@ -110,13 +94,13 @@ def reduced(
     partition: Partition,
     codecs: Sequence[Compressor],
     scale: float = 1.0,
-    codec_of: Callable[[str], int] = lambda name: 0,
+    channel_of: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tensor]:
     """What `operation` leaves in the bucket of every rank."""
 
     def work(group: ProcessGroup, rank: int) -> Tensor:
         bucket = buckets[rank].clone()
-        getattr(make_reducer(group, codecs, codec_of), operation)(bucket, partition, scale)
+        getattr(make_reducer(group, codecs, channel_of), operation)(bucket, partition, scale)
         return bucket
 
     return run_threads(len(buckets), work)
@@ -181,7 +165,7 @@ def test_codecs_share_a_bucket() -> None:
     """Parameters of the exact codec get the exact sum, the others what their codec makes of it."""
     partition = interleaved(3)
     buckets = [integers(rank, partition.numel) for rank in range(3)]
-    found = reduced("all_reduce", buckets, partition, [FP32, INT4], codec_of=lambda name: int(name == "weight"))[0]
+    found = reduced("all_reduce", buckets, partition, [FP32, INT4], channel_of={"weight": 1})[0]
     exact = [segment for segment in partition.segments if segment.parameter != "weight"]
     lossy = [segment for segment in partition.segments if segment.parameter == "weight"]
     total = sum(buckets)
@@ -221,9 +205,9 @@ def test_the_meter_counts_the_bytes_that_leave(ranks: int, numel: int, operation
 
     def work(group: ProcessGroup, rank: int) -> tuple[int, int]:
         counting = Counting(group)
-        reducer = make_reducer(counting, codecs, lambda name: int(name == "bias"))  # type: ignore[arg-type]
+        reducer = make_reducer(counting, codecs, {"bias": 1})  # type: ignore[arg-type]
         getattr(reducer, operation)(normal(rank, numel), partition, 1.0)
-        return reducer.meter.bytes_sent, counting.sent
+        return reducer.run.meter.bytes_sent, counting.sent
 
     sizes = [message_bytes(partition, owner, codecs, biased=True) for owner in range(ranks)]
     for rank, (metered, sent) in enumerate(run_threads(ranks, work)):
@@ -240,7 +224,7 @@ def test_each_direction_has_a_group_of_its_own(ranks: int) -> None:
         up, down = Counting(group), Counting(ProcessGroupGloo(store, rank, ranks, TIMEOUT))
         outgoing = [torch.tensor([rank, target], dtype=torch.uint8) for target in range(ranks)]
         incoming = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks)]
-        start_exchange(up, outgoing, incoming, 3, down).finish()  # type: ignore[arg-type]
+        Link(up, down).start(outgoing, incoming, 3).finish()  # type: ignore[arg-type]
         return sorted(up.targets), sorted(down.targets), torch.stack(incoming)
 
     for rank, (up, down, received) in enumerate(run_threads(ranks, work)):
@@ -252,7 +236,7 @@ def test_the_meter_times_every_phase() -> None:
     def work(group: ProcessGroup, rank: int) -> dict[str, float]:
         reducer = make_reducer(group, [INT4])
         reducer.all_reduce(normal(rank, 211), layout(211, 2), 1.0)
-        meter = reducer.meter
+        meter = reducer.run.meter
         assert isinstance(meter, Meter)
         return meter.milliseconds()
 
@@ -289,7 +273,7 @@ def long_run(
         reducer = make_reducer(group, [codec], residuals=memory if feedback else ())
         total = torch.zeros(partition.numel, dtype=torch.float64)
         for step in range(STEPS):
-            reducer.clock.begin(step)
+            reducer.run.clock.begin(step)
             bucket = normal(rank, partition.numel, step)
             getattr(reducer, operation)(bucket, partition, 1 / group.size())
             total += bucket
@@ -381,7 +365,7 @@ def training_bits(seed: int, first_step: int = 0) -> list[bytes]:
         reducer = make_reducer(group, [STOCHASTIC], residuals=memory, seed=seed)
         results = []
         for step, operation in itertools.product(range(2), ["all_reduce", "reduce_scatter", "all_reduce"]):
-            reducer.clock.begin(first_step + step)
+            reducer.run.clock.begin(first_step + step)
             bucket = normal(rank, 211, step)
             getattr(reducer, operation)(bucket, partition, 1 / 3)
             results.append(raw_bytes(bucket))
@@ -410,9 +394,9 @@ def test_no_two_messages_share_random_numbers() -> None:
             super().compress(x, out, key)
 
     def work(group: ProcessGroup, rank: int) -> None:
-        reducer = make_reducer(group, [Recording(), Recording(4)], lambda name: int(name == "bias"))
+        reducer = make_reducer(group, [Recording(), Recording(4)], {"bias": 1})
         for step in range(2):
-            reducer.clock.begin(step)
+            reducer.run.clock.begin(step)
             for _ in range(2):
                 reducer.all_reduce(normal(rank, partition.numel), partition, 1.0)
 
@@ -475,20 +459,21 @@ def test_an_exchange_carries_a_size_of_its_own_between_every_pair() -> None:
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=9),
     st.lists(st.sampled_from([FP32, INT4, TOPK]), min_size=1, max_size=3),
 )
-def test_a_plan_places_every_element_once_and_leaves_no_gap(
+def test_a_layout_places_every_element_once_and_leaves_no_gap(
     runs: list[tuple[int, int]], codecs: list[Compressor]
 ) -> None:
     partition = partition_by_sizes([(f"p{index}", [run]) for index, run in enumerate(runs)], 3)
-    [plan] = make_plans(partition, [Codec(codec) for codec in codecs], lambda name: int(name[1:]) % len(codecs))
-    for owner, pieces in enumerate(plan.pieces):
+    channel_of = {f"p{index}": index % len(codecs) for index, _ in enumerate(runs)}
+    [found] = make_layouts(Messages(tuple(Channel(Codec(codec)) for codec in codecs), channel_of), partition)
+    for owner, pieces in enumerate(found.pieces):
         ends = [0, *(piece.end for piece in pieces)]
         lasts = [0, *(piece.first + piece.numel for piece in pieces)]
         assert [(piece.begin, piece.first) for piece in pieces] == list(zip(ends, lasts, strict=True))[:-1]
-        assert (plan.sizes[owner], plan.numels[owner]) == (ends[-1], lasts[-1])
+        assert (found.sizes[owner], found.numels[owner]) == (ends[-1], lasts[-1])
         placed = [segment for piece in pieces for segment in piece.segments]
         assert sorted(placed, key=lambda segment: segment.offset) == list(partition.owned_by(owner))
-        assert all(int(s.parameter[1:]) % len(codecs) == piece.codec for piece in pieces for s in piece.segments)
-        assert all(piece.end - piece.begin == codecs[piece.codec].payload_bytes(piece.numel) for piece in pieces)
+        assert all(int(s.parameter[1:]) % len(codecs) == piece.channel for piece in pieces for s in piece.segments)
+        assert all(piece.end - piece.begin == codecs[piece.channel].payload_bytes(piece.numel) for piece in pieces)
 
 
 def test_a_bucket_must_fit_its_partition() -> None:
@@ -508,7 +493,7 @@ def test_a_bucket_in_chunks_gives_the_same_sums_and_bytes(operation: str, chunk_
         reducer = make_reducer(group, [FP32], chunk_numel=chunk_numel)
         bucket = normal(rank, partition.numel)
         getattr(reducer, operation)(bucket, partition, 1.0)
-        return bucket, reducer.meter.bytes_sent, len(reducer.plans(partition))
+        return bucket, reducer.run.meter.bytes_sent, len(reducer.layouts(partition))
 
     whole = reduced(operation, [normal(rank, partition.numel) for rank in range(ranks)], partition, [FP32])
     for expected, (found, sent, rounds) in zip(whole, run_threads(ranks, work), strict=True):
@@ -531,19 +516,16 @@ def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Tra
 def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
     """Every third step: zero mean gradients in between, own elements too, then the mean of all three."""
     partition, every = interleaved(2), 3
-    codecs = {True: (Codec(FP32),), False: (Codec(Silence()),)}
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
-        memories = [[WithFeedback(Residuals("fp32", transactional=True))] for _ in range(2)]
-        reducer = PayloadReducer(
-            group, lambda step: codecs[(step + 1) % every == 0], *memories, lambda name: 0, StepClock(), Meter()
-        )
+        stores, clock = [Residuals("fp32", transactional=True) for _ in range(2)], StepClock()
+        silent, sending = (make_reducer(group, [codec], residuals=stores, clock=clock) for codec in (NoSend(), FP32))
         results = []
         for step in range(2 * every):
-            reducer.clock.begin(step)
+            clock.begin(step)
             bucket = integers(10 * step + rank, partition.numel)
-            reducer.reduce_scatter(bucket, partition, 0.5)
-            memories[0][0].residuals.commit()
+            (silent if (step + 1) % every else sending).reduce_scatter(bucket, partition, 0.5)
+            stores[0].commit()
             results.append(gather(bucket, partition.owned_by(rank)))
         return results
 
@@ -564,23 +546,17 @@ def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: i
     Skipped are steps between two sends, or sending ones, after which the gradients wait for the next send.
     """
     partition, every, steps = interleaved(2), 3, 12
-    codecs = {True: (Codec(FP32),), False: (Codec(Silence()),)}
 
     def work(group: ProcessGroup, rank: int) -> list[Tensor]:
-        stores = [Residuals("fp32", transactional=True) for _ in range(3)]
-        reducer = PayloadReducer(
-            group,
-            lambda step: codecs[(step + 1) % every == 0],
-            [WithFeedback(stores[0])],
-            [WithFeedback(stores[1])],
-            lambda name: 0,
-            StepClock(),
-            Meter(),
-            deliveries={0: Spread(stores[2], every)},
+        stores, run = [Residuals("fp32", transactional=True) for _ in range(3)], Run(StepClock(), Meter())
+        kept = (ErrorFeedback(stores[0]), ErrorFeedback(stores[1]), SpreadSum(stores[2], every))
+        silent, sending = (
+            PayloadReducer(Link(group), Messages((Channel(Codec(codec), *kept),)), run) for codec in (NoSend(), FP32)
         )
         results = []
         for step in range(steps):
-            reducer.clock.begin(step)
+            run.clock.begin(step)
+            reducer = silent if (step + 1) % every else sending
             total = torch.zeros(partition.numel)
             for micro in range(micro_steps):
                 bucket = gradient(step, micro, rank)
@@ -615,8 +591,8 @@ def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:
         reducer = make_reducer(group, [TOPK])
         bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
         reducer.all_reduce(bucket, partition, 1.0)
-        [plan] = reducer.plans(partition)
-        return plan.sizes
+        [found] = reducer.layouts(partition)
+        return found.sizes
 
     first, second = run_threads(2, work)
     assert first == second
@@ -634,9 +610,9 @@ def test_clipping_limits_each_parameter_on_each_rank(loss_scale: float) -> None:
 
     def work(group: ProcessGroup, rank: int) -> Tensor:
         inner = make_reducer(group, [FP32])
-        inner.clock.begin(0, loss_scale)
+        inner.run.clock.begin(0, loss_scale)
         bucket = normal(rank, 211) * loss_scale
-        ClippingReducer(inner, limit, inner.clock).all_reduce(bucket, partition, 1.0)
+        ClippingReducer(inner, limit, inner.run.clock).all_reduce(bucket, partition, 1.0)
         return bucket
 
     for found in run_threads(2, work):
@@ -650,7 +626,7 @@ def test_clipping_leaves_small_and_non_finite_gradients() -> None:
         inner = make_reducer(group, [FP32])
         found = []
         for bucket in (normal(0, 211) * 1e-3, torch.zeros(211), torch.full((211,), math.nan)):
-            ClippingReducer(inner, 1.0, inner.clock).all_reduce(bucket, partition, 1.0)
+            ClippingReducer(inner, 1.0, inner.run.clock).all_reduce(bucket, partition, 1.0)
             found.append(bucket)
         return found
 
@@ -721,7 +697,7 @@ def test_a_reducer_leaves_with_its_last_reference() -> None:
 
 def test_messages_are_numbered_within_a_step() -> None:
     clock = StepClock()
-    first, second = Messages(clock), Messages(clock)
+    first, second = MessageCounter(clock), MessageCounter(clock)
     clock.begin(7)
     assert [first.next(), first.next(), second.next()] == [1, 2, 1]
     clock.begin(7, 2.0)
@@ -735,15 +711,7 @@ def test_what_is_not_finite_is_known_at_once_though_it_is_held_back(operation: s
     partition = layout(40, 2)
 
     def work(group: ProcessGroup, rank: int) -> Tensor:
-        reducer = PayloadReducer(
-            group,
-            lambda step: (Codec(Silence()),),
-            [WithFeedback(Residuals("fp32", transactional=True))],
-            [WithFeedback(Residuals("fp32", transactional=True))],
-            lambda name: 0,
-            StepClock(),
-            Meter(),
-        )
+        reducer = make_reducer(group, [NoSend()], residuals=[Residuals("fp32", transactional=True) for _ in range(2)])
         bucket = normal(rank, 40)
         if rank == 0:
             bucket[partition.owned_by(owner)[0].offset] = bad

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.communication import PayloadReducer, StepClock, TwoLevelReducer
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.communication.exchange import Link
+from deepspeed_compress.communication.messages import Channel, Messages
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.two_level import TwoLevelReducer
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
-from deepspeed_compress.compression.feedback import WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.engine.groups import split_by_node
@@ -29,9 +33,9 @@ every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3,
 def payload(
     group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool, chunk_numel: int | None
 ) -> PayloadReducer:
-    codecs = (Codec(codec),)
-    memories = [[WithFeedback(Residuals("fp32", False)) if feedback else WithoutFeedback()] for _ in range(2)]
-    return PayloadReducer(group, lambda step: codecs, *memories, lambda name: 0, clock, Meter(), 0, chunk_numel)
+    kept = (ErrorFeedback(Residuals("fp32", False)) if feedback else NoFeedback() for _ in range(2))
+    messages = Messages((Channel(Codec(codec), *kept),))
+    return PayloadReducer(Link(group), messages, Run(clock, Meter()), chunk_numel)
 
 
 def run_nodes(
@@ -102,7 +106,7 @@ def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> 
     def work(reducer: TwoLevelReducer, rank: int) -> list[Tensor]:
         results = []
         for step in range(4):
-            reducer.node.clock.begin(step)
+            reducer.node.run.clock.begin(step)
             bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(9 * step + rank))
             reducer.all_reduce(bucket, partition, 1.0)
             results.append(bucket)
@@ -122,7 +126,7 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
     def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
         total = torch.zeros(partition.numel)
         for step in range(steps):
-            reducer.node.clock.begin(step)
+            reducer.node.run.clock.begin(step)
             bucket = gradients[rank].clone()
             reducer.reduce_scatter(bucket, partition, 1.0)
             total += bucket / steps
@@ -169,7 +173,7 @@ def test_less_crosses_the_link_between_nodes() -> None:
 
     def work(reducer: TwoLevelReducer, rank: int) -> int:
         reducer.reduce_scatter(torch.ones(600), partition, 1.0)
-        return reducer.across.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
+        return reducer.across.run.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
 
     assert run_nodes(2, 3, FP32, FP32, work) == [100 * 4] * 6
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
-from deepspeed_compress.compression.kernels.forms import Form, Memory
+from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
 from tests.support.properties import properties
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def encoded(
-    ops: object, x: Tensor, form: Form, dtype: torch.dtype, key: int | None, memory: Memory | None
+    ops: object, x: Tensor, form: Form, dtype: torch.dtype, key: int | None, memory: ResidualBuffers | None
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
@@ -88,7 +88,9 @@ def test_memory(form: Form, dtype: torch.dtype, decay: float) -> None:
             results = []
             for ops in (cpu, reference):
                 after = torch.full((numel,), 9.0, dtype=dtype)
-                results.append((*encoded(ops, x, form, torch.float32, None, Memory(before, decay, after)), after))
+                results.append(
+                    (*encoded(ops, x, form, torch.float32, None, ResidualBuffers(before, decay, after)), after)
+                )
             assert torch.equal(x.nan_to_num(), given_x.nan_to_num())
             for mine, expected in zip(*results, strict=True):
                 assert same(mine.float(), expected.float())
@@ -99,8 +101,8 @@ def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
     x, form = torch.randn(300, generator=torch.Generator().manual_seed(0)), FORMS["int4"]
     before = torch.linspace(-1, 1, 300).to(dtype)
     after = torch.empty_like(before)
-    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, after))
-    encoded(cpu, x, form, torch.float32, None, Memory(before, 1.0, before))
+    encoded(cpu, x, form, torch.float32, None, ResidualBuffers(before, 1.0, after))
+    encoded(cpu, x, form, torch.float32, None, ResidualBuffers(before, 1.0, before))
     assert torch.equal(before, after)
 
 
@@ -109,7 +111,7 @@ def test_a_finite_remainder_stays_finite() -> None:
     x[0] = -1.0
     form = Form("mean", 1, 1, 8)
     for ops in (cpu, reference):
-        encoded(ops, x, form, torch.float32, None, Memory(torch.zeros_like(after), 1.0, after))
+        encoded(ops, x, form, torch.float32, None, ResidualBuffers(torch.zeros_like(after), 1.0, after))
         assert after.isfinite().all()
 
 
@@ -208,7 +210,7 @@ def test_threads_do_not_change_a_bit() -> None:
         for count in (1, 3):
             torch.set_num_threads(count)
             after = torch.zeros(x.numel())
-            results.append((*encoded(cpu, x, form, torch.float32, 5, Memory(after, 1.0, after)), after))
+            results.append((*encoded(cpu, x, form, torch.float32, 5, ResidualBuffers(after, 1.0, after)), after))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

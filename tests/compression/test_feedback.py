@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import even_partition
-from deepspeed_compress.compression.codec import Codec, Silence
+from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
-from deepspeed_compress.compression.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
@@ -39,12 +39,12 @@ class Sender:
     """A codec and what is remembered between its messages."""
 
     compressor: Compressor
-    memory: WithFeedback | WithoutFeedback | MomentumCorrection
+    memory: ErrorFeedback | NoFeedback | MomentumCorrection
     transform: Transform = Identity()  # noqa: RUF009
 
     @property
     def residuals(self) -> Residuals:
-        assert isinstance(self.memory, WithFeedback)
+        assert isinstance(self.memory, ErrorFeedback)
         return self.memory.residuals
 
     @property
@@ -65,7 +65,7 @@ def send(sender: Sender, x: Tensor, key: int = 0) -> Tensor:
 
 
 def with_feedback(codec: Compressor, dtype: str = "fp32", transactional: bool = False, decay: float = 1.0) -> Sender:
-    return Sender(codec, WithFeedback(Residuals(dtype, transactional), decay))
+    return Sender(codec, ErrorFeedback(Residuals(dtype, transactional), decay))
 
 
 def residual(feedback: Sender) -> Tensor:
@@ -128,7 +128,7 @@ def test_the_first_message_has_no_memory(codec: Compressor) -> None:
 def test_without_feedback_every_message_is_alone() -> None:
     codec, x = Blockwise(4, BLOCK), integers(127, 0)
     for _ in range(2):
-        assert torch.equal(send(Sender(codec, WithoutFeedback()), x), transmit(codec, x, 0))
+        assert torch.equal(send(Sender(codec, NoFeedback()), x), transmit(codec, x, 0))
 
 
 def test_micro_steps_build_on_each_other_and_a_rollback_undoes_them_all() -> None:
@@ -222,7 +222,7 @@ def test_unscaled_memory_does_not_follow_the_loss_scale() -> None:
 
 @pytest.mark.parametrize("transform", [Identity(), Hadamard(64), DCT({"w": 20}, 4)], ids=lambda one: type(one).__name__)
 def test_nothing_is_lost_in_a_transformed_domain(transform: Transform) -> None:
-    sender = Sender(TopK(0.1, 64), WithFeedback(Residuals("fp32", False)), transform)
+    sender = Sender(TopK(0.1, 64), ErrorFeedback(Residuals("fp32", False)), transform)
     for step in range(6):
         x, old = integers(7, step), residual(sender)
         torch.testing.assert_close(send(sender, x) + residual(sender), x + old, rtol=1e-5, atol=1e-4)
@@ -231,7 +231,7 @@ def test_nothing_is_lost_in_a_transformed_domain(transform: Transform) -> None:
 def test_a_decayed_residual_is_decoupled_momentum() -> None:
     """DeMo, algorithm 1: m = beta m + g; q = the largest coefficients of m; m = m - q; q is sent."""
     beta, codec, transform = 0.9, TopK(0.05, 64), Hadamard(64)
-    sender = Sender(codec, WithFeedback(Residuals("fp32", False), beta), transform)
+    sender = Sender(codec, ErrorFeedback(Residuals("fp32", False), beta), transform)
     momentum = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(10):
         gradient = integers(7, step)
@@ -283,11 +283,11 @@ def test_own_elements_are_exact_and_take_a_residual_left_from_another_owner() ->
 
 
 def test_a_silent_codec_holds_back_everything_own_elements_too() -> None:
-    sender, x = with_feedback(Silence()), integers(7, 0)
+    sender, x = with_feedback(NoSend()), integers(7, 0)
     for step in (1, 2):
         assert sender.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
         assert torch.equal(residual(sender), step * x)
-    own = Sender(Silence(), WithFeedback(Residuals("fp32", False)))
+    own = Sender(NoSend(), ErrorFeedback(Residuals("fp32", False)))
     assert own.memory.keep(x.clone(), SEGMENTS, own.codec) is None
     assert own.encode(x, SEGMENTS).tolist() == [0, 0, 0, 0]
     exact = Codec(Cast(torch.float32))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import Form, Memory
+from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
 from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
 
 pytestmark = [
@@ -104,7 +104,7 @@ def check_encoding(
 
     x, before = message(numel), torch.linspace(-1, 1, numel).to(memory or torch.float32)
     after = [torch.full_like(before, 9.0, device=place) for place in (device, "cpu")]
-    memories = [Memory(before.to(one.device), 0.95, one) if memory else None for one in after]
+    memories = [ResidualBuffers(before.to(one.device), 0.95, one) if memory else None for one in after]
     numbers, codes = room(numel, form, dtype, device)
     given_x = x.clone().to(device)
     gpu.quantize_blocks(given_x, form, numbers, codes, key, memories[0])
@@ -171,8 +171,8 @@ def check_memory_in_place(device: torch.device, dtype: torch.dtype) -> None:
 
     x, before = torch.randn(300, device=device), torch.linspace(-1, 1, 300, device=device).to(dtype)
     after, results = torch.empty_like(before), room(300, FORMS["int4"], torch.float32, device)
-    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=Memory(before, 1.0, after))
-    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=Memory(before, 1.0, before))
+    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=ResidualBuffers(before, 1.0, after))
+    gpu.quantize_blocks(x, FORMS["int4"], *results, memory=ResidualBuffers(before, 1.0, before))
     assert_same(before, after.cpu())
 
 
@@ -190,7 +190,7 @@ def check_views(device: torch.device) -> None:
         x, after = message(NUMEL).to(place)[3:], torch.ones(NUMEL, device=place, dtype=torch.bfloat16)[3:]
         numbers = torch.zeros(200, device=place, dtype=torch.bfloat16)[1:][: -(-x.numel() // form.block_size)]
         codes = torch.full((9000,), 0xFF, device=place, dtype=torch.uint8)[5:]
-        ops.quantize_blocks(x, form, numbers, codes, KEY, Memory(after, 1.0, after))
+        ops.quantize_blocks(x, form, numbers, codes, KEY, ResidualBuffers(after, 1.0, after))
         ops.dequantize_blocks_add(numbers, codes, form, x, 0.5)
         results.append((numbers, codes, after, x))
     for actual, expected in zip(*results, strict=True):
@@ -229,7 +229,7 @@ def check_nothing(device: torch.device) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, codes = torch.empty(0, device=device), torch.full((3,), 0xFF, dtype=torch.uint8, device=device)
-    gpu.quantize_blocks(x, FORMS["int4"], x, codes, memory=Memory(x, 1.0, x))
+    gpu.quantize_blocks(x, FORMS["int4"], x, codes, memory=ResidualBuffers(x, 1.0, x))
     gpu.dequantize_blocks_add(x, codes, FORMS["int4"], x, 1.0)
     assert codes.tolist() == [0, 0, 0]
     assert gpu.uniform(0, 1, device).numel() == gpu.unpack_bits(codes, 5, 0).numel() == 0
@@ -352,7 +352,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
         before = torch.cuda.max_memory_allocated()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            gpu.quantize_blocks(x, form, *results, KEY, Memory(after, 1.0, after))
+            gpu.quantize_blocks(x, form, *results, KEY, ResidualBuffers(after, 1.0, after))
             gpu.dequantize_blocks_add(*results, form, x, 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -364,7 +364,7 @@ def start_block_kernels(form: Form, dtype: torch.dtype, memory: torch.dtype, num
 
     x, after = torch.zeros(numel), torch.zeros(numel, dtype=memory)
     results = room(numel, form, dtype, x.device)
-    gpu.quantize_blocks(x, form, *results, KEY if form.kind == "absmax" else None, Memory(after, 0.9, after))
+    gpu.quantize_blocks(x, form, *results, KEY if form.kind == "absmax" else None, ResidualBuffers(after, 0.9, after))
     gpu.dequantize_blocks_add(*results, form, x, 0.5)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from deepspeed_compress.compression.compressors import (
-    COMPRESSORS,
     FP8,
     QSGD,
     BlockTopK,
@@ -19,7 +18,6 @@ from deepspeed_compress.compression.compressors import (
     Sign,
     TopK,
 )
-from deepspeed_compress.compression.methods import METHODS, codec_at, compressor_from
 from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity
 from deepspeed_compress.config import SECTION, json_schema, parse_section
 from tests.support.sections import OF_GRADIENTS, QUANTIZERS
@@ -56,15 +54,13 @@ SPARSIFIED: dict[str, Compressor] = {
 
 def test_the_tables_have_every_method() -> None:
     gradients = set(json_schema()["properties"]["gradients"]["discriminator"]["mapping"])
-    assert gradients == {*METHODS, "none", "powersgd"}
-    assert METHODS.keys() <= COMPRESSORS.keys()
-    assert {**QUANTIZED, **SPARSIFIED}.keys() == METHODS.keys()
+    assert gradients == {*QUANTIZED, *SPARSIFIED, "none", "powersgd"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*QUANTIZED, *SPARSIFIED])
 def test_every_setting_reaches_its_compressor(method: str) -> None:
     settings = gradients_of({"method": method, **OF_GRADIENTS[method]})
-    assert compressor_from(settings) == {**QUANTIZED, **SPARSIFIED}[method]
+    assert settings.compressor() == {**QUANTIZED, **SPARSIFIED}[method]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +83,21 @@ def test_every_setting_reaches_its_compressor(method: str) -> None:
     ids=repr,
 )
 def test_defaults_reach_their_compressor(gradients: dict[str, Any], expected: Compressor) -> None:
-    assert compressor_from(gradients_of(gradients)) == expected
+    assert gradients_of(gradients).compressor() == expected
+
+
+@pytest.mark.parametrize("method", [*QUANTIZED, *SPARSIFIED])
+@pytest.mark.parametrize("defaults", [True, False])
+def test_settings_know_the_bits_of_their_messages(method: str, defaults: bool) -> None:
+    settings = gradients_of({"method": method, **({} if defaults else OF_GRADIENTS[method])})
+    numel = 2**20
+    assert settings.bits_per_element() == pytest.approx(8 * settings.compressor().payload_bytes(numel) / numel, 1e-4)
 
 
 @pytest.mark.parametrize("values", QUANTIZED)
 def test_every_method_of_values_reaches_its_compressor(values: str) -> None:
     settings = gradients_of({"method": "topk", "values": {"method": values, **QUANTIZERS[values]}})
-    assert compressor_from(settings) == TopK(0.01, 4096, QUANTIZED[values])
+    assert settings.compressor() == TopK(0.01, 4096, QUANTIZED[values])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_every_method_of_values_reaches_its_compressor(values: str) -> None:
     ids=repr,
 )
 def test_a_codec_has_its_transform(gradients: dict[str, Any], transform: object) -> None:
-    assert codec_at(gradients_of(gradients), {"a": 8}, 0).transform == transform
+    assert gradients_of(gradients).transform({"a": 8}) == transform
 
 
 @pytest.mark.parametrize(
@@ -123,5 +127,5 @@ def test_a_codec_has_its_transform(gradients: dict[str, Any], transform: object)
 )
 def test_the_density_falls_in_four_stages(density: float, steps: int, expected: list[float]) -> None:
     settings = gradients_of({"method": "topk", "density": density, "density_warmup_steps": steps})
-    found = [codec_at(settings, {}, step).compressor for step in range(len(expected))]
+    found = [settings.compressor(step) for step in range(len(expected))]
     assert found == [TopK(wanted) for wanted in expected]

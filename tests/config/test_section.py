@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from deepspeed_compress.config import (
     SECTION,
     CompressConfig,
-    ErrorFeedback,
+    ErrorFeedbackConfig,
     expand,
     find_problems,
     json_schema,
@@ -77,7 +77,7 @@ def test_empty_section_is_the_documented_default() -> None:
         block_size=256,
         rounding="nearest",
         scale_dtype="fp32",
-        error_feedback=ErrorFeedback(dtype="bf16", device="accelerator", decay=1.0, reset_interval=None),
+        error_feedback=ErrorFeedbackConfig(dtype="bf16", device="accelerator", decay=1.0, reset_interval=None),
         rotation=None,
         hierarchy=None,
         overrides=(),
@@ -94,12 +94,12 @@ def test_empty_section_is_the_documented_default() -> None:
         ({"gradients": {"bits": 4}}, {"gradients": p.BlockwiseGradients(bits=4)}),
         (
             {"gradients": {"method": "topk", "values": {}}},
-            {"gradients": p.TopKGradients(method="topk", values=m.Blockwise(bits=8))},
+            {"gradients": p.TopKGradients(method="topk", values=m.BlockwiseConfig(bits=8))},
         ),
         ({"weights": {}}, {"weights": p.BlockwiseWeights(bits=4)}),
         (
             {"gradients": {"hierarchy": {"ranks_per_node": 2, "inside": {}}}},
-            {"gradients": p.BlockwiseGradients(hierarchy=p.Hierarchy(ranks_per_node=2, inside=m.Blockwise()))},
+            {"gradients": p.BlockwiseGradients(hierarchy=p.Hierarchy(ranks_per_node=2, inside=m.BlockwiseConfig()))},
         ),
     ],
 )

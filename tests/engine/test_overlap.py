@@ -43,7 +43,7 @@ def lane_of(rank: int, hierarchy: dict[str, int] | None) -> list[int]:
     """The ranks of the group for messages downward."""
     engine = start(Job(2, {"gradients": {**INT4["gradients"], "hierarchy": hierarchy}}, SMALL))
     reducer = engine.compression.reducer
-    ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).downward)
+    ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).link.downward)
     engine.destroy()
     return ranks
 

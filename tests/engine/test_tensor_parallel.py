@@ -25,7 +25,7 @@ def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str
         tokens = torch.randint(0, 64, (3, 8), generator=generator)
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
         engine.step()
-    raw = [name for name in engine.param_names.values() if reducer.codec_of(name) == 0]
+    raw = [name for name in engine.param_names.values() if name not in reducer.messages.channel_of]
     found = {name: value.detach().flatten().tolist() for name, value in engine.module.named_parameters()}
     return found, raw, len(engine.param_names)
 

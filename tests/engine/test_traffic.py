@@ -115,7 +115,7 @@ def kinds_of_groups(engine: Any) -> dict[str, str]:
         kinds[STAGES] = "pipeline"
     data = [engine.seq_data_parallel_group]
     if engine.compression.config.gradients.method != "none":
-        data.append(engine.compression.reducer.downward)
+        data.append(engine.compression.reducer.link.downward)
     return {**kinds, **{group.group_name: "data" for group in data}}
 
 
@@ -168,7 +168,7 @@ def evaluate(engine: Any) -> None:
 def surveyed(engine: Any) -> list[Sizes]:
     """Will hold what this rank has counted, an entry a measured step."""
     counted: list[Sizes] = []
-    reporter = engine.compression._reporter
+    reporter = engine.compression._records.reporter
     survey = reporter._survey
 
     def noted(sizes: Sizes) -> Any:

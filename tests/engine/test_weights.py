@@ -15,6 +15,8 @@ from deepspeed.runtime.zero import stage_1_and_2
 import deepspeed_compress
 from deepspeed_compress import SeamError, UnsupportedError
 from deepspeed_compress.communication.gather import EXACT, DifferenceGather
+from deepspeed_compress.communication.messages import Channel, Messages
+from deepspeed_compress.communication.reducer import Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast
 from deepspeed_compress.engine.limits import shared_parameters
@@ -78,16 +80,10 @@ def attached(engine: Any, setting: Setting) -> tuple[Weights, Meter]:
     exact, meter = set(shared_parameters(engine)), Meter()
 
     def make_gather(group: Any, sizes: Any, dtype: torch.dtype) -> DifferenceGather:
-        return DifferenceGather(
-            group,
-            sizes,
-            dtype,
-            [setting.codec],
-            lambda name: EXACT if setting.raw or name in exact else 1,
-            engine.compression.clock,
-            meter,
-            chunk_numel=400,
-        )
+        channels = (Channel(Codec(Cast(dtype))), Channel(setting.codec))
+        channel_of = {name: EXACT if setting.raw or name in exact else 1 for name, _ in sizes}
+        shared = Run(engine.compression.clock, meter)
+        return DifferenceGather(group, sizes, Messages(channels, channel_of), shared, chunk_numel=400)
 
     session = engine.compression
     return attach_weights(engine, make_gather, lambda: session.clock.step < setting.dense_steps, session.patches), meter

@@ -35,7 +35,7 @@ def train_one(run: Run) -> Seen:
             with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
                 shared[name] = parameter.detach().flatten().tolist()
     reducer = engine.compression.reducer
-    raw = {name for name in engine.param_names.values() if reducer.codec_of(name) == 0}
+    raw = {name for name in engine.param_names.values() if name not in reducer.messages.channel_of}
     finish(engine)
     return Seen(losses, shared, raw)
 

@@ -236,7 +236,7 @@ def test_a_line_that_was_cut_short_gives_way_to_the_next(tmp_path: Path) -> None
 def write_all(journal: Journal, *steps: int) -> None:
     for step in steps:
         StatisticsWriter(journal, None).write(replace(STATISTICS, step=step))
-        EventLog(journal, writes=True).tell(replace(EVENT, step=step))
+        EventLog(journal, writes=True).record(replace(EVENT, step=step))
 
 
 def test_what_cannot_be_written_is_told_once_and_stops_nobody(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section, total_steps
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
-from deepspeed_compress.policy import Observation, Plan, Policy, Scheduled, ladder, timeline
+from deepspeed_compress.policy import Observation, Policy, Scheduled, StepPlan, ladder, timeline
 
 TOPK = {"method": "topk", "density": 0.01}
 
@@ -122,7 +122,7 @@ class Run:
         self.step = 0
         self.plan = self.policy.begin(0)
 
-    def go(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> Plan:
+    def go(self, steps: int = 1, loss: float | None = 5.0, norm: float | None = 1.0, **seen: Any) -> StepPlan:
         for _ in range(steps):
             self.step += 1
             self.duties = self.policy.observe(Observation(self.step, grad_norm=norm, loss=loss, **seen))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed_compress.communication.build import message_compressor
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy import Observation, Policy
@@ -245,7 +244,7 @@ class _Sender:
         """What arrives of `flat`, and what is kept then."""
         if plan.dense:
             return (flat + kept, torch.zeros_like(kept)) if plan.drain else (flat, kept)
-        compressor, whole = message_compressor(plan.settings), flat + kept
+        compressor, whole = plan.settings.compressor(), flat + kept
         payload, arrived = (
             torch.empty(compressor.payload_bytes(whole.numel()), dtype=torch.uint8),
             torch.zeros_like(whole),

@@ -1,8 +1,6 @@
 """Compressors: pure functions of a flat tensor, one small frozen dataclass a method."""
 
-from types import MappingProxyType
-
-from deepspeed_compress.compression.compressors.base import Compressor, message_key, random_key
+from deepspeed_compress.compression.compressors.base import DTYPES, Compressor, message_key, random_key
 from deepspeed_compress.compression.compressors.block_topk import BlockTopK
 from deepspeed_compress.compression.compressors.blockwise import Blockwise
 from deepspeed_compress.compression.compressors.cast import Cast
@@ -15,7 +13,7 @@ from deepspeed_compress.compression.compressors.sign import Sign
 from deepspeed_compress.compression.compressors.topk import TopK
 
 __all__ = [
-    "COMPRESSORS",
+    "DTYPES",
     "FP8",
     "QSGD",
     "BlockTopK",
@@ -30,25 +28,3 @@ __all__ = [
     "message_key",
     "random_key",
 ]
-
-COMPRESSORS: MappingProxyType[str, type[Compressor]] = MappingProxyType(
-    {
-        "none": Cast,
-        "bf16": Cast,
-        "fp16": Cast,
-        "blockwise": Blockwise,
-        "linear": Linear,
-        "stochastic_linear": Linear,
-        "percentile": Percentile,
-        "qsgd": QSGD,
-        "fp8_e4m3": FP8,
-        "fp8_e5m2": FP8,
-        "sign": Sign,
-        "topk": TopK,
-        "randomk": RandomK,
-        "block_topk": BlockTopK,
-        "dgc": TopK,
-        "demo": TopK,
-    }
-)
-"""Every `method` of the configuration that has messages of its own, and the class that makes them."""

@@ -1,15 +1,24 @@
 """The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import Memory
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["ALIGNMENT", "Compressor", "Remembering", "aligned", "message_key", "random_key"]
+__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "Remembering", "aligned", "message_key", "random_key"]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
+
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
+"""By the names that configurations have."""
 
 
 class Compressor(Protocol):
@@ -33,7 +42,7 @@ class Compressor(Protocol):
 class Remembering(Protocol):
     """A compressor that does the work of error feedback in the same pass."""
 
-    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
         """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import Form, Memory, fitted
+from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers, fitted
 
 __all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantizer", "fitted"]
 
@@ -85,11 +85,11 @@ class FormQuantizer(BlockQuantizer):
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         self._encode(x, out, key, None)
 
-    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: Memory) -> None:
+    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
         """See `Remembering`."""
         self._encode(x, out, key, memory)
 
-    def _encode(self, x: Tensor, out: Tensor, key: int, memory: Memory | None) -> None:
+    def _encode(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers | None) -> None:
         number_field, code_field = self._split(out, x.numel())
         self._clear_padding(number_field, x.numel())
         numbers = self._numbers(number_field, x.numel()).view(-1)

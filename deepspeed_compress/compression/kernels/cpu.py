@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.compiled import load_library
-from deepspeed_compress.compression.kernels.forms import OUTER, Form, Memory, scale_limit
+from deepspeed_compress.compression.kernels.forms import OUTER, Form, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dequantize_rows_add,
     pack_codes,
@@ -106,7 +106,7 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: Memory | None = None
+    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
 ) -> None:
     """See `reference.quantize_blocks`: one pass over `x` and the memory."""
     factor = {"absmax": form.levels, "norm": form.levels, "mean": 1, "lloyd": OUTER}[form.kind]
@@ -119,7 +119,7 @@ def quantize_blocks(
     )
 
 
-def _memory(memory: Memory) -> tuple[int, int, float, int]:
+def _memory(memory: ResidualBuffers) -> tuple[int, int, float, int]:
     assert memory.before.dtype == memory.after.dtype
     return _TYPES[memory.before.dtype], _at(memory.before), memory.decay, _at(memory.after)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["OUTER", "Form", "Memory", "fitted", "scale_limit"]
+__all__ = ["OUTER", "Form", "ResidualBuffers", "fitted", "scale_limit"]
 
 OUTER = 4
 """The outer of the four levels of kind "lloyd", in units of the scale."""
@@ -28,7 +28,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ResidualBuffers:
     """What is added to a message, and where what it leaves out goes: flat fp32 or bf16, as long as the message.
 
     `before` is added times `decay`. `after` may be `before` itself.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, gpu_select, reference
-from deepspeed_compress.compression.kernels.forms import Form, Memory, scale_limit
+from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dct_tiles,
     dequantize_rows_add,
@@ -139,7 +139,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: Memory | None = None
+    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
 ) -> None:
     """See `reference.quantize_blocks`."""
     # Without a memory its places in the launch are taken by x, which is not written then.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import OUTER, Form, Memory, fitted
+from deepspeed_compress.compression.kernels.forms import OUTER, Form, ResidualBuffers, fitted
 from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
 from deepspeed_compress.compression.kernels.reference_bits import pack_bits, pack_codes, unpack_bits, unpack_codes
 
@@ -156,7 +156,7 @@ def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, 
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: Memory | None = None
+    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
 ) -> None:
     """Scales of the blocks of `x` (flat fp32 [n], not changed) to `numbers` (fp32, bf16 or fp16 [blocks]), and packed
     codes to `codes` (uint8; what is not needed of it becomes 0).

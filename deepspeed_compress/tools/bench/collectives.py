@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_compress.communication import exchange
+from deepspeed_compress.communication.exchange import exchange
 
 __all__ = ["COLLECTIVES", "Collective"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import Form, Memory
+from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
 
 __all__ = ["BLOCK", "OPERATIONS", "Operation"]
 
@@ -36,7 +36,7 @@ def _quantize(
     """Scales and packed codes of `x`, with error feedback in `memory` besides."""
     numbers, codes = _message(form, x)
     kept = torch.zeros(x.numel(), dtype=memory, device=x.device) if memory is not None else None
-    feedback = Memory(kept, 1.0, kept) if kept is not None else None
+    feedback = ResidualBuffers(kept, 1.0, kept) if kept is not None else None
     key = KEY if stochastic else None
     return lambda: kernels.quantize_blocks(x, form, numbers, codes, key=key, memory=feedback)
 

@@ -1,30 +1,30 @@
 """From the section of the configuration to reducers."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
-from deepspeed_compress.communication import (
-    ClippingReducer,
-    PayloadReducer,
-    PowerSGDReducer,
-    StepClock,
-    TwoLevelReducer,
-)
-from deepspeed_compress.communication.build import (
+from deepspeed_compress.communication.clipping import ClippingReducer
+from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.powersgd import PowerSGDReducer
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import (
     RAW,
     Groups,
     Parameters,
     Reduction,
-    Stores,
-    build_reduction,
-    build_weight_gather,
+    Reductions,
+    Site,
+    WeightReduction,
 )
-from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT
-from deepspeed_compress.compression.codec import Codec, Silence
+from deepspeed_compress.communication.two_level import TwoLevelReducer
+from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import (
     Blockwise,
     Cast,
@@ -33,9 +33,10 @@ from deepspeed_compress.compression.compressors import (
     Sign,
     TopK,
 )
-from deepspeed_compress.compression.feedback import MomentumCorrection, WithFeedback, WithoutFeedback
+from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
+from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.compression.transforms import DCT
-from deepspeed_compress.config import SECTION, CompressConfig, parse_section
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedGradients, CompressedWeights, parse_section
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Meter
 from tests.support.threads import TIMEOUT
@@ -54,12 +55,40 @@ def section(gradients: dict[str, Any], **others: Any) -> CompressConfig:
     return parse_section({SECTION: {"gradients": gradients, **others}})
 
 
+@dataclass(frozen=True)
+class Built:
+    """The reducers of a section, and what they keep."""
+
+    config: CompressConfig
+    reductions: Reductions
+
+    def at(self, step: int) -> Reduction:
+        assert isinstance(self.config.gradients, CompressedGradients)
+        return self.reductions.at(self.config.gradients, step)
+
+    @property
+    def compressed(self) -> object:
+        return self.at(0).compressed
+
+    @property
+    def plain(self) -> object:
+        return self.at(0).plain
+
+    @property
+    def stores(self) -> Mapping[str, Residuals]:
+        self.at(0)
+        return self.reductions.site.stores.by_name
+
+
 def build(
     groups: ProcessGroup | Groups, config: CompressConfig, transactional: bool = False, **parameters: Any
-) -> Reduction:
+) -> Built:
     known = Parameters(**{"shapes": SHAPES, "everywhere": sorted(SHAPES), **parameters})
     groups = groups if isinstance(groups, Groups) else Groups(groups)
-    return build_reduction(config, groups, known, Stores(transactional), StepClock(), Meter())
+    run = Run(StepClock(), Meter(), config.seed)
+    built = Built(config, Reductions(Site(groups, known, ResidualStores(transactional), run)))
+    built.at(0)
+    return built
 
 
 def payload(reducer: object) -> PayloadReducer:
@@ -67,14 +96,23 @@ def payload(reducer: object) -> PayloadReducer:
     return reducer
 
 
-def codec_of(reduction: Reduction, name: str, step: int = 0) -> Codec:
+def channel_of(reducer: object, name: str) -> int:
+    return payload(reducer).messages.channel_of.get(name, RAW)
+
+
+def codecs(reducer: object) -> tuple[Codec, ...]:
+    return tuple(channel.codec for channel in payload(reducer).messages.channels)
+
+
+def codec_of(built: Built, name: str, step: int = 0) -> Codec:
     """What `name` is sent with in optimizer step `step`."""
-    reducer = payload(reduction.compressed)
-    return reducer.codecs_at(step)[reducer.codec_of(name)]
+    reducer = built.at(step).compressed
+    return codecs(reducer)[channel_of(reducer, name)]
 
 
-def memories(reducer: PayloadReducer, codec: int = 1) -> tuple[object, object]:
-    return reducer.memories[codec], reducer.mean_memories[codec]
+def memories(reducer: object, channel: int = 1) -> tuple[object, object]:
+    found = payload(reducer).messages.channels[channel]
+    return found.feedback, found.mean_feedback
 
 
 @pytest.mark.parametrize("transactional", [True, False])
@@ -91,8 +129,8 @@ def test_feedback_has_a_store_for_each_direction(
 ) -> None:
     reduction = build(group, section({"error_feedback": feedback}), transactional)
     assert reduction.stores.keys() == {"gradients", "means"}
-    for memory, name in zip(memories(payload(reduction.compressed)), ("gradients", "means"), strict=True):
-        assert memory == WithFeedback(reduction.stores[name], decay)
+    for memory, name in zip(memories(reduction.compressed), ("gradients", "means"), strict=True):
+        assert memory == ErrorFeedback(reduction.stores[name], decay)
     for store in reduction.stores.values():
         assert (store.dtype, store.on_host, store.transactional, store.scaled) == (dtype, on_host, transactional, True)
 
@@ -100,7 +138,7 @@ def test_feedback_has_a_store_for_each_direction(
 def test_null_switches_feedback_off(group: ProcessGroup) -> None:
     reduction = build(group, section({"error_feedback": None}))
     assert not reduction.stores
-    assert memories(payload(reduction.compressed)) == (WithoutFeedback(), WithoutFeedback())
+    assert memories(reduction.compressed) == (NoFeedback(), NoFeedback())
 
 
 def test_dgc_has_two_memories_and_clips(group: ProcessGroup) -> None:
@@ -108,32 +146,33 @@ def test_dgc_has_two_memories_and_clips(group: ProcessGroup) -> None:
     reduction = build(group, section(settings), transactional=True)
     clipping = reduction.compressed
     assert isinstance(clipping, ClippingReducer)
-    assert (clipping.clip_norm, clipping.clock) == (2.0, payload(clipping.reducer).clock)
+    assert (clipping.clip_norm, clipping.clock) == (2.0, payload(clipping.reducer).run.clock)
     stores = reduction.stores
     assert stores.keys() == {"velocity", "gradients", "means"}
     assert {(store.dtype, store.transactional) for store in stores.values()} == {("int8", True)}
     sent, back = memories(payload(clipping.reducer))
     assert sent == MomentumCorrection(stores["velocity"], stores["gradients"], 0.5, nesterov=True)
-    assert back == WithFeedback(stores["means"])
+    assert back == ErrorFeedback(stores["means"])
 
 
 def test_without_a_norm_nothing_clips(group: ProcessGroup) -> None:
     reduction = build(group, section({"method": "dgc"}))
-    sent, _ = memories(payload(reduction.compressed))
+    sent, _ = memories(reduction.compressed)
     assert sent == MomentumCorrection(reduction.stores["velocity"], reduction.stores["gradients"], 0.9)
 
 
 def test_demo_keeps_a_decaying_memory_for_its_own_elements_too(group: ProcessGroup) -> None:
     reduction = build(group, section({"method": "demo", "momentum": 0.5, "memory": {"device": "cpu"}}))
-    sent, back = memories(payload(reduction.compressed))
-    assert sent == WithFeedback(reduction.stores["gradients"], 0.5, own_exact=False)
-    assert back == WithFeedback(reduction.stores["means"])
+    sent, back = memories(reduction.compressed)
+    assert sent == ErrorFeedback(reduction.stores["gradients"], 0.5, own_exact=False)
+    assert back == ErrorFeedback(reduction.stores["means"])
     assert all(store.on_host for store in reduction.stores.values())
 
 
-def powersgd(reduction: Reduction) -> PowerSGDReducer:
-    assert isinstance(reduction.compressed, PowerSGDReducer)
-    return reduction.compressed
+def powersgd(reduction: Built) -> PowerSGDReducer:
+    reducer = reduction.compressed
+    assert isinstance(reducer, PowerSGDReducer)
+    return reducer
 
 
 def test_powersgd_has_factors_and_two_memories(group: ProcessGroup) -> None:
@@ -146,16 +185,16 @@ def test_powersgd_has_factors_and_two_memories(group: ProcessGroup) -> None:
     }
     reduction = build(group, section(settings, seed=7), exempt=frozenset({"embed.weight"}))
     reducer = powersgd(reduction)
-    assert (reducer.rank, reducer.seed, reducer.shapes) == (2, 7, SHAPES)
-    assert payload(reducer.factors).codecs_at(0) == (Codec(Cast(FP16)),)
-    assert [name for name in SHAPES if reducer.chosen(name)] == ["layer.0.weight", "layer.0.bias"]
+    assert (reducer.low_rank.rank, reducer.factors.run.seed) == (2, 7)
+    assert codecs(reducer.factors) == (Codec(Cast(FP16)),)
+    assert reducer.low_rank.shapes == {name: SHAPES[name] for name in ("layer.0.weight", "layer.0.bias")}
     assert reducer.residuals is reduction.stores["gradients"]
     assert reducer.warm is reduction.stores["factors"]
     assert (reduction.stores["factors"].dtype, reduction.stores["factors"].scaled) == ("fp32", False)
     others = payload(reducer.others)
-    assert others.codecs_at(0) == (Codec(Cast(FP32)), Codec(Cast(FP32)), Codec(Cast(BF16)))
-    assert memories(others, 1) == (WithoutFeedback(), WithoutFeedback())
-    assert memories(others, 2) == tuple(WithFeedback(reduction.stores[name]) for name in ("gradients", "means"))
+    assert codecs(others) == (Codec(Cast(FP32)), Codec(Cast(FP32)), Codec(Cast(BF16)))
+    assert memories(others, 1) == (NoFeedback(), NoFeedback())
+    assert memories(others, 2) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
 
 
 def test_powersgd_by_default_and_without_feedback(group: ProcessGroup) -> None:
@@ -163,8 +202,8 @@ def test_powersgd_by_default_and_without_feedback(group: ProcessGroup) -> None:
         config = section({"method": "powersgd", "error_feedback": None})
     reduction = build(group, config)
     assert powersgd(reduction).residuals is None
-    assert powersgd(reduction).rank == 4
-    assert payload(powersgd(reduction).factors).codecs_at(0) == (Codec(Cast(FP32)),)
+    assert powersgd(reduction).low_rank.rank == 4
+    assert codecs(powersgd(reduction).factors) == (Codec(Cast(FP32)),)
     assert reduction.stores.keys() == {"factors"}
 
 
@@ -205,19 +244,20 @@ def test_delayed_parameters_are_sent_in_every_nth_step(group: ProcessGroup, meth
     config = section({"overrides": [{"parameters": "embed", "method": method, "every": 3}]})
     reduction = build(group, config, dtype=BF16)
     found = [codec_of(reduction, "embed.weight", step).compressor for step in range(6)]
-    assert found == [Silence(), Silence(), sent] * 2
+    assert found == [NoSend(), NoSend(), sent] * 2
     assert [codec_of(reduction, "head.weight", step).compressor for step in range(3)] == [Blockwise()] * 3
-    reducer = payload(reduction.compressed)
-    expected = tuple(WithFeedback(reduction.stores[name]) for name in ("gradients", "means"))
-    assert memories(reducer, reducer.codec_of("embed.weight")) == expected
+    reducer = reduction.compressed
+    expected = tuple(ErrorFeedback(reduction.stores[name]) for name in ("gradients", "means"))
+    assert memories(reducer, channel_of(reducer, "embed.weight")) == expected
 
 
 @pytest.mark.parametrize("method", ["dgc", "demo"])
 def test_delayed_parameters_wait_in_the_memory_of_the_method(group: ProcessGroup, method: str) -> None:
     settings = {"method": method, "overrides": [{"parameters": "embed", "method": "none", "every": 2}]}
     reduction = build(group, section(settings))
-    reducer = payload(reduction.compressed)
-    assert reducer.memories[reducer.codec_of("embed.weight")] == WithFeedback(reduction.stores["gradients"])
+    reducer = reduction.compressed
+    kept, _ = memories(reducer, channel_of(reducer, "embed.weight"))
+    assert kept == ErrorFeedback(reduction.stores["gradients"])
 
 
 def test_the_density_falls_step_by_step(group: ProcessGroup) -> None:
@@ -246,12 +286,13 @@ def groups() -> Groups:
 
 def test_two_levels_without_compression_inside(groups: Groups) -> None:
     reduction = build(groups, section({"hierarchy": {"ranks_per_node": 2}}))
-    node, across = two_levels(reduction.compressed)
-    assert reduction.compressed.group is groups.whole
+    compressed = reduction.at(0).compressed
+    node, across = two_levels(compressed)
+    assert compressed.group is groups.whole
     assert (node.group, across.group) == (groups.node, groups.across)
-    assert node.codecs_at(0) == (Codec(Cast(FP32)),)
-    assert {node.codec_of(name) for name in SHAPES} == {RAW}
-    assert across.codecs_at(0) == (Codec(Cast(FP32)), Codec(Blockwise()))
+    assert codecs(node) == (Codec(Cast(FP32)),)
+    assert {channel_of(node, name) for name in SHAPES} == {RAW}
+    assert codecs(across) == (Codec(Cast(FP32)), Codec(Blockwise()))
     assert reduction.stores.keys() == {"gradients", "means"}
 
 
@@ -260,18 +301,19 @@ def test_two_levels_with_a_method_inside_have_memories_of_their_own(groups: Grou
     hierarchy = {"ranks_per_node": 2, "inside": {"bits": 4}}
     reduction = build(groups, section({"method": "demo", "hierarchy": hierarchy, "overrides": overrides}))
     node, across = two_levels(reduction.compressed)
-    assert node.codecs_at(0) == (Codec(Cast(FP32)), Codec(INT4))
-    assert [node.codec_of(name) for name in SHAPES] == [1, 1, RAW, 1]
-    assert [across.codec_of(name) for name in SHAPES] == [2, 1, RAW, 1]
-    assert memories(node) == tuple(WithFeedback(reduction.stores[name]) for name in ("node", "node_means"))
-    assert memories(across)[0] == WithFeedback(reduction.stores["gradients"], 0.98, own_exact=False)
+    assert codecs(node) == (Codec(Cast(FP32)), Codec(INT4))
+    assert [channel_of(node, name) for name in SHAPES] == [1, 1, RAW, 1]
+    assert [channel_of(across, name) for name in SHAPES] == [2, 1, RAW, 1]
+    assert memories(node) == tuple(ErrorFeedback(reduction.stores[name]) for name in ("node", "node_means"))
+    assert memories(across)[0] == ErrorFeedback(reduction.stores["gradients"], 0.98, own_exact=False)
     assert reduction.stores.keys() == {"gradients", "means", "node", "node_means"}
 
 
 def test_dgc_clips_before_the_first_level(groups: Groups) -> None:
     reduction = build(groups, section({"method": "dgc", "clip_norm": 1.0, "hierarchy": {"ranks_per_node": 2}}))
-    assert isinstance(reduction.compressed, ClippingReducer)
-    _, across = two_levels(reduction.compressed.reducer)
+    clipping = reduction.compressed
+    assert isinstance(clipping, ClippingReducer)
+    _, across = two_levels(clipping.reducer)
     assert isinstance(memories(across)[0], MomentumCorrection)
 
 
@@ -297,18 +339,16 @@ KINDS = [
 def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtype: torch.dtype, numel: int) -> None:
     """Seed, size of chunks, the dtype of uncompressed elements, clock and meter."""
     config = section({**gradients, "chunk_bytes": 65536}, seed=7)
-    clock, meter = StepClock(), Meter()
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
-    reduction = build_reduction(
-        config, levels, Parameters(SHAPES, sorted(SHAPES), dtype=dtype), Stores(False), clock, meter
-    )
+    reduction = build(levels, config, dtype=dtype)
+    run = reduction.reductions.site.run
+    assert run.seed == 7
     found = [*payload_reducers(reduction.compressed), *payload_reducers(reduction.plain)]
     for reducer in found:
-        assert (reducer.seed, reducer.chunk_numel) == (7, numel)
-        assert reducer.clock is clock
-        assert reducer.meter is meter
+        assert reducer.chunk_numel == numel
+        assert reducer.run is run
         if reducer is not getattr(reduction.compressed, "factors", None):
-            assert reducer.codecs_at(0)[RAW] == Codec(Cast(dtype))
+            assert codecs(reducer)[RAW] == Codec(Cast(dtype))
 
 
 def test_a_round_has_about_a_million_elements_for_each_rank_by_default(groups: Groups) -> None:
@@ -322,12 +362,12 @@ def test_a_round_has_about_a_million_elements_for_each_rank_by_default(groups: G
 def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[str, Any]) -> None:
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
     reduction = build(levels, section(gradients))
-    assert reduction.plain.group is groups.whole
+    assert reduction.at(0).plain.group is groups.whole
     assert isinstance(reduction.plain, TwoLevelReducer) == ("hierarchy" in gradients)
     for reducer in payload_reducers(reduction.plain):
-        assert reducer.codecs_at(0) == (Codec(Cast(FP32)),)
-        assert {reducer.codec_of(name) for name in SHAPES} == {RAW}
-        assert memories(reducer, RAW) == (WithoutFeedback(), WithoutFeedback())
+        assert codecs(reducer) == (Codec(Cast(FP32)),)
+        assert {channel_of(reducer, name) for name in SHAPES} == {RAW}
+        assert memories(reducer, RAW) == (NoFeedback(), NoFeedback())
 
 
 def test_an_override_behind_another_has_no_effect(group: ProcessGroup) -> None:
@@ -370,7 +410,7 @@ def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None
     config = section({"overrides": [{"parameters": r"h\.1\.attn", "method": "none"}]})
     names = sorted(calls.values())
     shapes = {"2.layer.attn.weight": (8, 8), "3.norm.weight": (8,)}
-    reduction = build(group, config, shapes=shapes, everywhere=names, calls=calls)
+    reduction = build(group, config, shapes=shapes, everywhere=names, user_names=calls)
     assert codec_of(reduction, "2.layer.attn.weight").compressor == Cast(FP32)
     assert codec_of(reduction, "3.norm.weight").compressor != Cast(FP32)
 
@@ -386,12 +426,18 @@ def test_patterns_match_what_users_call_a_parameter(group: ProcessGroup) -> None
     ids=repr,
 )
 def test_weights_reach_their_gather(group: ProcessGroup, weights: dict[str, Any], expected: Compressor) -> None:
-    config = section({}, weights={"min_numel": 64, **weights})
-    known = Parameters(SHAPES, sorted(SHAPES), frozenset({"head.weight"}))
-    clock, meter = StepClock(), Meter()
-    settings = build_weight_gather(config, known, clock, meter).keywords  # type: ignore[attr-defined]
-    assert settings["codecs"] == (Codec(expected),)
-    assert [settings["codec_of"](name) for name in SHAPES] == [1, 1, EXACT, EXACT]
-    assert (settings["clock"], settings["meter"], settings["seed"]) == (clock, meter, config.seed)
-    gather = build_weight_gather(config, known, clock, meter)(group, [("embed.weight", 800)], BF16)
-    assert gather.own(torch.zeros(800, dtype=BF16)).numel() == 800
+    weights_config = section({}, weights={"min_numel": 64, **weights}).weights
+    assert isinstance(weights_config, CompressedWeights)
+    run = Run(StepClock(), Meter(), 3)
+    reduction = WeightReduction(weights_config, Parameters(SHAPES, sorted(SHAPES), frozenset({"head.weight"})), run)
+    sizes = [(name, math.prod(shape)) for name, shape in SHAPES.items()]
+    gather = reduction.difference_gather(group, sizes, BF16)
+    assert [channel.codec for channel in gather.messages.channels] == [Codec(Cast(BF16)), Codec(expected)]
+    assert [gather.messages.channel_of[name] for name in SHAPES] == [1, 1, EXACT, EXACT]
+    assert gather.run is run
+    assert gather.own(torch.zeros(1672, dtype=BF16)).numel() == 1672
+    reducer = reduction.rounding_reducer(group, BF16)
+    assert [codecs(reducer)[channel_of(reducer, name)].compressor for name in SHAPES] == [
+        *2 * [expected],
+        *2 * [Cast(BF16)],
+    ]

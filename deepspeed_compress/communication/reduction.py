@@ -1,0 +1,370 @@
+"""From the settings that are in force in a step to reducers: the only place that knows both.
+
+`Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`), and keeps the
+reducers of the newest ones.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.communication.clipping import ClippingReducer
+from deepspeed_compress.communication.exchange import Link
+from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT, DifferenceGather
+from deepspeed_compress.communication.low_rank import LowRank
+from deepspeed_compress.communication.messages import Channel, Messages
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.powersgd import PowerSGDReducer
+from deepspeed_compress.communication.reducer import Reducer, Run
+from deepspeed_compress.communication.two_level import TwoLevelReducer
+from deepspeed_compress.compression.codec import Codec, NoSend
+from deepspeed_compress.compression.compressors import Cast
+from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import (
+    AnyCompressedGradients,
+    CompressedWeights,
+    DGCGradients,
+    LayeredGradients,
+    MethodConfig,
+    NodeConfig,
+    Override,
+    OverrideConfig,
+    PowerSGDGradients,
+)
+from deepspeed_compress.errors import CompressWarning
+
+__all__ = ["Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
+
+RAW = 0
+"""Channel of what goes uncompressed: elements in their own dtype."""
+MAIN = 1
+"""Channel of the chosen method; overrides follow."""
+FACTORS_LEVEL, WEIGHTS_LEVEL = 2, 3
+"""Of the reducers of low-rank factors and of gathered weights (see `Messages`); 0 is between nodes, 1 inside a node."""
+SETTINGS = 16
+"""For which reducers are kept: candidates of adaptation and levels of a guard take turns."""
+GRADIENTS = "/deepspeed_compress/gradients"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The data-parallel group `whole`; with a hierarchy also its ranks on this node (`node`), and those of all nodes
+    that have this rank's place on theirs (`across`). `downward`: see `Link`, of the ranks that messages cross nodes
+    between."""
+
+    whole: ProcessGroup
+    node: ProcessGroup | None = None
+    across: ProcessGroup | None = None
+    downward: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What reducers must know of the model.
+
+    `shapes`: of this rank's parameters, by name. `everywhere`: what users call the parameters of all ranks. `exempt`:
+    those that must go uncompressed whatever the configuration says. `dtype`: of the gradients, in which uncompressed
+    elements travel. `user_names`: what users call a parameter, where that is not its name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    everywhere: Sequence[str]
+    exempt: frozenset[str] = frozenset()
+    dtype: torch.dtype = torch.float32
+    user_names: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Row length of each matrix; dimensions after the first count as one."""
+        return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
+
+    def numel(self, name: str) -> int:
+        return int(torch.Size(self.shapes[name]).numel())
+
+    def user_name(self, name: str) -> str:
+        """What the patterns of overrides match."""
+        return self.user_names.get(name, name)
+
+    def uncompressed(self, min_numel: int) -> frozenset[str]:
+        """Those that are exempt, and those with fewer elements than `min_numel`."""
+        return self.exempt | {name for name in self.shapes if self.numel(name) < min_numel}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where gradients are reduced: the same for all settings that take turns."""
+
+    groups: Groups
+    parameters: Parameters
+    stores: ResidualStores
+    run: Run
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reducer of a method; one that compresses nothing; one that besides sends what residuals hold."""
+
+    compressed: Reducer
+    plain: Reducer
+    draining: Reducer
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """What encodes the messages of a step: the method's codec, those of the overrides with a channel of their own, and
+    that of a method inside a node; None where there is none."""
+
+    main: Codec
+    overrides: tuple[Codec, ...] = ()
+    inside: Codec | None = None
+
+
+class Reductions:
+    """The reducers of a run, for whatever settings of gradients are in force.
+
+    The first use of settings warns (CompressWarning) of an override that matches no parameter, and when nothing is left
+    to compress.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        # Not methods of this object: a cycle would keep process groups until the garbage is collected.
+        self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, site.parameters))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, site))
+
+    def at(self, settings: AnyCompressedGradients, step: int | None) -> Reduction:
+        """The reducers of `settings` in optimizer step `step` (0-based); None: when warm-ups are over."""
+        codecs = find_codecs(settings, self.site.parameters, step)
+        return self._reduction(settings, codecs, self._channels_of(settings))
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelTable:
+    """Parameter name to channel; what it does not have goes raw."""
+
+    channel_of: Mapping[str, int]
+
+
+def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int | None) -> Codecs:
+    """The codecs of optimizer step `step`; a method without messages of its own (PowerSGD) sends what is left raw."""
+    raw, widths = Codec(Cast(parameters.dtype)), parameters.widths
+    main = Codec(settings.compressor(step), settings.transform(widths)) if isinstance(settings, MethodConfig) else raw
+    inside = settings.hierarchy.inside if isinstance(settings, LayeredGradients) and settings.hierarchy else None
+    return Codecs(
+        main,
+        tuple(_override_codec(one, raw, step) for one in _own(settings)),
+        Codec(inside.compressor(step)) if isinstance(inside, MethodConfig) else None,
+    )
+
+
+def _override_codec(override: Override, raw: Codec, step: int | None) -> Codec:
+    if override.every > 1 and step is not None and (step + 1) % override.every:
+        # Between two sends everything goes into the memory of error feedback.
+        return Codec(NoSend())
+    return Codec(override.compressor(step)) if isinstance(override, MethodConfig) else raw
+
+
+def _own(settings: AnyCompressedGradients) -> list[Override]:
+    """The overrides that have a channel of their own."""
+    return [override for override in settings.overrides if not override.is_uncompressed]
+
+
+def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> ChannelTable:
+    """The channel of every parameter: of the first override that matches, else the method's. Warns as `Reductions`."""
+    exempt = {parameters.user_name(name) for name in parameters.exempt}
+    _warn_of_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
+    own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
+    found = {}
+    for name in parameters.shapes:
+        override = _first_match(settings.overrides, parameters.user_name(name))
+        if name not in raw and not (override is not None and override.is_uncompressed):
+            found[name] = MAIN if override is None else MAIN + 1 + own.index(override)
+    _warn_of_nothing(settings, parameters, found)
+    return ChannelTable(found)
+
+
+def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
+    return next((one for one in overrides if re.search(one.parameters, name)), None)
+
+
+def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
+    """CompressWarning for every override that is the first match of none of `names`."""
+    used = {id(_first_match(overrides, name)) for name in names}
+    for index, override in enumerate(overrides if names else ()):
+        if id(override) not in used:
+            warnings.warn(
+                f"{GRADIENTS}/overrides/{index}/parameters: {override.parameters!r} matches none of the {len(names)} "
+                f"parameters that are left for it (for example {names[0]!r}), so it has no effect; write a regular "
+                "expression that is found in their names, or remove the override",
+                CompressWarning,
+                stacklevel=2,
+            )
+
+
+def _warn_of_nothing(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
+    """CompressWarning when `settings` leave no parameter of this rank compressed."""
+    low_rank = _low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
+    left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
+    if left or not parameters.shapes:
+        return
+    reasons = [f"min_numel {settings.min_numel}"] if settings.min_numel else []
+    if low_rank is not None:
+        reasons.append(f"rank {low_rank.rank}, at which factors are no smaller than matrices")
+    reasons += ["overrides"] if settings.overrides else []
+    reasons.append("copies of parameters on ranks outside the data-parallel group")
+    warnings.warn(
+        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.shapes)} parameters of this '
+        f'rank, because of {" or ".join(reasons)}. Write smaller values, fewer overrides, or "method": "none".',
+        CompressWarning,
+        stacklevel=2,
+    )
+
+
+def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: Mapping[str, int]) -> LowRank:
+    shapes = {name: shape for name, shape in parameters.shapes.items() if channel_of.get(name, RAW) == MAIN}
+    return LowRank(shapes, settings.rank)
+
+
+def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable) -> Reduction:
+    maker = _Maker(site, settings, codecs, table.channel_of)
+    return Reduction(maker.compressed(), maker.plain(), maker.draining())
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Puts the reducers of one description together."""
+
+    site: Site
+    settings: AnyCompressedGradients
+    codecs: Codecs
+    channel_of: Mapping[str, int]
+
+    @cached_property
+    def raw(self) -> Channel:
+        return Channel(Codec(Cast(self.site.parameters.dtype)), uncompressed=True)
+
+    def compressed(self) -> Reducer:
+        settings = self.settings
+        if isinstance(settings, PowerSGDGradients):
+            return self._powersgd(settings)
+        reducer = self._levels(Messages(tuple(self._channels()), self.channel_of), self._inside())
+        clip_norm = settings.clip_norm if isinstance(settings, DGCGradients) else None
+        return reducer if clip_norm is None else ClippingReducer(reducer, clip_norm, self.site.run.clock)
+
+    def plain(self) -> Reducer:
+        """Nothing is compressed; in two levels too, so that less crosses the slow link."""
+        return self._levels(Messages((self.raw,)), Messages((self.raw,), level=1))
+
+    def draining(self) -> Reducer:
+        """Nothing is compressed; residuals are sent along, and are empty afterwards."""
+        return self._levels(
+            self._uncompressed(Messages(tuple(self._channels()), self.channel_of)), self._uncompressed(self._inside())
+        )
+
+    def _uncompressed(self, messages: Messages) -> Messages:
+        """`messages` with the same feedback, and nothing left out."""
+        channels = (replace(one, codec=self.raw.codec, uncompressed=True) for one in messages.channels)
+        return replace(messages, channels=tuple(channels))
+
+    def _levels(self, messages: Messages, inside: Messages) -> Reducer:
+        """One level or two; `inside`: a node."""
+        groups = self.site.groups
+        if groups.node is None or groups.across is None:
+            return self._payload(groups.whole, messages, groups.downward)
+        across = self._payload(groups.across, messages, groups.downward)
+        return TwoLevelReducer(groups.whole, self._payload(groups.node, inside), across)
+
+    def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
+        itemsize = self.site.parameters.dtype.itemsize
+        chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * itemsize
+        link = Link(group, downward, self.site.groups.whole.rank())
+        return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize)
+
+    def _channels(self) -> Iterator[Channel]:
+        """Those of parameters as they go between nodes: raw, the method's, the overrides'."""
+        settings, stores = self.settings, self.site.stores
+        yield self.raw
+        yield Channel(self.codecs.main, settings.gradient_feedback(stores), settings.residual_feedback(stores, "means"))
+        yield from self._override_channels()
+
+    def _override_channels(self) -> Iterator[Channel]:
+        for override, codec in zip(_own(self.settings), self.codecs.overrides, strict=True):
+            feedback, back = (self._feedback(override, name) for name in ("gradients", "means"))
+            yield Channel(codec, feedback, back, self._spread(override), codec == self.raw.codec)
+
+    def _feedback(self, method: Override | NodeConfig, name: str) -> Feedback:
+        """Of a method that takes the place of the chosen one somewhere."""
+        collects = isinstance(method, OverrideConfig) and method.every > 1
+        if method.method == "qsgd" and not collects:
+            # Unbiased, and too noisy for the error feedback of another method.
+            return NoFeedback()
+        return self.settings.residual_feedback(self.site.stores, name)
+
+    def _spread(self, override: Override) -> SpreadSum | None:
+        kept = self.settings.residuals
+        if not override.spread or kept is None:
+            return None
+        return SpreadSum(self.site.stores.get("spread", kept.dtype, kept.on_host), override.every)
+
+    def _inside(self) -> Messages:
+        """The messages inside a node: of a method of its own, for what is compressed between nodes."""
+        settings = self.settings
+        hierarchy = settings.hierarchy if isinstance(settings, LayeredGradients) else None
+        if hierarchy is None or self.codecs.inside is None:
+            return Messages((self.raw,), level=1)
+        inside = hierarchy.inside
+        there, back = (self._feedback(inside, name) for name in ("node", "node_means"))
+        sent = [settings.method, *(override.method for override in _own(settings))]
+        chosen = {name: 1 for name, index in self.channel_of.items() if sent[index - MAIN] != "none"}
+        return Messages((self.raw, Channel(self.codecs.inside, there, back)), chosen, level=1)
+
+    def _powersgd(self, settings: PowerSGDGradients) -> Reducer:
+        """Matrices of the main channel by their factors; other parameters of it, vectors for instance, uncompressed."""
+        site, kept = self.site, settings.residuals
+        others = Messages((self.raw, self.raw, *self._override_channels()), self.channel_of)
+        factors = Messages((Channel(Codec(settings.factor_compressor())),), level=FACTORS_LEVEL)
+        return PowerSGDReducer(
+            self._payload(site.groups.whole, others, site.groups.downward),
+            self._payload(site.groups.whole, factors, site.groups.downward),
+            _low_rank(settings, site.parameters, self.channel_of),
+            None if kept is None else site.stores.get("gradients", kept.dtype, kept.on_host),
+            site.stores.get("factors", "fp32", scaled=False),
+        )
+
+
+@dataclass(frozen=True)
+class WeightReduction:
+    """What sends weights: `settings` of them, in a run."""
+
+    settings: CompressedWeights
+    parameters: Parameters
+    run: Run
+
+    def difference_gather(
+        self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
+    ) -> DifferenceGather:
+        """The gather of one flat buffer of weights of type `dtype`; `sizes`: (name, numel) in its order."""
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
+        channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
+        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run)
+
+    def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
+        """What gathers rounded weights over `group`, without feedback; what is not rounded travels in `dtype`.
+
+        Every parameter has a channel of its own, though they are all the same, so that its blocks, and with them its
+        rounding, do not depend on what is gathered along with it.
+        """
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        place = {name: index for index, name in enumerate(self.parameters.shapes, 1)}
+        rounded = [Channel(Codec(self.settings.compressor()))] * len(place)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), *rounded)
+        channel_of = {name: index for name, index in place.items() if name not in raw}
+        messages = Messages(channels, channel_of, WEIGHTS_LEVEL)
+        return PayloadReducer(Link(group), messages, self.run, traffic="bytes_weights")
