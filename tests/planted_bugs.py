@@ -27,6 +27,8 @@ LEFT_OUT = frozenset(
 )
 """Of the working tree: what tests do not read."""
 
+PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+
 
 class PlantError(Exception):
     """A text of a bug does not stand in its file exactly once."""
@@ -136,8 +138,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "weights arrive one round short": Bug(
         "communication/gather.py",
-        "        for plan in self._plans:\n",
-        "        for plan in self._plans[: max(1, len(self._plans) - 1)]:\n",
+        "        for layout in self._layouts:\n",
+        "        for layout in self._layouts[: max(1, len(self._layouts) - 1)]:\n",
         ("communication/test_gather.py",),
     ),
     "bytes are counted twice": Bug(
@@ -194,7 +196,7 @@ def found_by(tree: Path, bug: Bug) -> str:
     file.write_text(bug.planted(tree / "deepspeed_compress"), encoding="utf-8")
     try:
         known = [f"tests/{test}" for test in bug.tests]
-        return first_failure(tree, known) or first_failure(tree, ["-n", "auto", "--dist", "worksteal"])
+        return first_failure(tree, known) or first_failure(tree, PARALLEL)
     finally:
         file.write_text(sound, encoding="utf-8")
 
@@ -206,7 +208,7 @@ def judge(names: Sequence[str]) -> dict[str, str]:
         tree = Path(directory)
         copy_tree(tree)
         known = sorted({f"tests/{test}" for name in names for test in BUGS[name].tests})
-        if failed := first_failure(tree, known):
+        if failed := first_failure(tree, [*PARALLEL, *known]):
             raise SystemExit(f"without any bug {failed} fails")
         for name in names:
             outcomes[name] = found_by(tree, BUGS[name])
