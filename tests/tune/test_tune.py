@@ -41,6 +41,7 @@ def tune(directory: Path, port: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(600)
 def test_a_real_search(port: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
