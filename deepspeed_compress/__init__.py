@@ -16,7 +16,7 @@ from deepspeed_compress.errors import (
     StateError,
     UnsupportedError,
 )
-from deepspeed_compress.integrations.leaving import look_when_leaving
+from deepspeed_compress.integrations.at_exit import warn_at_exit
 
 __all__ = [
     "CompressError",
@@ -48,4 +48,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-look_when_leaving()
+warn_at_exit()

@@ -22,7 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
-from deepspeed_compress.tools.run_directory import METRICS, read_lines
+from deepspeed_compress.tools.run_directory import METRICS
+from deepspeed_compress.tools.time_to_loss import read_run, time_to
 
 VALUES = {"method": "blockwise", "bits": 4}
 GRADIENTS: dict[str, dict[str, Any]] = {
@@ -103,41 +104,18 @@ def _train(options: argparse.Namespace, rate: str, name: str, directory: Path) -
         raise SystemExit(f"{directory}: {run.failure}\n{run.outputs[0][-2000:]}")
 
 
-def curve(directory: Path) -> list[tuple[float, float]]:
-    """(seconds of training, held-out loss) at every evaluation."""
-    seconds, found = 0.0, []
-    for line in read_lines(directory / METRICS):
-        seconds += line.get("step_time_s") or 0.0 if line["step"] > 1 else 0.0
-        if line.get("eval_loss") is not None:
-            found.append((seconds, line["eval_loss"]))
-    return found
-
-
-def reached(points: list[tuple[float, float]], goal: float) -> float | None:
-    """Seconds until the loss is `goal`; None if it never is."""
-    before: tuple[float, float] | None = None
-    for seconds, loss in points:
-        if loss <= goal:
-            if before is None or before[1] == loss:
-                return seconds
-            return before[0] + (seconds - before[0]) * (before[1] - goal) / (before[1] - loss)
-        before = (seconds, loss)
-    return None
-
-
 def _show(rate: str, directories: Mapping[str, Path]) -> None:
-    curves = {name: curve(directory) for name, directory in directories.items()}
-    goal = curves[REFERENCE][-1][1]
-    times = {name: reached(points, goal) for name, points in curves.items()}
+    runs = {name: read_run(directory) for name, directory in directories.items()}
+    goal = runs[REFERENCE].points[-1][1]
+    times = {name: time_to(goal, run.points) for name, run in runs.items()}
     best = min(seconds for name, seconds in times.items() if seconds is not None and name != "adaptive")
     table = Table(title=f"{rate}: to a held-out loss of {goal:.4f}", title_justify="left")
     for title in ("settings", "last loss", "seconds a step", "seconds to the goal", "of the best fixed"):
         table.add_column(title, justify="left" if title == "settings" else "right")
-    for name, points in curves.items():
+    for name, run in runs.items():
         seconds = times[name]
-        steps = sum("step_time_s" in line for line in read_lines(directories[name] / METRICS)) - 1
         cells = ("not reached", "") if seconds is None else (f"{seconds:.1f}", f"{seconds / best:.2f}")
-        table.add_row(name, f"{points[-1][1]:.4f}", f"{points[-1][0] / steps:.3f}", *cells)
+        table.add_row(name, f"{run.points[-1][1]:.4f}", f"{run.step_seconds:.3f}", *cells)
     Console().print(table)
 
 

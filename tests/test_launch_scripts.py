@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -144,6 +145,100 @@ def test_what_is_missing_is_said(script: str, settings: dict[str, str], message:
     process = start(script, GIVEN, settings)
     assert process.returncode == 2
     assert message in process.stderr
+
+
+STAND_IN = """#!/bin/bash
+# Writes down how it is called, as what; a run ends at once, and there is a link where LINK says so.
+echo "${0##*/} $*" >>calls
+case "$*" in
+    *"-- true") [[ "$LINK" == yes ]] || { echo "error: no tc here" >&2; exit 1; } ;;
+    *train_gpt.py*)
+        directory=$(sed 's/.*--output-dir \\([^ ]*\\).*/\\1/' <<<"$*")
+        mkdir -p "$directory"
+        printf '%s\\n' "[now] [INFO] noise" "4/10  loss 4" "5/10  loss 3"
+        echo "{}" >"$directory/summary.json" ;;
+    -c*) echo 29511 ;;
+esac
+"""
+"""For python, torchrun and ds-compress of a virtual environment."""
+RUNS = ("uncompressed", "int4", "wan")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A project with nothing but the quickstart, in whose virtual environment stand-ins are."""
+
+    root: Path
+
+    def start(self, *arguments: str, link: bool) -> str:
+        """What the quickstart prints."""
+        command = ["bash", "launch/quickstart.sh", *arguments]
+        environment = {**os.environ, "LINK": "yes" if link else "no"}
+        process = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+
+    def calls(self, word: str) -> list[str]:
+        """Of all starts so far the commands with `word` in them."""
+        return [line for line in (self.root / "calls").read_text().splitlines() if word in line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    binaries = tmp_path / ".venv" / "bin"
+    for directory in (binaries, tmp_path / "launch", tmp_path / ".venv" / "torch_extensions"):
+        directory.mkdir(parents=True)
+    for name in ("python", "torchrun", "ds-compress"):
+        (binaries / name).write_text(STAND_IN)
+        (binaries / name).chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "launch/quickstart.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return Checkout(tmp_path)
+
+
+def test_the_quickstart_trains_three_times_through_a_link(checkout: Checkout) -> None:
+    output = checkout.start(link=True)
+    trained = checkout.calls("train_gpt.py")
+    through = "python -m deepspeed_compress.tools.bench.hosts --hosts 2 --rate 100mbit -- python"
+    assert [call for call in trained if not call.startswith(through)] == []
+    assert [f"configs/quickstart_{name}.json" in call for name, call in zip(RUNS, trained, strict=True)] == [True] * 3
+    (compared,) = checkout.calls("time_to_loss")
+    assert " ".join(f"runs/quickstart/100mbit/{name}" for name in RUNS) in compared
+    assert "a link of 100 Mbit/s" in compared
+    assert "5/10  loss 3" in output
+    assert "4/10" not in output
+    assert "noise" not in output
+    assert "noise" in (checkout.root / "runs/quickstart/100mbit/int4.log").read_text()
+
+
+def test_the_quickstart_says_where_there_is_no_link(checkout: Checkout) -> None:
+    assert "no link of 100 Mbit/s here: no tc here" in checkout.start(link=False)
+    assert [call.split()[0] for call in checkout.calls("train_gpt.py")] == ["torchrun"] * 3
+    assert "no network" in checkout.calls("time_to_loss")[0]
+    # What was trained without a link is not taken for a run with one.
+    checkout.start(link=True)
+    assert len(checkout.calls("train_gpt.py")) == 6
+
+
+def test_the_quickstart_does_nothing_twice_unless_forced(checkout: Checkout) -> None:
+    for _ in range(2):
+        output = checkout.start(link=True)
+    assert output.count("finished already") == 3
+    assert (len(checkout.calls("pip install")), len(checkout.calls("train_gpt.py"))) == (2, 3)
+    checkout.start("--force", link=True)
+    assert (len(checkout.calls("pip install")), len(checkout.calls("train_gpt.py"))) == (2, 6)
+
+
+def test_the_quickstart_explains_itself() -> None:
+    process = start("quickstart", ["--help"])
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "--force" in process.stdout
+    assert start("quickstart", ["--fast"]).returncode == 2
+    script = (ROOT / "launch" / "quickstart.sh").read_text()
+    assert [name for name in RUNS if not (ROOT / f"configs/quickstart_{name}.json").is_file()] == []
+    assert [name for name in RUNS if f"\ntrain {name} " not in script] == []
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")

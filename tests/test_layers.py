@@ -35,7 +35,7 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 
 TABLE = {
-    "__init__": allow("errors integrations.leaving", lazily="engine.attach integrations"),
+    "__init__": allow("errors integrations.at_exit", lazily="engine.attach integrations"),
     "errors": allow(),
     "config": allow("errors", "pydantic pydantic_core hjson", lazily="compression"),
     "config.names": allow(),
@@ -68,12 +68,13 @@ TABLE = {
     ),
     "training.data": allow("errors", "numpy tokenizers"),
     "integrations": allow("config engine errors monitor", "accelerate deepspeed torch transformers"),
-    "integrations.leaving": allow("errors"),
+    "integrations.at_exit": allow("errors"),
     "tools": allow(),
     "tools.lint": allow("__init__ config errors", "yaml", lazily="pydantic"),
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy", lazily="matplotlib rich"),
     "tools.run_directory": allow("errors"),
+    "tools.time_to_loss": allow("errors tools.run_directory training.records", lazily="matplotlib rich"),
     "tools.bench": allow(
         "__init__ communication compression.kernels config errors models monitor policy training",
         "torch deepspeed rich",

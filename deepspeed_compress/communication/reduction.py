@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.clipping import ClippingReducer
 from deepspeed_compress.communication.exchange import Link
 from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT, DifferenceGather
+from deepspeed_compress.communication.hierarchical import HierarchicalReducer
 from deepspeed_compress.communication.low_rank import LowRank
 from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.payload import PayloadReducer
 from deepspeed_compress.communication.powersgd import PowerSGDReducer
 from deepspeed_compress.communication.reducer import Reducer, Run
-from deepspeed_compress.communication.two_level import TwoLevelReducer
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Cast
 from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
@@ -112,7 +112,7 @@ class Reduction:
 
     compressed: Reducer
     plain: Reducer
-    draining: Reducer
+    flushing: Reducer
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: M
 
 def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable) -> Reduction:
     maker = _Maker(site, settings, codecs, table.channel_of)
-    return Reduction(maker.compressed(), maker.plain(), maker.draining())
+    return Reduction(maker.compressed(), maker.plain(), maker.flushing())
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Maker:
         """Nothing is compressed; in two levels too, so that less crosses the slow link."""
         return self._levels(Messages((self.raw,)), Messages((self.raw,), level=1))
 
-    def draining(self) -> Reducer:
+    def flushing(self) -> Reducer:
         """Nothing is compressed; residuals are sent along, and are empty afterwards."""
         return self._levels(
             self._uncompressed(Messages(tuple(self._channels()), self.channel_of)), self._uncompressed(self._inside())
@@ -278,7 +278,7 @@ class _Maker:
         if groups.node is None or groups.across is None:
             return self._payload(groups.whole, messages, groups.downward)
         across = self._payload(groups.across, messages, groups.downward)
-        return TwoLevelReducer(groups.whole, self._payload(groups.node, inside), across)
+        return HierarchicalReducer(groups.whole, self._payload(groups.node, inside), across)
 
     def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
         itemsize = self.site.parameters.dtype.itemsize

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, Remembering
+from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
@@ -46,10 +46,10 @@ class Codec:
         return not isinstance(self.compressor, NoSend)
 
     @property
-    def remembering(self) -> Remembering | None:
+    def fused(self) -> FusedFeedback | None:
         """The compressor, if it takes the memory of error feedback along, and sees the elements as they are."""
         plain = isinstance(self.transform, Identity)
-        return self.compressor if plain and isinstance(self.compressor, Remembering) else None
+        return self.compressor if plain and isinstance(self.compressor, FusedFeedback) else None
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""

@@ -76,11 +76,11 @@ class ErrorFeedback:
 
         decoded + new residual == x + decay * old residual to rounding, and exactly where the subtraction is exact.
         """
-        remembering = codec.remembering
-        buffers = self.residuals.buffers(segments, x.device) if remembering is not None else None
-        if remembering is not None and buffers is not None:
+        fused = codec.fused
+        buffers = self.residuals.buffers(segments, x.device) if fused is not None else None
+        if fused is not None and buffers is not None:
             before, after = buffers
-            remembering.compress_remembering(x, out, key, ResidualBuffers(before, self.decay, after))
+            fused.compress_with_feedback(x, out, key, ResidualBuffers(before, self.decay, after))
             return
         total = x.clone()
         self.residuals.add_to(total, segments, self.decay)

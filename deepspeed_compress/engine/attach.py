@@ -197,7 +197,7 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run) -> Session:
-    reporter = Reporter(config.monitor, run.meter, parallel.make_survey(engine), engine.device, comms_log.listens)
+    reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
     writer = StatisticsWriter(journal, engine.monitor)
     if writer.active:

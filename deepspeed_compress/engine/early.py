@@ -43,7 +43,7 @@ class Bucket:
     keys: tuple[Key, ...]
 
 
-Plan = tuple[Bucket, ...]
+BucketOrder = tuple[Bucket, ...]
 """The buckets of a step, in the order in which DeepSpeed reduces them."""
 
 
@@ -64,27 +64,27 @@ class _Step:
 
 
 @dataclass
-class _Trust:
+class _BucketHistory:
     """When reductions may begin early: after `patience` equal steps, twice as many after each that was not equal.
 
     `order`: the buckets of the plan as they are sent, once that is so.
     """
 
-    plan: Plan = ()
-    order: Plan = ()
+    plan: BucketOrder = ()
+    order: BucketOrder = ()
     equal: int = 0
     patience: int = 1
 
-    def learn(self, plan: Plan) -> None:
+    def learn(self, plan: BucketOrder) -> None:
         if plan != self.plan:
             self.plan, self.order, self.equal = plan, (), 0
         self.equal += 1
 
-    def disappointed(self) -> None:
+    def back_off(self) -> None:
         self.order, self.equal, self.patience = (), 0, min(2 * self.patience, LONGEST_PATIENCE)
 
     @property
-    def earned(self) -> bool:
+    def is_stable(self) -> bool:
         return bool(self.plan) and self.equal >= self.patience
 
 
@@ -103,7 +103,7 @@ class EarlyReductions:
         self._partition_of = partition_of
         self._scale = scale
         self._reduce_gradients = engine.optimizer.reduce_gradients
-        self._trust = _Trust()
+        self._history = _BucketHistory()
         self._step = _Step(-1)
         for parameter in self._parameters():
             handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
@@ -121,15 +121,15 @@ class EarlyReductions:
         if step.closed:
             self._reduce_gradients(pipeline_parallel=pipeline_parallel)
             return
-        if self._trust.order and step.reducer is not None and not self._agree(step, step.reducer):
+        if self._history.order and step.reducer is not None and not self._agree(step, step.reducer):
             self._forget(step)
-            self._trust.disappointed()
+            self._history.back_off()
         self._reduce_gradients(pipeline_parallel=pipeline_parallel)
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
-        self._trust.learn(tuple(step.reduced))
-        if self._trust.earned and not self._trust.order:
-            self._trust.order = self._sorted(step)
+        self._history.learn(tuple(step.reduced))
+        if self._history.is_stable and not self._history.order:
+            self._history.order = self._sorted(step)
 
     def take(self, dtype: torch.dtype, tensor: Tensor, keys: tuple[Key, ...]) -> Pending | None:
         """The reduction under way of the bucket `keys`, whose gradients DeepSpeed has collected in `tensor`."""
@@ -157,7 +157,7 @@ class EarlyReductions:
         step.ready.setdefault(self._optimizer.get_param_id(parameter))
         if step.closed or step.reducer is None:
             return
-        for bucket in self._trust.order[len(step.sent) :]:
+        for bucket in self._history.order[len(step.sent) :]:
             if any(key[2] not in step.ready for key in bucket.keys):
                 break
             self._send(bucket, step, step.reducer)
@@ -176,7 +176,7 @@ class EarlyReductions:
     def _send(self, bucket: Bucket, step: _Step, reducer: PayloadReducer) -> None:
         flat = torch.cat([self._gradient(key).to(bucket.held) for key in bucket.keys])
         partition = self._partition_of(bucket.keys)
-        number = self._numbers(reducer)[self._trust.plan.index(bucket)]
+        number = self._numbers(reducer)[self._history.plan.index(bucket)]
         pending = self._session.start_early(flat, partition, self._scale, number)
         step.sent[bucket] = (flat, pending)
 
@@ -191,12 +191,12 @@ class EarlyReductions:
 
         They are those of a step without early reductions, so that random numbers do not tell which it was.
         """
-        counts = [len(reducer.layouts(self._partition_of(bucket.keys))) for bucket in self._trust.plan]
+        counts = [len(reducer.layouts(self._partition_of(bucket.keys))) for bucket in self._history.plan]
         return list(accumulate(counts, initial=1))
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:
         """Send what is left of the plan; whether, on all ranks, it is what DeepSpeed is about to reduce."""
-        for bucket in self._trust.order[len(step.sent) :]:
+        for bucket in self._history.order[len(step.sent) :]:
             self._send(bucket, step, reducer)
         right = torch.tensor(int(self._is_right(step)))
         dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._optimizer.dp_process_group)
@@ -205,7 +205,7 @@ class EarlyReductions:
         return bool(right)
 
     def _is_right(self, step: _Step) -> bool:
-        planned = {key for bucket in self._trust.plan for key in bucket.keys}
+        planned = {key for bucket in self._history.plan for key in bucket.keys}
         return planned == set(self._keys()) and all(
             _same_bits(flat, [self._gradient(key) for key in bucket.keys]) for bucket, (flat, _) in step.sent.items()
         )
@@ -224,14 +224,14 @@ class EarlyReductions:
         step.sent.clear()
         self._session.forget_step()
 
-    def _sorted(self, step: _Step) -> Plan:
+    def _sorted(self, step: _Step) -> BucketOrder:
         """The buckets of the plan as they were complete on rank 0; those that never were, at the end. Collective."""
         place = {identity: position for position, identity in enumerate(step.ready)}
-        last = [max(place.get(key[2], len(place)) for key in bucket.keys) for bucket in self._trust.plan]
+        last = [max(place.get(key[2], len(place)) for key in bucket.keys) for bucket in self._history.plan]
         order = torch.tensor(sorted(range(len(last)), key=lambda index: (last[index], -index)))
         group = self._optimizer.dp_process_group
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
-        return tuple(self._trust.plan[index] for index in order.tolist())
+        return tuple(self._history.plan[index] for index in order.tolist())
 
 
 def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> bool:

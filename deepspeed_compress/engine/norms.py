@@ -50,7 +50,7 @@ class Norms:
         self._overflows = bool(engine.fp16_enabled())
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Around one optimizer step."""
         self.newest = None
         with self._watch(self._engine, self._judge):

@@ -15,13 +15,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.seams import Seam
 
-__all__ = ["SEAMS", "Losses", "Means", "gather_busy", "largest_of_all", "new_run"]
+__all__ = ["SEAMS", "Losses", "StepMeans", "gather_busy_times", "largest_of_all", "new_run"]
 
 SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
 
 
 @dataclass(frozen=True)
-class Means:
+class StepMeans:
     """Over all ranks, of one step: `loss` (or the metric in its place), and the time that the step took."""
 
     loss: float | None = None
@@ -41,10 +41,10 @@ class _UnderWay:
             self.handle = None
         return list(self.sums.tolist())
 
-    def means(self) -> Means:
+    def means(self) -> StepMeans:
         loss, losses, metric, metrics, milliseconds, times = self.figures()
         judged = metric / metrics if metrics else loss / losses if losses else None
-        return Means(judged, milliseconds / times if times else None)
+        return StepMeans(judged, milliseconds / times if times else None)
 
 
 class Losses:
@@ -58,16 +58,16 @@ class Losses:
         self._under_way: _UnderWay | None = None
         patches.on_undo(partial(_wait, self._handles))
         if isinstance(engine, PipelineEngine):
-            patches.wrap(engine, "train_batch", self._hear_train_batch)
+            patches.wrap(engine, "train_batch", self._record_train_batch)
         else:
-            patches.wrap(engine, "backward", self._hear_backward)
+            patches.wrap(engine, "backward", self._record_backward)
 
-    def _hear_train_batch(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _record_train_batch(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         loss = original(*args, **options)
         self._add(0, loss)
         return loss
 
-    def _hear_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
+    def _record_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
         result = original(loss, *args, **options)
         self._add(0, loss)
         return result
@@ -80,13 +80,13 @@ class Losses:
         """Judge training by `metric` (less is better) instead of the loss of this step."""
         self._add(2, float(metric))
 
-    def next(self, step_ms: float | None) -> Means:
+    def next(self, step_ms: float | None) -> StepMeans:
         """Of the step before the one that has just ended, took `step_ms`, and is summed from now on. Collective."""
         if step_ms is not None:
             self._add(4, step_ms)
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
-        means = Means() if former is None else former.means()
+        means = StepMeans() if former is None else former.means()
         self._handles[:] = [dist.all_reduce(sums, async_op=True)]
         self._under_way = _UnderWay(sums, self._handles[0])
         return means
@@ -121,7 +121,7 @@ def new_run() -> str:
     return found[0]
 
 
-def gather_busy(milliseconds: float | None, device: Any) -> Callable[[], list[float]]:
+def gather_busy_times(milliseconds: float | None, device: Any) -> Callable[[], list[float]]:
     """Begin to gather a figure of every rank. Returns what gives them, in order of ranks; none if it is not known."""
     mine = torch.tensor([-1.0 if milliseconds is None else milliseconds], dtype=torch.float32, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Traffic of pipeline and tensor parallelism, heard where DeepSpeed hands it to its communication backend.
+"""Traffic of pipeline and tensor parallelism, counted where DeepSpeed hands it to its communication backend.
 
 All that DeepSpeed sends goes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients between
 stages, gradients of tied weights, and the collectives of everything that tensor parallelism splits. While engines with
@@ -26,12 +26,12 @@ from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 from deepspeed_compress.monitor import KINDS, Meter
 
-__all__ = ["SEAMS", "Sizes", "Survey", "count_parallel", "make_survey"]
+__all__ = ["SEAMS", "ByteReport", "Sizes", "count_parallel", "make_byte_report"]
 
 Sizes = Mapping[str, Any]
 """Bytes, int, by field of the meter; None for what could not be counted."""
 
-Survey = Callable[[Sizes], tuple[int, Sizes] | None]
+ByteReport = Callable[[Sizes], tuple[int, Sizes] | None]
 """From the bytes of this rank to the rank whose bytes are reported, and these; None on ranks that do not report."""
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
@@ -83,7 +83,7 @@ def _name(group: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Account:
+class _ByteAccount:
     """Which fields of `meter` the bytes of one engine go to, by the name of the group.
 
     Names and not groups: the backend, which knows the account, outlives them.
@@ -99,17 +99,17 @@ class _Account:
 
 
 @dataclass
-class _Listener:
+class _TrafficCounter:
     """Hears a backend for one engine at a time: `account` is that of the one which began a pass last.
 
     `methods`: those that count, by name. `engines`: how many may run.
     """
 
-    account: _Account | None = None
+    account: _ByteAccount | None = None
     engines: int = 0
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
-    def heard(self, method: Callable[..., Any], sent: Callable[..., _Sent]) -> Callable[..., Any]:
+    def counted(self, method: Callable[..., Any], sent: Callable[..., _Sent]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counted(*args: Any, **options: Any) -> Any:
             # A compiled graph must not depend on counters, so this is asked first.
@@ -124,18 +124,18 @@ _LISTENER = "_compress_listener"
 """Attribute of the backend."""
 
 
-def _join(backend: Any) -> _Listener:
+def _join(backend: Any) -> _TrafficCounter:
     """The listener at `backend`, for one engine more."""
     if _LISTENER not in vars(backend):
-        made = _Listener()
-        made.methods |= {name: made.heard(getattr(backend, name), sent) for name, sent in _SENT.items()}
+        made = _TrafficCounter()
+        made.methods |= {name: made.counted(getattr(backend, name), sent) for name, sent in _SENT.items()}
         vars(backend).update({_LISTENER: made, **made.methods})
-    listener: _Listener = vars(backend)[_LISTENER]
+    listener: _TrafficCounter = vars(backend)[_LISTENER]
     listener.engines += 1
     return listener
 
 
-def _leave(backend: Any, listener: _Listener, account: _Account, handle: Any) -> None:
+def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handle: Any) -> None:
     """Undo `_join` and the hook of `count_parallel`. With the last engine the backend gets its own methods back."""
     handle.remove()
     if listener.account is account:
@@ -152,7 +152,7 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
 
     Returns what is to be called after every optimizer step. Without such traffic nothing is touched.
     """
-    account = _Account(meter, _fields(engine))
+    account = _ByteAccount(meter, _fields(engine))
     if not account.fields:
         return lambda: None
     backend, listener = comm.cdb, _join(comm.cdb)
@@ -191,16 +191,16 @@ def _fields(engine: Any) -> dict[str, str]:
     return fields
 
 
-def make_survey(engine: Any) -> Survey:
+def make_byte_report(engine: Any) -> ByteReport:
     """What decides whose bytes are reported, and answers on rank 0 alone: the rank that sends most sets the pace.
 
-    Where no model is divided, beyond what ZeRO does, ranks send alike, and these are rank 0's own. Elsewhere the survey
+    Where no model is divided, beyond what ZeRO does, ranks send alike, and these are rank 0's own. Elsewhere the report
     is a collective; of ranks that send as much the first counts.
     """
     first, split = engine.global_rank == 0, tensor_size(engine) > 1
     divided = split or (isinstance(engine, PipelineEngine) and engine.num_stages > 1)
 
-    def survey(sizes: Sizes) -> tuple[int, Sizes] | None:
+    def report(sizes: Sizes) -> tuple[int, Sizes] | None:
         tables = _tables(sizes, engine.device) if divided else [sizes]
         if not first:
             return None
@@ -208,7 +208,7 @@ def make_survey(engine: Any) -> Survey:
         # Nobody can count inside a compiled graph.
         return rank, {**found, "bytes_tensor": None} if split and engine.is_compiled else found
 
-    return survey
+    return report
 
 
 def _tables(sizes: Sizes, device: Any) -> list[Sizes]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from deepspeed_compress.config import Monitor
-from deepspeed_compress.engine.observer import gather_busy
-from deepspeed_compress.engine.parallel import Sizes, Survey
+from deepspeed_compress.engine.observer import gather_busy_times
+from deepspeed_compress.engine.parallel import ByteReport, Sizes
 from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 
@@ -20,23 +20,23 @@ Sink = Callable[[StepStatistics], None]
 class Reporter:
     """Reports every `monitor.every`-th step to its sinks.
 
-    `survey` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks that do
-    not report. Every rank must have the same number of sinks, because some figures are of all ranks. `others_listen`:
-    whether steps are to be measured for others than sinks.
+    `byte_report` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks
+    that do not report. Every rank must have the same number of sinks, because some figures are of all ranks.
+    `others_listen`: whether steps are to be measured for others than sinks.
     """
 
     def __init__(
         self,
         monitor: Monitor,
         meter: Meter,
-        survey: Survey,
+        byte_report: ByteReport,
         device: torch.device,
         others_listen: Callable[[], bool] = lambda: False,
     ) -> None:
         self.sinks: list[Sink] = []
         self._every = monitor.every
         self._meter = meter
-        self._survey = survey
+        self._byte_report = byte_report
         self._device = device
         self._ended: float | None = None
         self._others_listen = others_listen
@@ -59,10 +59,10 @@ class Reporter:
             return
         times = self._meter.milliseconds()
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
-        gathered = gather_busy(busy, self._device)
+        gathered = gather_busy_times(busy, self._device)
         memory, residual_norm = peak_memory(self._device), norm()
         everyone = gathered()
-        found = self._survey(self._meter.sizes())
+        found = self._byte_report(self._meter.sizes())
         if found is None:
             return
         rank, sizes = found

@@ -19,7 +19,7 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.compression.state import OWNED
 from deepspeed_compress.config import CompressConfig, CompressedGradients, ErrorFeedbackConfig
 from deepspeed_compress.engine.exact import ExactWeights
-from deepspeed_compress.engine.observer import Losses, Means
+from deepspeed_compress.engine.observer import Losses, StepMeans
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
@@ -247,7 +247,9 @@ class Session:
         self._settle(finished)
         step, step_ms = finished.step, self._records.reporter.step_ended()
         # A skipped step is shorter than others, and says nothing of them.
-        means = self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else Means()
+        means = (
+            self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else StepMeans()
+        )
         residuals = self._largest_residual(finished) if self.policy.wants_residuals(step) else None
         seen = Observation(step, finished.applied, finished.grad_norm, means.loss, residuals, means.step_ms)
         if self._records.reporter.due(step):
@@ -347,8 +349,8 @@ class Session:
         if self._reductions is None or not isinstance(settings, CompressedGradients):
             return None
         reduction = self._reductions.at(settings, step)
-        if plan.drain:
-            return reduction.draining
+        if plan.flush:
+            return reduction.flushing
         return reduction.plain if plan.dense else reduction.compressed
 
     def _residual_norm(self, finished: FinishedStep) -> float | None:

@@ -35,7 +35,7 @@ class Steps:
         """
         engine, session = self.engine, self.session
         scale, skipped = loss_scale(engine), engine.skipped_steps
-        with self.norms.heard() if self.norms is not None else nullcontext():
+        with self.norms.recording() if self.norms is not None else nullcontext():
             original(lr_kwargs)
         applied = engine.skipped_steps == skipped
         session.meter.bytes_weights += self.weight_bytes() if applied else 0

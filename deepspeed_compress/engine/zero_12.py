@@ -64,7 +64,7 @@ class _Buckets:
         self._ranks: int = optimizer.dp_process_group.size()
         self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
-        self.later = _Later(optimizer) if _may_wait(optimizer) else None
+        self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
         if self.later is not None and _waits_for_backward(engine):
             self.early = EarlyReductions(engine, session, self._partition_of, self._scale)
@@ -131,7 +131,7 @@ def _waits_for_backward(engine: Any) -> bool:
 Count = Callable[[int, torch.dtype], None]
 
 
-class _Later:
+class _DeferredReductions:
     """Reductions under way, and DeepSpeed's `reduce_ipg_grads` that ends with them."""
 
     def __init__(self, optimizer: Any) -> None:

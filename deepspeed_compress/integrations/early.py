@@ -16,7 +16,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from deepspeed_compress.config import SECTION, check_world, expand, parse_section
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from deepspeed_compress.integrations.exchange import exchange
+from deepspeed_compress.integrations.replacing import replace_method
 
 __all__ = ["check_early"]
 
@@ -35,7 +35,7 @@ def check_early() -> Callable[[], None]:
 
         return set_stage_and_offload
 
-    undo.append(exchange(HfDeepSpeedConfig, "set_stage_and_offload", wrap))
+    undo.append(replace_method(HfDeepSpeedConfig, "set_stage_and_offload", wrap))
 
     def undo_all() -> None:
         for action in undo:

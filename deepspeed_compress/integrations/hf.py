@@ -14,8 +14,8 @@ from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
-from deepspeed_compress.integrations.exchange import exchange
 from deepspeed_compress.integrations.install import install
+from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
 
 __all__ = ["CompressionCallback", "attach", "follow_trainers"]
@@ -54,7 +54,7 @@ def follow_trainers() -> Callable[[], None]:
 
         return __init__
 
-    return exchange(Trainer, "__init__", wrap)
+    return replace_method(Trainer, "__init__", wrap)
 
 
 def _configuration(trainer: Trainer) -> dict[str, Any] | None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.integrations.exchange import exchange
 from deepspeed_compress.integrations.install import install
+from deepspeed_compress.integrations.replacing import replace_method
 
 __all__ = ["main"]
 
@@ -103,7 +103,7 @@ def _watch() -> list[str]:
 
         return __init__
 
-    exchange(Session, "__init__", wrap)
+    replace_method(Session, "__init__", wrap)
     return methods
 
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
-from deepspeed_compress.integrations.exchange import exchange
+from deepspeed_compress.integrations.replacing import replace_method
 
 __all__ = ["warn_of_inexact"]
 
@@ -19,7 +19,7 @@ def warn_of_inexact() -> Callable[[], None]:
     Nothing of Accelerate brings them up to date by itself: a program may have other weights in the model just then,
     such as averages, and mean these to be saved.
     """
-    return exchange(Accelerator, "get_state_dict", _warning)
+    return replace_method(Accelerator, "get_state_dict", _warning)
 
 
 def _warning(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -200,7 +200,7 @@ def _vanishing(config: GuardConfig, state: GuardState, norm: float) -> Anomaly |
     return Anomaly(reason, {"grad_norm": norm, "usual": usual})
 
 
-def _swollen(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
+def _residual_growth(config: GuardConfig, state: GuardState, norm: float) -> Anomaly | None:
     usual = _usual(_before(state.residuals, state.odd.get("residual_growth", 0), ENOUGH))
     return _too_large("residual norm", norm, usual, config.residual_growth)
 
@@ -243,7 +243,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         # Where rewards or labels are all alike for a while there is nothing to learn.
         "vanishing": Check("grad_norm", _vanishing, lambda config: config.window),
         "loss_spike": Check("loss", _spike),
-        "residual_growth": Check("residual_norm", _swollen),
+        "residual_growth": Check("residual_norm", _residual_growth),
     }
 )
 """By the key of the configuration that says what is out of the ordinary."""

@@ -21,13 +21,13 @@ __all__ = ["Actions", "Policy", "StepPlan"]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step: settings of `gradients`. `dense`: nothing is compressed, weights included. `drain`: besides,
+    """One optimizer step: settings of `gradients`. `dense`: nothing is compressed, weights included. `flush`: besides,
     what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the step is measured
     for `Policy.adapt`."""
 
     settings: GradientsConfig
     dense: bool = False
-    drain: bool = False
+    flush: bool = False
     sync: bool = False
     probe: bool = False
 
@@ -96,7 +96,7 @@ class Policy:
         stops = off and not self._was_dense
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
-        self._plan = StepPlan(settings, dense=off or sync, drain=stops or sync, sync=sync, probe=probe)
+        self._plan = StepPlan(settings, dense=off or sync, flush=stops or sync, sync=sync, probe=probe)
         return self._plan
 
     def adapt(self, step: int, seen: Measurement) -> None:

@@ -1,7 +1,9 @@
 """Rate-limited hosts: what is limited, and that nothing stays behind."""
 
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,35 @@ def test_an_error_while_hosts_are_made_leaves_nothing() -> None:
     with pytest.raises(ClusterError, match="rate '5 monkeys'"), Cluster(1, "5 monkeys"):
         pass
     assert not _own_namespaces(os.getpid())
+
+
+ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+"""Starts a command as a user who is not root, and may read what this one may."""
+
+
+def _as_program(before: Sequence[str], *command: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the program did, and the namespaces that it has left."""
+    program = [*before, sys.executable, "-m", "deepspeed_compress.tools.bench.hosts", "--rate", "20mbit", "--"]
+    with subprocess.Popen([*program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        output, errors = process.communicate(timeout=120)
+    done = subprocess.CompletedProcess(program, process.returncode, output, errors)
+    return done, _own_namespaces(process.pid)
+
+
+@needs_hosts
+def test_an_ordinary_user_has_hosts_in_a_user_namespace() -> None:
+    if subprocess.run([*ORDINARY, *ORDINARY, "true"], capture_output=True).returncode:
+        pytest.skip("users may not have user namespaces here")
+    run, left = _as_program(ORDINARY, sys.executable, "-c", TRANSFER)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) == pytest.approx(1.0, rel=0.25)
+    assert not left
+
+
+@needs_hosts
+def test_without_root_and_user_namespaces_it_is_said_what_is_missing() -> None:
+    closed = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    closed += ['echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all "$@"', "sh"]
+    run, left = _as_program(closed, "true")
+    assert (run.returncode, left) == (1, [])
+    assert "needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or a kernel that lets users" in run.stderr

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.compression.kernels import implementations
-from deepspeed_compress.compression.kernels.forms import Form
+from deepspeed_compress.compression.kernels.forms import BlockFormat
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.kernels import measure
 from deepspeed_compress.tools.bench.operations import OPERATIONS
@@ -40,10 +40,12 @@ def test_operations_ask_for_what_their_names_say() -> None:
     """Of an implementation that only writes down how it is called."""
     asked: dict[str, tuple[Any, ...]] = {}
 
-    def quantize(x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None) -> None:
+    def quantize(
+        x: Tensor, form: BlockFormat, numbers: Tensor, codes: Tensor, key: Any = None, memory: Any = None
+    ) -> None:
         asked["quantize"] = form.kind, form.bits, codes.numel(), key is not None, memory and memory.after.dtype
 
-    def dequantize(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+    def dequantize(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
         asked["decode"] = form.kind, form.bits, out.dtype
 
     def top_k(rows: Tensor, k: int) -> None:

@@ -11,6 +11,7 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from deepspeed_compress.communication.clipping import ClippingReducer
 from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT
+from deepspeed_compress.communication.hierarchical import HierarchicalReducer
 from deepspeed_compress.communication.payload import PayloadReducer
 from deepspeed_compress.communication.powersgd import PowerSGDReducer
 from deepspeed_compress.communication.reducer import Run, StepClock
@@ -23,7 +24,6 @@ from deepspeed_compress.communication.reduction import (
     Site,
     WeightReduction,
 )
-from deepspeed_compress.communication.two_level import TwoLevelReducer
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import (
     Blockwise,
@@ -275,7 +275,7 @@ def test_transforms_know_the_widths_of_matrices(group: ProcessGroup) -> None:
 
 
 def two_levels(reducer: object) -> tuple[PayloadReducer, PayloadReducer]:
-    assert isinstance(reducer, TwoLevelReducer)
+    assert isinstance(reducer, HierarchicalReducer)
     return reducer.node, payload(reducer.across)
 
 
@@ -321,7 +321,11 @@ def payload_reducers(reducer: object) -> Iterator[PayloadReducer]:
     """Those that `reducer` is made of."""
     if isinstance(reducer, PayloadReducer):
         yield reducer
-    parts = {TwoLevelReducer: ("node", "across"), PowerSGDReducer: ("others", "factors"), ClippingReducer: ("reducer",)}
+    parts = {
+        HierarchicalReducer: ("node", "across"),
+        PowerSGDReducer: ("others", "factors"),
+        ClippingReducer: ("reducer",),
+    }
     for part in parts.get(type(reducer), ()):
         yield from payload_reducers(getattr(reducer, part))
 
@@ -353,7 +357,7 @@ def test_every_message_has_these(groups: Groups, gradients: dict[str, Any], dtyp
 
 def test_a_round_has_about_a_million_elements_for_each_rank_by_default(groups: Groups) -> None:
     compressed = build(groups, section({"hierarchy": {"ranks_per_node": 2}})).compressed
-    assert isinstance(compressed, TwoLevelReducer)
+    assert isinstance(compressed, HierarchicalReducer)
     for reducer in payload_reducers(compressed):
         assert reducer.chunk_numel == CHUNK_NUMEL * reducer.group.size()
 
@@ -363,7 +367,7 @@ def test_the_plain_reducer_compresses_nothing(groups: Groups, gradients: dict[st
     levels = groups if "hierarchy" in gradients else Groups(groups.whole)
     reduction = build(levels, section(gradients))
     assert reduction.at(0).plain.group is groups.whole
-    assert isinstance(reduction.plain, TwoLevelReducer) == ("hierarchy" in gradients)
+    assert isinstance(reduction.plain, HierarchicalReducer) == ("hierarchy" in gradients)
     for reducer in payload_reducers(reduction.plain):
         assert codecs(reducer) == (Codec(Cast(FP32)),)
         assert {channel_of(reducer, name) for name in SHAPES} == {RAW}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
-from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.properties import properties
 
 ROOT = Path(__file__).parents[2]
@@ -22,16 +22,16 @@ CPU = torch.device("cpu")
 cpu = implementations(CPU)["cpu"]
 
 FORMS = {
-    "int8": Form("absmax", 127, 8, 256),
-    "int4": Form("absmax", 7, 4, 64),
-    "int4, blocks of half bytes": Form("absmax", 7, 4, 33),
-    "ternary": Form("absmax", 1, 2, 32),
-    "3 bits": Form("absmax", 3, 3, 24),
-    "qsgd": Form("norm", 7, 4, 64),
-    "qsgd of 5 bits": Form("norm", 15, 5, 50),
-    "sign": Form("mean", 1, 1, 64),
-    "sign, blocks of odd size": Form("mean", 1, 1, 7),
-    "four levels": Form("lloyd", 4, 2, 64),
+    "int8": BlockFormat("absmax", 127, 8, 256),
+    "int4": BlockFormat("absmax", 7, 4, 64),
+    "int4, blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
+    "ternary": BlockFormat("absmax", 1, 2, 32),
+    "3 bits": BlockFormat("absmax", 3, 3, 24),
+    "qsgd": BlockFormat("norm", 7, 4, 64),
+    "qsgd of 5 bits": BlockFormat("norm", 15, 5, 50),
+    "sign": BlockFormat("mean", 1, 1, 64),
+    "sign, blocks of odd size": BlockFormat("mean", 1, 1, 7),
+    "four levels": BlockFormat("lloyd", 4, 2, 64),
 }
 SIZES = (1, 5, 64, 65, 300, 1000)
 
@@ -57,7 +57,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def encoded(
-    ops: object, x: Tensor, form: Form, dtype: torch.dtype, key: int | None, memory: ResidualBuffers | None
+    ops: object, x: Tensor, form: BlockFormat, dtype: torch.dtype, key: int | None, memory: ResidualBuffers | None
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
@@ -69,7 +69,7 @@ def encoded(
 @pytest.mark.parametrize("key", [None, 2**63 + 12345])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes(form: Form, dtype: torch.dtype, key: int | None) -> None:
+def test_scales_and_codes(form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(cpu, x, form, dtype, key, None)
@@ -81,7 +81,7 @@ def test_scales_and_codes(form: Form, dtype: torch.dtype, key: int | None) -> No
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_memory(form: Form, dtype: torch.dtype, decay: float) -> None:
+def test_memory(form: BlockFormat, dtype: torch.dtype, decay: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             before, given_x = torch.linspace(-1, 1, numel).to(dtype), x.clone()
@@ -109,7 +109,7 @@ def test_memory_may_be_updated_in_place(dtype: torch.dtype) -> None:
 def test_a_finite_remainder_stays_finite() -> None:
     x, after = torch.full((8,), torch.finfo(torch.float32).max), torch.empty(8, dtype=torch.bfloat16)
     x[0] = -1.0
-    form = Form("mean", 1, 1, 8)
+    form = BlockFormat("mean", 1, 1, 8)
     for ops in (cpu, reference):
         encoded(ops, x, form, torch.float32, None, ResidualBuffers(torch.zeros_like(after), 1.0, after))
         assert after.isfinite().all()
@@ -117,7 +117,7 @@ def test_a_finite_remainder_stays_finite() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1 / 3])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding(form: Form, scale: float) -> None:
+def test_decoding(form: BlockFormat, scale: float) -> None:
     for numel in SIZES:
         for x in inputs(numel, numel):
             numbers, codes = encoded(reference, x, form, torch.float32, None, None)

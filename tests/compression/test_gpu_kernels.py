@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
-from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
 
 pytestmark = [
@@ -25,24 +25,24 @@ pytestmark = [
 ]
 
 FORMS = {
-    "int8": Form("absmax", 127, 8, 256),
-    "int4": Form("absmax", 7, 4, 64),
-    "int4, blocks of one program": Form("absmax", 7, 4, 4096),
-    "ternary": Form("absmax", 1, 2, 32),
-    "qsgd": Form("norm", 7, 4, 64),
-    "qsgd of 8 bits": Form("norm", 127, 8, 1024),
-    "sign": Form("mean", 1, 1, 64),
-    "sign, blocks of one program": Form("mean", 1, 1, 4096),
-    "sign, a byte a block": Form("mean", 1, 1, 8),
-    "four levels": Form("lloyd", 4, 2, 64),
-    "four levels, long blocks": Form("lloyd", 4, 2, 2048),
+    "int8": BlockFormat("absmax", 127, 8, 256),
+    "int4": BlockFormat("absmax", 7, 4, 64),
+    "int4, blocks of one program": BlockFormat("absmax", 7, 4, 4096),
+    "ternary": BlockFormat("absmax", 1, 2, 32),
+    "qsgd": BlockFormat("norm", 7, 4, 64),
+    "qsgd of 8 bits": BlockFormat("norm", 127, 8, 1024),
+    "sign": BlockFormat("mean", 1, 1, 64),
+    "sign, blocks of one program": BlockFormat("mean", 1, 1, 4096),
+    "sign, a byte a block": BlockFormat("mean", 1, 1, 8),
+    "four levels": BlockFormat("lloyd", 4, 2, 64),
+    "four levels, long blocks": BlockFormat("lloyd", 4, 2, 2048),
 }
 OTHER_FORMS = {
-    "blocks of half bytes": Form("absmax", 7, 4, 33),
-    "no power of two": Form("absmax", 7, 4, 96),
-    "3 bits": Form("absmax", 3, 3, 64),
-    "less than a byte a block": Form("mean", 1, 1, 4),
-    "long blocks": Form("absmax", 127, 8, 8192),
+    "blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
+    "no power of two": BlockFormat("absmax", 7, 4, 96),
+    "3 bits": BlockFormat("absmax", 3, 3, 64),
+    "less than a byte a block": BlockFormat("mean", 1, 1, 4),
+    "long blocks": BlockFormat("absmax", 127, 8, 8192),
 }
 KEY = 2**63 + 0x9876543210
 NUMEL = 5000
@@ -83,13 +83,13 @@ def units_apart(some: Tensor, others: Tensor) -> Tensor:
     return (some.nan_to_num(7.0).view(integers).long() - others.nan_to_num(7.0).view(integers).long()).abs()
 
 
-def room(numel: int, form: Form, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def room(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where numbers and codes go, with bytes to spare and nothing cleared."""
     numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
     return numbers, torch.full((-(-numel * form.bits // 8) + 3,), 0xFF, dtype=torch.uint8, device=device)
 
 
-def given(form: Form, numel: int, numbers: Tensor) -> dict[str, object]:
+def given(form: BlockFormat, numel: int, numbers: Tensor) -> dict[str, object]:
     """The kinds of `reference`, where that of `form` gets its scales from `numbers`."""
     parts = iter(numbers[blocks].float() for blocks, _, _ in reference._blocks(numel, form.block_size))
     kind = replace(reference._KINDS[form.kind], scales=lambda *_: next(parts))
@@ -97,7 +97,7 @@ def given(form: Form, numel: int, numbers: Tensor) -> dict[str, object]:
 
 
 def check_encoding(
-    device: torch.device, numel: int, form: Form, dtype: torch.dtype, key: int | None, memory: torch.dtype | None
+    device: torch.device, numel: int, form: BlockFormat, dtype: torch.dtype, key: int | None, memory: torch.dtype | None
 ) -> None:
     """Scales are off by one unit of the last place at most; given them, all bits are the same."""
     from deepspeed_compress.compression.kernels import gpu
@@ -125,13 +125,13 @@ def check_encoding(
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_scales_and_codes(run: Runner, form: Form, dtype: torch.dtype, key: int | None) -> None:
+def test_scales_and_codes(run: Runner, form: BlockFormat, dtype: torch.dtype, key: int | None) -> None:
     run(check_encoding, NUMEL, form, dtype, key, None)
 
 
 @pytest.mark.parametrize("memory", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_memory(run: Runner, form: Form, memory: torch.dtype) -> None:
+def test_memory(run: Runner, form: BlockFormat, memory: torch.dtype) -> None:
     run(check_encoding, NUMEL, form, torch.float32, KEY, memory)
 
 
@@ -142,12 +142,12 @@ def test_short_blocks_and_whole_programs(run: Runner, name: str, numel: int) -> 
 
 
 @pytest.mark.parametrize("form", OTHER_FORMS.values(), ids=OTHER_FORMS)
-def test_other_forms(run: Runner, form: Form) -> None:
+def test_other_forms(run: Runner, form: BlockFormat) -> None:
     run(check_encoding, NUMEL, form, torch.float32, KEY, torch.bfloat16)
     run(check_decoding, NUMEL, form, torch.float32)
 
 
-def check_who_encodes(device: torch.device, form: Form) -> bool:
+def check_who_encodes(device: torch.device, form: BlockFormat) -> bool:
     from deepspeed_compress.compression.kernels import gpu
 
     x, results = torch.randn(300, device=device), room(300, form, torch.float32, device)
@@ -201,7 +201,7 @@ def test_views(run: Runner) -> None:
     run(check_views)
 
 
-def check_decoding(device: torch.device, numel: int, form: Form, dtype: torch.dtype) -> None:
+def check_decoding(device: torch.device, numel: int, form: BlockFormat, dtype: torch.dtype) -> None:
     """Any bytes, the padding too, and scales that are not finite, denormal, huge."""
     from deepspeed_compress.compression.kernels import gpu
 
@@ -220,7 +220,7 @@ def check_decoding(device: torch.device, numel: int, form: Form, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_decoding(run: Runner, form: Form, dtype: torch.dtype) -> None:
+def test_decoding(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
     for numel in (1, 65, 4096, NUMEL):
         run(check_decoding, numel, form, dtype)
 
@@ -359,7 +359,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
         assert not warm or torch.cuda.max_memory_allocated() == before
 
 
-def start_block_kernels(form: Form, dtype: torch.dtype, memory: torch.dtype, numel: int) -> None:
+def start_block_kernels(form: BlockFormat, dtype: torch.dtype, memory: torch.dtype, numel: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
     x, after = torch.zeros(numel), torch.zeros(numel, dtype=memory)
@@ -380,7 +380,7 @@ def start_other_kernels() -> None:
     gpu.unpack_bits(packed, 11, 1024)
 
 
-def check_compiled_blocks(capability: int, form: Form, dtype: torch.dtype, memory: torch.dtype) -> None:
+def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, memory: torch.dtype) -> None:
     # An odd number of elements: the last program alone may load fewer bytes at once.
     kernels = ptx_of(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
     assert [name for name, _ in kernels] == ["encode", "decode"]

@@ -223,7 +223,7 @@ def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict,
 
 
 def test_memories_with_owners_go_to_the_new_owners(tmp_path):
-    """Means: every rank loads all, and the first step leaves each element on the rank that owns it now."""
+    """StepMeans: every rank loads all, and the first step leaves each element on the rank that owns it now."""
     section = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
     saved = run_forks(4, save, str(tmp_path), section, 0)
     results = run_forks(2, train_on_after_load, str(tmp_path), section)

@@ -51,7 +51,7 @@ def watch(engine: Any) -> tuple[list[int], list[bool]]:
 def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
     engine = start(job)
     if not early:
-        reductions(engine)._trust.patience = 10**9
+        reductions(engine)._history.patience = 10**9
     under_way, agreed = watch(engine)
     losses = program(engine, rank, job)
     seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed)

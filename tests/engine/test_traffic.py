@@ -169,13 +169,13 @@ def surveyed(engine: Any) -> list[Sizes]:
     """Will hold what this rank has counted, an entry a measured step."""
     counted: list[Sizes] = []
     reporter = engine.compression._records.reporter
-    survey = reporter._survey
+    survey = reporter._byte_report
 
     def noted(sizes: Sizes) -> Any:
         counted.append(dict(sizes))
         return survey(sizes)
 
-    reporter._survey = noted
+    reporter._byte_report = noted
     return counted
 
 

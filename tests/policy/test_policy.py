@@ -156,14 +156,14 @@ def test_anomalies_switch_compression_off_and_it_returns_by_steps(seen: dict[str
     assert brief(run.go(times - 1, **seen).settings if times > 1 else run.plan.settings) == "blockwise bits=4"
     assert not run.events
     plan = run.go(**seen)
-    assert (plan.settings.method, plan.drain) == ("none", True)
+    assert (plan.settings.method, plan.flush) == ("none", True)
     assert run.duties.check_residuals
     [event] = run.events
     assert event.kind == "anomaly"
     assert words in event.reason
     assert (event.before, event.after) == ("blockwise bits=4", "none")
     assert brief(run.go(2).settings) == "none"
-    assert not run.plan.drain
+    assert not run.plan.flush
     assert brief(run.go(1).settings) == "blockwise bits=8"
     assert brief(run.go(3).settings) == "blockwise bits=4"
     assert run.kinds == ["anomaly", "return", "return"]
@@ -286,7 +286,7 @@ def test_full_synchronisation_comes_every_n_steps() -> None:
     run = Run(full_sync_every=4)
     plans = [run.plan, *(run.go() for _ in range(11))]
     assert [step for step, plan in enumerate(plans) if plan.sync] == [3, 7, 11]
-    assert all(plan.drain == plan.sync for plan in plans)
+    assert all(plan.flush == plan.sync for plan in plans)
     assert [(event.kind, event.step) for event in run.events] == [("full_sync", 4), ("full_sync", 8)]
 
 

@@ -243,7 +243,7 @@ class _Sender:
     def send(self, flat: Tensor, kept: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
         """What arrives of `flat`, and what is kept then."""
         if plan.dense:
-            return (flat + kept, torch.zeros_like(kept)) if plan.drain else (flat, kept)
+            return (flat + kept, torch.zeros_like(kept)) if plan.flush else (flat, kept)
         compressor, whole = plan.settings.compressor(), flat + kept
         payload, arrived = (
             torch.empty(compressor.payload_bytes(whole.numel()), dtype=torch.uint8),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "Remembering", "aligned", "message_key", "random_key"]
+__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "FusedFeedback", "aligned", "message_key", "random_key"]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
@@ -39,10 +39,10 @@ class Compressor(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class FusedFeedback(Protocol):
     """A compressor that does the work of error feedback in the same pass."""
 
-    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
         """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
 
 

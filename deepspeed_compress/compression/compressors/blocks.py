@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
-from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers, fitted
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, fitted
 
 __all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantizer", "fitted"]
 
@@ -75,7 +75,7 @@ class FormQuantizer(BlockQuantizer):
 
     @property
     @abstractmethod
-    def form(self) -> Form:
+    def form(self) -> BlockFormat:
         """Of blocks, scales and codes."""
 
     @property
@@ -85,8 +85,8 @@ class FormQuantizer(BlockQuantizer):
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         self._encode(x, out, key, None)
 
-    def compress_remembering(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
-        """See `Remembering`."""
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+        """See `FusedFeedback`."""
         self._encode(x, out, key, memory)
 
     def _encode(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers | None) -> None:

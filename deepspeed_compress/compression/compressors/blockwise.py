@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
-from deepspeed_compress.compression.kernels.forms import OUTER, Form
+from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat
 
 __all__ = ["Blockwise"]
 
@@ -43,7 +43,7 @@ class Blockwise(FormQuantizer):
         return int(2 ** (self.bits - 1)) - 1
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BlockFormat:
         if self.bits == 2 and not self.stochastic:
-            return Form("lloyd", OUTER, 2, self.block_size)
-        return Form("absmax", self.levels, self.bits, self.block_size)
+            return BlockFormat("lloyd", OUTER, 2, self.block_size)
+        return BlockFormat("absmax", self.levels, self.bits, self.block_size)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
-from deepspeed_compress.compression.kernels.forms import Form
+from deepspeed_compress.compression.kernels.forms import BlockFormat
 
 __all__ = ["QSGD"]
 
@@ -29,5 +29,5 @@ class QSGD(FormQuantizer):
         return True
 
     @property
-    def form(self) -> Form:
-        return Form("norm", self.levels, (2 * self.levels).bit_length(), self.block_size)
+    def form(self) -> BlockFormat:
+        return BlockFormat("norm", self.levels, (2 * self.levels).bit_length(), self.block_size)

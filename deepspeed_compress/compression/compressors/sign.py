@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
-from deepspeed_compress.compression.kernels.forms import Form
+from deepspeed_compress.compression.kernels.forms import BlockFormat
 
 __all__ = ["Sign"]
 
@@ -22,5 +22,5 @@ class Sign(FormQuantizer):
     block_size: int = 256
 
     @property
-    def form(self) -> Form:
-        return Form("mean", 1, 1, self.block_size)
+    def form(self) -> BlockFormat:
+        return BlockFormat("mean", 1, 1, self.block_size)

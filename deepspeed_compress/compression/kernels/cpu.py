@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.compiled import load_library
-from deepspeed_compress.compression.kernels.forms import OUTER, Form, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dequantize_rows_add,
     pack_codes,
@@ -106,7 +106,12 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
+    x: Tensor,
+    form: BlockFormat,
+    numbers: Tensor,
+    codes: Tensor,
+    key: int | None = None,
+    memory: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`: one pass over `x` and the memory."""
     factor = {"absmax": form.levels, "norm": form.levels, "mean": 1, "lloyd": OUTER}[form.kind]
@@ -124,7 +129,7 @@ def _memory(memory: ResidualBuffers) -> tuple[int, int, float, int]:
     return _TYPES[memory.before.dtype], _at(memory.before), memory.decay, _at(memory.after)
 
 
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """See `reference.dequantize_blocks_add`."""
     _LIBRARY.compress_dequantize_add(
         *(_at(numbers), _TYPES[numbers.dtype], _at(codes), out.numel()),

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["OUTER", "Form", "ResidualBuffers", "fitted", "scale_limit"]
+__all__ = ["OUTER", "BlockFormat", "ResidualBuffers", "fitted", "scale_limit"]
 
 OUTER = 4
 """The outer of the four levels of kind "lloyd", in units of the scale."""
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockFormat:
     """Blocks of `block_size` elements, the last one shorter; a scale s a block, a code of `bits` bits an element.
 
     Kinds: "absmax": s = max|x| / `levels`, codes round(x / s) in two's complement. "norm": s = ||x||_2 / `levels`,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, gpu_select, reference
-from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dct_tiles,
     dequantize_rows_add,
@@ -48,7 +48,7 @@ _LONGEST_ROW = 8192
 _WIDEST = 16
 
 
-def _covers(form: Form) -> bool:
+def _covers(form: BlockFormat) -> bool:
     """Whether blocks of `form` are encoded here: a power of two up to 4096 of elements, which fill whole bytes."""
     size = form.block_size
     return 8 % form.bits == 0 and size & (size - 1) == 0 and 8 // form.bits <= size <= _LONGEST_BLOCK
@@ -139,7 +139,12 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
+    x: Tensor,
+    form: BlockFormat,
+    numbers: Tensor,
+    codes: Tensor,
+    key: int | None = None,
+    memory: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`."""
     # Without a memory its places in the launch are taken by x, which is not written then.
@@ -161,7 +166,7 @@ def quantize_blocks(
     return None
 
 
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """See `reference.dequantize_blocks_add`."""
     if not _covers(form) or not _flat(numbers, codes, out):
         return reference.dequantize_blocks_add(numbers, codes, form, out, scale)
@@ -183,7 +188,7 @@ def _warps(tile: int) -> int:
     return max(4, tile // _PER_WARP)
 
 
-def _group(form: Form) -> tuple[int, int]:
+def _group(form: BlockFormat) -> tuple[int, int]:
     """Blocks, and elements, of a program."""
     group = max(1, _TILE // form.block_size)
     return group, group * form.block_size

@@ -33,7 +33,7 @@ def _fitted(scales, limit: tl.constexpr):
 
 @triton.jit
 def _scales(rows, widths, limit: tl.constexpr, kind: tl.constexpr, levels: tl.constexpr):
-    """A scale (fp32) a row of `rows` (fp32, 0 beyond their end), whose elements are `widths`; see `Form`."""
+    """A scale (fp32) a row of `rows` (fp32, 0 beyond their end), whose elements are `widths`; see `BlockFormat`."""
     magnitudes = rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if kind == "absmax":
         # As integers, in the order of which NaN is the largest.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import OUTER, Form, ResidualBuffers, fitted
+from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat, ResidualBuffers, fitted
 from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
 from deepspeed_compress.compression.kernels.reference_bits import pack_bits, pack_codes, unpack_bits, unpack_codes
 
@@ -156,7 +156,12 @@ def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, 
 
 
 def quantize_blocks(
-    x: Tensor, form: Form, numbers: Tensor, codes: Tensor, key: int | None = None, memory: ResidualBuffers | None = None
+    x: Tensor,
+    form: BlockFormat,
+    numbers: Tensor,
+    codes: Tensor,
+    key: int | None = None,
+    memory: ResidualBuffers | None = None,
 ) -> None:
     """Scales of the blocks of `x` (flat fp32 [n], not changed) to `numbers` (fp32, bf16 or fp16 [blocks]), and packed
     codes to `codes` (uint8; what is not needed of it becomes 0).
@@ -181,7 +186,7 @@ def quantize_blocks(
         cast(x, memory.after)
 
 
-def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: Form, out: Tensor, scale: float) -> None:
+def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """`out` (flat fp32 [n]) += `scale` times what `quantize_blocks` encoded: s * `scale` first, then times the code."""
     values, scales = unpack_codes(codes, form.bits, out.numel()), numbers.to(torch.float32)
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):

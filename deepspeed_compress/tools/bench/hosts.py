@@ -2,7 +2,8 @@
 
 Each host has an interface eth0; what it sends and what it receives each pass a token-bucket filter of the same rate,
 so a link is full duplex. One process runs on each host, with the environment that the deepspeed launcher sets.
-Everything is taken down at the end, also after errors and signals. Needs Linux, root, iproute2 and util-linux.
+Everything is taken down at the end, also after errors and signals. Needs Linux, iproute2, procps and util-linux, and
+root; the program makes do with a user namespace of its own, where the kernel allows users to have one.
 
 From Python:
 
@@ -34,6 +35,7 @@ from deepspeed_compress.tools.bench.links import (
     ClusterError,
     check_machine,
     clean,
+    enter_user_namespace,
     ip,
     run_tool,
     set_rate,
@@ -139,9 +141,9 @@ class Cluster:
         return Run(exit_codes, outputs, time.monotonic() - begin, failure)
 
     def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        core = str(host % (os.cpu_count() or 1))
+        cores = sorted(os.sched_getaffinity(0))
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespaces[host], "taskset", "-c", core, *command],
+            ["ip", "netns", "exec", self.namespaces[host], "taskset", "-c", str(cores[host % len(cores)]), *command],
             env=os.environ | self._environment(host) | dict(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -220,6 +222,7 @@ def main() -> int:
     parser.add_argument("--clean", action="store_true", help="delete what killed runs have left, and end")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args()
+    enter_user_namespace([sys.executable, "-m", __spec__.name, *sys.argv[1:]])
     if bool(options.command) == options.clean:
         parser.error("write a command after --, or --clean")
     try:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ __all__ = [
     "bits_per_second",
     "check_machine",
     "clean",
+    "enter_user_namespace",
     "ip",
     "run_tool",
     "set_own_rate",
@@ -34,7 +36,7 @@ UNLIMITED = "none"
 HOSTS_VARIABLE = "DS_COMPRESS_HOSTS"
 """Of the environment of a process on an emulated host: how the namespaces of its cluster begin."""
 
-TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"})
+TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "taskset": "util-linux"})
 _CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
 """Bits of linux/capability.h."""
 _UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
@@ -50,12 +52,32 @@ def check_machine() -> None:
         raise ClusterError(f"emulated hosts need Linux (network namespaces), this is {sys.platform}")
     missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
-        raise ClusterError(f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2")
-    if lacking := [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]:
         raise ClusterError(
-            f"making network namespaces needs root ({' and '.join(lacking)}); run the command again with sudo, "
-            "in a container with --privileged"
+            f"not found: {', '.join(missing)}; install them, for example: apt-get install iproute2 procps"
         )
+    if lacking := _lacking():
+        raise ClusterError(
+            f"making network namespaces needs root ({' and '.join(lacking)}), or a kernel that lets users have user "
+            "namespaces; run the command again with sudo, in a container with --privileged"
+        )
+
+
+def enter_user_namespace(program: Sequence[str]) -> None:
+    """Without root: start `program` in place of this one, as root of a user namespace, which may make hosts.
+
+    Its /run is its own, so the kernel takes the hosts away with its last process. Returns where there is nothing to
+    gain: for root, and where the kernel or a missing tool does not allow it.
+    """
+    unshare = ("unshare", "--user", "--map-root-user", "--mount", "--net")
+    if shutil.which("unshare") is None or not _lacking():
+        return
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+        os.execvp("unshare", [*unshare, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh", *program])
+
+
+def _lacking() -> list[str]:
+    """Capabilities that making hosts takes, and that this process does not have."""
+    return [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
 
 
 def _effective_capabilities() -> int:

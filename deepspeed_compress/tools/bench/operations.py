@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import Form, ResidualBuffers
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 
 __all__ = ["BLOCK", "OPERATIONS", "Operation"]
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
 KEY = 0x1234_5678_9ABC_DEF0
-INT8, INT4, SIGN = Form("absmax", 127, 8, BLOCK), Form("absmax", 7, 4, BLOCK), Form("mean", 1, 1, BLOCK)
+INT8, INT4, SIGN = (
+    BlockFormat("absmax", 127, 8, BLOCK),
+    BlockFormat("absmax", 7, 4, BLOCK),
+    BlockFormat("mean", 1, 1, BLOCK),
+)
 
 Kernels = Any
 """A module of `deepspeed_compress.compression.kernels` that implements the operations."""
@@ -31,7 +35,7 @@ class Operation:
 
 
 def _quantize(
-    form: Form, kernels: Kernels, x: Tensor, stochastic: bool = False, memory: torch.dtype | None = None
+    form: BlockFormat, kernels: Kernels, x: Tensor, stochastic: bool = False, memory: torch.dtype | None = None
 ) -> Callable[[], object]:
     """Scales and packed codes of `x`, with error feedback in `memory` besides."""
     numbers, codes = _message(form, x)
@@ -41,7 +45,7 @@ def _quantize(
     return lambda: kernels.quantize_blocks(x, form, numbers, codes, key=key, memory=feedback)
 
 
-def _dequantize(form: Form, kernels: Kernels, x: Tensor) -> Callable[[], object]:
+def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], object]:
     """Adding a message of as many elements as `x` to a sum."""
     numbers, codes = _message(form, x)
     kernels.quantize_blocks(x, form, numbers, codes)
@@ -49,7 +53,7 @@ def _dequantize(form: Form, kernels: Kernels, x: Tensor) -> Callable[[], object]
     return lambda: kernels.dequantize_blocks_add(numbers, codes, form, total, 0.5)
 
 
-def _message(form: Form, x: Tensor) -> tuple[Tensor, Tensor]:
+def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the scales and the codes of `x`."""
     numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
     return numbers, torch.empty(-(-x.numel() * form.bits // 8), dtype=torch.uint8, device=x.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations import run
-from deepspeed_compress.integrations.exchange import exchange
+from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.tools.tune.files import TRIAL, Task
 
@@ -120,9 +120,9 @@ def main(arguments: Sequence[str]) -> None:
     Raises ConfigError when the program ends before, or DeepSpeed gets another configuration than the trial's.
     """
     follower = Follower()
-    exchange(DeepSpeedEngine, "backward", functools.partial(_with_loss, follower))
-    exchange(DeepSpeedEngine, "step", functools.partial(_with_end, follower))
-    exchange(PipelineEngine, "train_batch", functools.partial(_with_both, follower))
+    replace_method(DeepSpeedEngine, "backward", functools.partial(_with_loss, follower))
+    replace_method(DeepSpeedEngine, "step", functools.partial(_with_end, follower))
+    replace_method(PipelineEngine, "train_batch", functools.partial(_with_both, follower))
     run.main(arguments)
     done, wanted = (follower.recorder.steps, follower.recorder.task.steps) if follower.recorder else (0, None)
     if done != wanted:

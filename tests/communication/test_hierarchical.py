@@ -10,10 +10,10 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.communication.exchange import Link
+from deepspeed_compress.communication.hierarchical import HierarchicalReducer
 from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.payload import PayloadReducer
 from deepspeed_compress.communication.reducer import Run, StepClock
-from deepspeed_compress.communication.two_level import TwoLevelReducer
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
@@ -43,7 +43,7 @@ def run_nodes(
     locals_: int,
     inside: Compressor,
     between: Compressor,
-    work: Callable[[TwoLevelReducer, int], T],
+    work: Callable[[HierarchicalReducer, int], T],
     feedback: bool = False,
     chunk_numel: int | None = None,
 ) -> list[T]:
@@ -58,7 +58,7 @@ def run_nodes(
         levels = [
             payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
         ]
-        return work(TwoLevelReducer(whole, *levels), rank)
+        return work(HierarchicalReducer(whole, *levels), rank)
 
     return run_threads(nodes * locals_, on_rank)
 
@@ -83,7 +83,7 @@ def test_exact_levels_sum_over_all_ranks(
     buckets = [integers(rank, partition.numel, dtype) for rank in range(ranks)]
     total = sum(bucket.float() for bucket in buckets) * 0.5
 
-    def work(reducer: TwoLevelReducer, rank: int) -> tuple[Tensor, Tensor]:
+    def work(reducer: HierarchicalReducer, rank: int) -> tuple[Tensor, Tensor]:
         scattered, everywhere = buckets[rank].clone(), buckets[rank].clone()
         reducer.reduce_scatter(scattered, partition, 0.5)
         reducer.all_reduce(everywhere, partition, 0.5)
@@ -103,7 +103,7 @@ def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> 
     """Random rounding too: what comes back inside a node is drawn alike on every node."""
     partition = interleaved(nodes * locals_)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> list[Tensor]:
+    def work(reducer: HierarchicalReducer, rank: int) -> list[Tensor]:
         results = []
         for step in range(4):
             reducer.node.run.clock.begin(step)
@@ -123,7 +123,7 @@ def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> No
     partition, steps = interleaved(2 * locals_), 30
     gradients = [torch.randn(partition.numel, generator=torch.Generator().manual_seed(r)) for r in range(2 * locals_)]
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         total = torch.zeros(partition.numel)
         for step in range(steps):
             reducer.node.run.clock.begin(step)
@@ -143,7 +143,7 @@ def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
     """Ranks of one node have parts of different size, hence different numbers of rounds between nodes."""
     partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         bucket = torch.zeros(partition.numel)
         for _ in range(2):
             bucket = integers(rank, partition.numel)
@@ -158,7 +158,7 @@ def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
     """Their mean is in the range of fp16, the sum over a node is not."""
     partition, fp16 = even_partition([("w", 12)], 4), Cast(torch.float16)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> Tensor:
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
         bucket = torch.full((12,), 60000.0, dtype=torch.float16)
         reducer.all_reduce(bucket, partition, 0.25)
         return bucket
@@ -171,7 +171,7 @@ def test_less_crosses_the_link_between_nodes() -> None:
     """2 nodes of 3: a rank sends a sixth of the bucket across, where one level sends a sixth to each of 3 ranks."""
     partition = even_partition([("w", 600)], 6)
 
-    def work(reducer: TwoLevelReducer, rank: int) -> int:
+    def work(reducer: HierarchicalReducer, rank: int) -> int:
         reducer.reduce_scatter(torch.ones(600), partition, 1.0)
         return reducer.across.run.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
 

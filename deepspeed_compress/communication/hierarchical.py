@@ -15,7 +15,7 @@ from deepspeed_compress.communication.reducer import Pending, Reducer, reduce_at
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 
-__all__ = ["TwoLevelReducer"]
+__all__ = ["HierarchicalReducer"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> 
     )
 
 
-class TwoLevelReducer:
+class HierarchicalReducer:
     """Reduces over `group`, whose rank is `local + node * ranks_per_node`.
 
     `node` reduces over the ranks of one node, in their order; `across` over the ranks with the same local rank, one a

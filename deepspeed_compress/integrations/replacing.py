@@ -7,12 +7,14 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["exchange"]
+__all__ = ["replace_method"]
 
 _OURS = "_compress_original"
 
 
-def exchange(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+def replace_method(
+    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
     """Replace the method `name` of `owner` by `wrap(method)`, once; its signature stays. Returns what undoes it."""
     original = getattr(owner, name)
     if hasattr(original, _OURS):

@@ -11,13 +11,13 @@ import warnings
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["look_when_leaving"]
+__all__ = ["warn_at_exit"]
 
 SECTION = "deepspeed_compress"
 """As in `config`, which need not be loaded for this."""
 
 
-def look_when_leaving() -> None:
+def warn_at_exit() -> None:
     """Warn (CompressWarning) at the end of a program that has made engines, and never used an entry point of ours."""
     atexit.register(_look)
 
