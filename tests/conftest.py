@@ -24,8 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(DAY, str(today()))
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):
+def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
+    """Ranks write to where the server does, so it starts early, and where pytest captures."""
+    if hasattr(parent.config, "workerinput"):
         warm_up()
 
 
