@@ -4,6 +4,7 @@ Importing the package is light: torch and deepspeed are loaded when an entry poi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -40,10 +41,19 @@ _LOADED_ON_USE = MappingProxyType(
 )
 """Entry points, and the modules that they are in."""
 
+NEEDED_TO_TRAIN = ("deepspeed", "numpy", "packaging", "safetensors", "torch")
+INSTALL_TO_TRAIN = 'pip install "deepspeed-compress[train]"'
+
 
 def __getattr__(name: str) -> Any:
-    """Entry points, imported on first use."""
+    """Entry points, imported on first use. ImportError where only what reads files is installed."""
     if name in _LOADED_ON_USE:
+        missing = [package for package in NEEDED_TO_TRAIN if find_spec(package) is None]
+        if missing:
+            raise ImportError(
+                f"deepspeed_compress.{name} needs {', '.join(missing)}, which this environment does not have; write: "
+                f"{INSTALL_TO_TRAIN}"
+            )
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

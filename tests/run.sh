@@ -30,5 +30,6 @@ fi
 ruff check .
 ruff format --check .
 mypy
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 [ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

@@ -1,12 +1,11 @@
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
 
 from deepspeed_compress.cli import COMMANDS, main
 from deepspeed_compress.config import SECTION, json_schema
+from deepspeed_compress.tools import report
 
 
 @pytest.fixture
@@ -85,14 +84,13 @@ def test_report_calls_the_writer(
 ) -> None:
     calls: list[tuple[object, ...]] = []
 
-    def write_report(runs: object, output: Path) -> tuple[Path, Path]:
+    def write_report(runs: object, output: Path) -> list[Path]:
         calls.append((runs, output))
-        return output / "report.html", output / "report.png"
+        return [output / "report.html", output / "report.png"]
 
-    module = types.SimpleNamespace(
-        load_runs=lambda run_dir, baseline: [baseline, run_dir], write_report=write_report, print_table=calls.append
-    )
-    monkeypatch.setitem(sys.modules, "deepspeed_compress.tools.report", module)
+    monkeypatch.setattr(report, "load_runs", lambda run_dir, baseline: [baseline, run_dir])
+    monkeypatch.setattr(report, "write_report", write_report)
+    monkeypatch.setattr(report, "print_table", calls.append)
     assert main(["report", "run", *options]) == 0
     runs = [baseline and Path(baseline), Path("run")]
     assert calls == [(runs, Path(output)), runs]

@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 
 import deepspeed_compress
 from deepspeed_compress import errors
+from deepspeed_compress.cli import COMMANDS
+from tests.support.runs import long_run
 
 NAMES = [
     "CompressError",
@@ -29,14 +33,24 @@ LIGHT = [
     "deepspeed_compress",
     "deepspeed_compress.config",
     "deepspeed_compress.cli",
+    "deepspeed_compress.monitor",
+    "deepspeed_compress.policy",
+    "deepspeed_compress.tools.check",
     "deepspeed_compress.tools.lint",
+    "deepspeed_compress.tools.lint.command",
     "deepspeed_compress.tools.bench.options",
+    "deepspeed_compress.tools.options",
+    "deepspeed_compress.tools.plan",
     "deepspeed_compress.tools.report",
+    "deepspeed_compress.tools.run",
+    "deepspeed_compress.tools.run_directory",
+    "deepspeed_compress.tools.schema",
     "deepspeed_compress.tools.doctor",
     "deepspeed_compress.tools.doctor.command",
     "deepspeed_compress.tools.tune.options",
 ]
-HEAVY = {"torch", "deepspeed", "transformers"}
+HEAVY = {"torch", "deepspeed", "transformers", "numpy", "matplotlib", "safetensors"}
+"""What an installation without `[train]` and `[plot]` does not have."""
 ROOT = Path(deepspeed_compress.__file__).parent
 
 
@@ -74,12 +88,76 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = deepspeed_compress.initialise
 
 
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE))
+def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):
+        getattr(deepspeed_compress, name)
+
+
 @pytest.mark.parametrize("module", [name for name in LIGHT if importlib.util.find_spec(name)])
 def test_importing_is_light(module: str) -> None:
-    """In a fresh interpreter: neither torch nor DeepSpeed nor transformers is loaded."""
+    """In a fresh interpreter: nothing of what is heavy is loaded."""
     program = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
     )
     assert module in loaded.stdout.split()
     assert not HEAVY & set(loaded.stdout.split())
+
+
+LIGHT_INSTALL = """
+import sys
+
+class WithoutHeavy:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in HEAVY else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [WithoutHeavy(finder) for finder in sys.meta_path]
+from deepspeed_compress.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A program that finds none of the packages in HEAVY, as if they were not installed."""
+
+
+def without_heavy(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"HEAVY = {HEAVY}{LIGHT_INSTALL}", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT.parent)},
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "check ds.json",
+        "doctor run --json",
+        "lint ds.json",
+        "plan schedule ds.json",
+        "report run --output out",
+        "rule DSC201",
+        "schema",
+    ],
+)
+def test_a_command_runs_without_what_trains(arguments: str, tmp_path: Path) -> None:
+    ds_config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "deepspeed_compress": {}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    long_run(tmp_path / "run", compressed=True)
+    done = without_heavy(tmp_path, *arguments.split())
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout
+    assert done.returncode in ((0, 1) if arguments.startswith("doctor") else (0,)), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_help_needs_nothing_that_trains(command: str, tmp_path: Path) -> None:
+    assert without_heavy(tmp_path, command, "--help").returncode == 0

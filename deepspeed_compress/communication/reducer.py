@@ -44,7 +44,9 @@ class Reducer(Protocol):
     the same order in every run. All ranks of the group call the same methods with equal partitions, in one order; a
     wrong length is an AssertionError. What a peer that is gone does, the backend says (RuntimeError of torch).
 
-    Example, on every rank of `group`:
+    Examples:
+        On every rank of `group`:
+
         >>> partition = even_partition([("weight", 12), ("bias", 4)], group.size())
         >>> reducer.reduce_scatter(bucket, partition, scale=1 / group.size())
         >>> mean_of_my_part = gather(bucket, partition.owned_by(group.rank()))

@@ -38,7 +38,6 @@ from deepspeed_compress.config.places import (
     PowerSGDGradients,
     WeightsConfig,
 )
-from deepspeed_compress.config.problems import Problem
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked
@@ -70,7 +69,6 @@ __all__ = [
     "Parallelism",
     "Phase",
     "PowerSGDGradients",
-    "Problem",
     "Ramp",
     "RollBack",
     "Schedule",

@@ -16,18 +16,19 @@ from deepspeed_compress.config.places import (
     LayeredGradients,
     PowerSGDGradients,
 )
-from deepspeed_compress.config.problems import Path, Problem, pointer, show
+from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.config.schedules import OWN_MOMENTUM, find_unscheduled, find_without_length
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 
-def find_contradictions(section: CompressConfig) -> list[Problem]:
+def find_contradictions(section: CompressConfig) -> list[Diagnostic]:
     """What contradicts itself within `section`."""
-    return [problem for rule in _RULES for problem in rule(section)]
+    return [found for check in _CHECKS for found in check(section)]
 
 
 def find_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
-) -> list[Problem]:
+) -> list[Diagnostic]:
     """Methods of `section` that cannot be right with the rest of the file, or with `world_size` ranks in all."""
     problems = [
         *_weights_that_no_one_gathers(ds_config, section),
@@ -53,18 +54,14 @@ def override_places(section: CompressConfig) -> Iterator[tuple[Path, Override]]:
         yield ("gradients", "overrides", index), override
 
 
-def _problem(path: Path, what: str, write: str) -> Problem:
-    return Problem(pointer((SECTION, *path)), what, write)
-
-
-def _collected_and_lost(section: CompressConfig) -> Iterator[Problem]:
+def _collected_and_lost(section: CompressConfig) -> Iterator[Diagnostic]:
     """Delayed gradients wait in the memory of error feedback, which must keep them until they are sent."""
     for path, override in override_places(section):
         forgets = _forgets(section.gradients, override.every) if override.every > 1 else None
         if forgets:
-            setting, write = forgets
+            setting, instead = forgets
             what = f"{override.every} collects gradients where {setting} forgets them (allowed: 1)"
-            yield _problem((*path, "every"), what, f"1, or {write}")
+            yield problem((*path, "every"), what, f"1, or {instead}")
 
 
 def _forgets(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
@@ -85,44 +82,44 @@ def _forgets(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
     return None
 
 
-def _group_beyond_block(section: CompressConfig) -> Iterator[Problem]:
+def _group_beyond_block(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         if isinstance(method, BlockTopKConfig) and method.group > method.block_size:
             what = f"{method.group} is more than block_size {method.block_size} (allowed: up to block_size)"
-            yield _problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
+            yield problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
 
-_RULES = (_collected_and_lost, _group_beyond_block, find_unscheduled)
+_CHECKS = (_collected_and_lost, _group_beyond_block, find_unscheduled)
 
 
-def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights, of which differences are sent; ZeRO 3
     gathers weights that no rank keeps, so that they are rounded themselves, which takes bits."""
     parallelism, weights = section.parallelism or Parallelism(), section.weights
     stage = STAGE.effective(ds_config, parallelism)
-    place, what = STAGE.place(parallelism), f'method "{weights.method}" cannot be combined with '
+    place, what = pointer(STAGE.place(parallelism)), f'method "{weights.method}" cannot be combined with '
     if weights.method == "none" or (stage == 0 and _bf16(ds_config) and parallelism.pipeline > 1):
         return
     if stage == 0:
         why = "because there every rank updates all weights by itself (allowed: stages 1, 2 and 3; pipelines in bf16)"
-        write = f'"method": "none", or another stage as {place}'
-        write += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}' if _bf16(ds_config) else ""
-        yield _problem(("weights",), f"{what}{place}: 0, {why}", write)
+        instead = f'"method": "none", or another stage as {place}'
+        instead += ', or the stages of the pipeline as "parallelism": {"pipeline": 2}' if _bf16(ds_config) else ""
+        yield problem(("weights",), f"{what}{place}: 0, {why}", instead)
     elif stage == 3 and (
         not isinstance(weights, BlockwiseWeights) or weights.bits < 4 or weights.rounding != "nearest"
     ):
         settings = show(weights.model_dump(include={"method", "bits", "rounding"}))
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
-        write = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
-        yield _problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", write)
+        instead = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
+        yield problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", instead)
 
 
-def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     zero = ds_config.get("zero_optimization")
     if section.guard is not None and isinstance(zero, dict) and zero.get("compute_grad_norm") is False:
         place = pointer(("zero_optimization", "compute_grad_norm"))
         what = f"cannot be combined with {place}: false, because it judges gradients by their norms (allowed: null)"
-        yield _problem(("guard",), what, f"null, or true as {place}")
+        yield problem(("guard",), what, f"null, or true as {place}")
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:
@@ -138,7 +135,7 @@ _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adama
 """Optimizers that have a first moment, of factor 0.9, unless `params.betas` says otherwise."""
 
 
-def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """DGC and DeMo give gradients a momentum, so the optimizer must not add another."""
     optimizer = ds_config.get("optimizer")
     if section.gradients.method not in OWN_MOMENTUM or not isinstance(optimizer, dict):
@@ -152,13 +149,14 @@ def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> I
             f"{show(betas)} of {name} adds a momentum to the one of {method}: "
             f'"{section.gradients.method}" (allowed: a first value of 0)'
         )
-        yield Problem("/optimizer/params/betas", what, f'"betas": {show([0.0, betas[1]])}{WITH_TRAINER}')
+        instead = f'"betas": {show([0.0, betas[1]])}{WITH_TRAINER}'
+        yield Diagnostic(at("optimizer", "params", "betas"), what, write(instead))
     elif isinstance(momentum, int | float) and momentum:
         what = f'{show(momentum)} adds to the momentum of {method}: "{section.gradients.method}" (allowed: 0)'
-        yield Problem("/optimizer/params/momentum", what, '"momentum": 0.0')
+        yield Diagnostic(at("optimizer", "params", "momentum"), what, write('"momentum": 0.0'))
 
 
-def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Problem | None:
+def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Diagnostic | None:
     """What the file leaves to the program, where a method of `section` needs an optimizer without a first moment.
 
     Trainer's Adam has one of 0.9, for "auto" and where the file has no optimizer.
@@ -168,16 +166,17 @@ def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig)
         return None
     if optimizer is None:
         what = f'is missing, which leaves open whether there is a momentum besides the one of "{method}"'
-        return Problem("/optimizer", f"{what} (allowed: none)", f'"betas": [0.0, 0.999] of Adam{WITH_TRAINER}')
+        instead = f'"betas": [0.0, 0.999] of Adam{WITH_TRAINER}'
+        return Diagnostic(at("optimizer"), f"{what} (allowed: none)", write(instead))
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     betas = params.get("betas") if isinstance(params, dict) else None
     if betas != "auto" and not (isinstance(betas, list) and betas[:1] == ["auto"]):
         return None
     what = f'{show(betas)} leaves open whether there is a momentum besides the one of "{method}" (allowed: none)'
-    return Problem("/optimizer/params/betas", what, f'"betas": [0.0, 0.999]{WITH_TRAINER}')
+    return Diagnostic(at("optimizer", "params", "betas"), what, write(f'"betas": [0.0, 0.999]{WITH_TRAINER}'))
 
 
-def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]:
+def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Diagnostic]:
     gradients = section.gradients
     hierarchy = gradients.hierarchy if isinstance(gradients, LayeredGradients) else None
     if hierarchy is not None and (world_size % hierarchy.ranks_per_node or world_size < 2 * hierarchy.ranks_per_node):
@@ -185,4 +184,4 @@ def _uneven_nodes(section: CompressConfig, world_size: int) -> Iterator[Problem]
             f"{hierarchy.ranks_per_node} does not divide {world_size} ranks into two nodes or more "
             "(allowed: the ranks that the launcher starts on each of several nodes)"
         )
-        yield _problem(("gradients", "hierarchy", "ranks_per_node"), what, 'such a number, or "hierarchy": null')
+        yield problem(("gradients", "hierarchy", "ranks_per_node"), what, 'such a number, or "hierarchy": null')

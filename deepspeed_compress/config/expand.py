@@ -8,7 +8,8 @@ from typing import Any
 from deepspeed_compress.config.contradictions import find_mismatches
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import NATIVES, STAGE, TENSOR, Native
-from deepspeed_compress.config.problems import Problem, pointer, raise_problems, show
+from deepspeed_compress.config.problems import problem, raise_problems, show
+from deepspeed_compress.diagnostics import Diagnostic, at, pointer, write
 from deepspeed_compress.errors import CompressWarning
 
 
@@ -80,42 +81,44 @@ def tensor_size(ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
 
 def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
-) -> list[Problem]:
+) -> list[Diagnostic]:
     """Where the parallelism contradicts DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
     problems = [p for native in NATIVES for p in _disagreement(native, ds_config, parallelism)]
-    problems += _pipeline_with_partitioned_gradients(ds_config, parallelism)
+    problems += _pipeline_with_partition(ds_config, parallelism)
     problems += _pipeline_with_autotp(ds_config, parallelism)
     return problems + ([] if world_size is None else list(_indivisible(ds_config, parallelism, world_size)))
 
 
-def _disagreement(native: Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
+def _disagreement(native: Native, ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
     ours, theirs = native.given(parallelism), native.native(ds_config)
     outer = ds_config.get(native.section, {})
     if ours is None:
         return
     if not isinstance(outer, dict):
         what = f"{ours} cannot be combined with {pointer((native.section,))}: {show(outer)} (allowed: an object)"
-        yield Problem(native.ours, what, f'"{native.section}": {{"{native.key}": {ours}}}')
+        instead = f'"{native.section}": {{"{native.key}": {ours}}}'
+        yield Diagnostic(at(*native.ours), what, write(instead))
     elif theirs is not None and not _same(ours, theirs, native.off):
-        what = f"{ours} disagrees with {native.theirs}: {show(theirs)} (allowed: the same value)"
-        yield Problem(native.ours, what, f"it in one of the two places only, or {ours} in both")
+        what = f"{ours} disagrees with {pointer(native.theirs)}: {show(theirs)} (allowed: the same value)"
+        instead = f"it in one of the two places only, or {ours} in both"
+        yield Diagnostic(at(*native.ours), what, write(instead))
 
 
 def _same(ours: int, theirs: object, off: int) -> bool:
     return isinstance(theirs, int) and not isinstance(theirs, bool) and max(theirs, off) == ours
 
 
-def _pipeline_with_partitioned_gradients(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
+def _pipeline_with_partition(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
     stage = STAGE.effective(ds_config, parallelism)
     if parallelism.pipeline > 1 and stage >= 2:
         what = (
             f"{stage} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: "
             f"{parallelism.pipeline} in DeepSpeed (allowed with a pipeline: 0, 1)"
         )
-        yield Problem(STAGE.place(parallelism), what, '0 or 1, or "pipeline": 1')
+        yield Diagnostic(at(*STAGE.place(parallelism)), what, write('0 or 1, or "pipeline": 1'))
 
 
-def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Problem]:
+def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
     """DeepSpeed would make its groups for tensor parallelism without regard to the stages."""
     size = TENSOR.native(ds_config)
     if parallelism.pipeline > 1 and isinstance(size, int) and size > 1:
@@ -123,15 +126,16 @@ def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism
             f"{size} cannot be combined with {pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline} "
             "(allowed with a pipeline: 0)"
         )
-        yield Problem(TENSOR.theirs, what, f'0, and "tensor": {size} in {pointer((SECTION, "parallelism"))}')
+        instead = f'0, and "tensor": {size} in {pointer((SECTION, "parallelism"))}'
+        yield Diagnostic(at(*TENSOR.theirs), what, write(instead))
 
 
-def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Problem]:
+def _indivisible(ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int) -> Iterator[Diagnostic]:
     tensor, pipeline = TENSOR.effective(ds_config, parallelism), parallelism.pipeline
     if world_size < 1 or world_size % (tensor * pipeline):
         what = (
             f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks do not divide the world size "
             f"{world_size} (allowed: divisors of the world size)"
         )
-        write = f"other values, or start a multiple of {tensor * pipeline} ranks"
-        yield Problem(pointer((SECTION, "parallelism")), what, write)
+        instead = f"other values, or start a multiple of {tensor * pipeline} ranks"
+        yield problem(("parallelism",), what, instead)

@@ -10,8 +10,8 @@ from typing import Any
 
 import hjson  # type: ignore[import-untyped]
 
-from deepspeed_compress.config.problems import Path as KeyPath
-from deepspeed_compress.config.problems import pointer
+from deepspeed_compress.diagnostics import Path as KeyPath
+from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import ConfigError
 
 

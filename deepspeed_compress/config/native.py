@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, Parallelism
-from deepspeed_compress.config.problems import pointer
+from deepspeed_compress.diagnostics import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Native:
     off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
 
     @property
-    def ours(self) -> str:
-        return pointer((SECTION, "parallelism", self.field))
+    def ours(self) -> Path:
+        return SECTION, "parallelism", self.field
 
     @property
-    def theirs(self) -> str:
-        return pointer((self.section, self.key))
+    def theirs(self) -> Path:
+        return self.section, self.key
 
     def given(self, parallelism: Parallelism) -> int | None:
         """The value that the user wrote into our section; a default is not given."""
@@ -42,8 +42,8 @@ class Native:
         value = native if given is None else given
         return max(value, self.off) if isinstance(value, int) else self.off
 
-    def place(self, parallelism: Parallelism) -> str:
-        """JSON pointer of the key that decides."""
+    def place(self, parallelism: Parallelism) -> Path:
+        """The key that decides."""
         return self.theirs if self.given(parallelism) is None else self.ours
 
 

@@ -5,54 +5,51 @@ from collections.abc import Iterator
 
 from deepspeed_compress.config.contradictions import override_places, sparse_places
 from deepspeed_compress.config.methods import DensityWarmUp, LargestConfig, MethodConfig, Model, RandomKConfig
-from deepspeed_compress.config.models import SECTION, CompressConfig
+from deepspeed_compress.config.models import CompressConfig
 from deepspeed_compress.config.places import CompressedGradients, GradientsConfig, PowerSGDGradients, QSGDGradients
-from deepspeed_compress.config.problems import Path, Problem, pointer, show
+from deepspeed_compress.config.problems import notice, show
+from deepspeed_compress.diagnostics import Diagnostic
 
 # A pattern that is found in all of these is found in every name.
 _ANY_NAMES = ("", "a", "0.b_1")
 
 
-def find_notices(section: CompressConfig) -> list[Problem]:
+def find_notices(section: CompressConfig) -> list[Diagnostic]:
     """What `section` sets to no effect; empty for the defaults."""
-    return [notice for rule in _RULES for notice in rule(section)]
+    return [found for check in _CHECKS for found in check(section)]
 
 
-def _notice(path: Path, what: str, write: str) -> Problem:
-    return Problem(pointer((SECTION, *path)), what, write)
-
-
-def _nothing_compressed(section: CompressConfig) -> Iterator[Problem]:
+def _nothing_compressed(section: CompressConfig) -> Iterator[Diagnostic]:
     steps, cosine_every = section.schedule.warmup_steps, section.monitor.cosine_every
     if steps and section.gradients.method == section.weights.method == "none":
         what = f'{steps} has no effect, because method "none" never compresses (allowed: 0)'
-        yield _notice(("schedule", "warmup_steps"), what, "0, or choose a method")
+        yield notice(("schedule", "warmup_steps"), what, "0, or choose a method")
     if cosine_every and section.gradients.method == "none":
         what = f'{cosine_every} has no effect, because method "none" changes nothing (allowed: 0)'
-        yield _notice(("monitor", "cosine_every"), what, "0, or choose a method")
+        yield notice(("monitor", "cosine_every"), what, "0, or choose a method")
 
 
-def _idle_policy(section: CompressConfig) -> Iterator[Problem]:
+def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
     schedule, guard = section.schedule, section.guard
     if schedule.total_steps is not None and not schedule.phases:
         what = f"{schedule.total_steps} has no effect without phases (allowed: null)"
-        yield _notice(("schedule", "total_steps"), what, "null, or phases")
+        yield notice(("schedule", "total_steps"), what, "null, or phases")
     if schedule.ramp is not None and schedule.ramp.stages is not None:
         for key in sorted({"shape", "start"} & schedule.ramp.model_fields_set):
             what = f"{show(getattr(schedule.ramp, key))} has no effect beside stages"
-            yield _notice(("schedule", "ramp", key), what, 'nothing: remove it, or "stages"')
+            yield notice(("schedule", "ramp", key), what, 'nothing: remove it, or "stages"')
     if guard is not None and section.gradients.method == section.weights.method == "none":
-        yield _notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
+        yield notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
 
 
-def _seed_unused(section: CompressConfig) -> Iterator[Problem]:
+def _seed_unused(section: CompressConfig) -> Iterator[Diagnostic]:
     random = any(
         part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
         for part in _parts(section)
     )
     if section.seed and not random:
         what = f"{section.seed} has no effect, because nothing is random (allowed: 0)"
-        yield _notice(("seed",), what, '0, or "rounding": "stochastic"')
+        yield notice(("seed",), what, '0, or "rounding": "stochastic"')
 
 
 def _parts(node: object) -> Iterator[object]:
@@ -66,38 +63,38 @@ def _parts(node: object) -> Iterator[object]:
             yield from _parts(item)
 
 
-def _density(section: CompressConfig) -> Iterator[Problem]:
+def _density(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         units = method.choices
         if method.density == 1:
             what = "1.0 drops nothing and sends an index with every value (useful: below 0.5)"
-            yield _notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
+            yield notice((*path, "density"), what, 'a smaller density, or "method": "blockwise"')
         elif units and method.density * units < 1:
             what = (
                 f"{method.density} of a block of {units} is less than one, but one is always sent "
                 f"(useful: at least {1 / units})"
             )
-            yield _notice((*path, "density"), what, "a larger density or larger blocks")
+            yield notice((*path, "density"), what, "a larger density or larger blocks")
 
 
-def _density_warmup(section: CompressConfig) -> Iterator[Problem]:
+def _density_warmup(section: CompressConfig) -> Iterator[Diagnostic]:
     dense = section.schedule.warmup_steps
     for path, method in sparse_places(section):
         steps = method.density_warmup_steps if isinstance(method, DensityWarmUp) else 0
         if steps and method.density >= 0.25:
             what = f"{steps} has no effect, because density {method.density} is not below 0.25 (allowed: 0)"
-            yield _notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
+            yield notice((*path, "density_warmup_steps"), what, "0, or a smaller density")
         elif steps and steps <= dense:
             what = f"{steps} has no effect, because schedule.warmup_steps {dense} are uncompressed (allowed: 0)"
-            yield _notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
+            yield notice((*path, "density_warmup_steps"), what, f"0, or more than {dense}")
 
 
-def _block_of_nothing(section: CompressConfig) -> Iterator[Problem]:
+def _block_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         default = LargestConfig.model_fields["block_size"].default
         if isinstance(method, LargestConfig) and method.scope != "block" and method.block_size != default:
             what = f'{method.block_size} has no effect with scope "{method.scope}" (allowed: {default})'
-            yield _notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
+            yield notice((*path, "block_size"), what, 'nothing: remove the key, or "scope": "block"')
 
 
 _LOSSY = frozenset({"sign", "topk", "block_topk", "powersgd"})
@@ -107,46 +104,46 @@ def _remembers(gradients: GradientsConfig) -> bool:
     return isinstance(gradients, CompressedGradients) and gradients.residuals is not None
 
 
-def _biased_alone(section: CompressConfig) -> Iterator[Problem]:
+def _biased_alone(section: CompressConfig) -> Iterator[Diagnostic]:
     """Methods that lose most of the gradient need a memory."""
     methods = [section.gradients, *(override for _, override in override_places(section))]
     lossy = [m.method for m in methods if m.method in _LOSSY or (isinstance(m, RandomKConfig) and not m.rescale)]
     if lossy and not _remembers(section.gradients):
         what = f'null with method "{lossy[0]}" loses for ever what is not sent (allowed: an object)'
-        yield _notice(("gradients", "error_feedback"), what, "{}, or a method without bias such as qsgd")
+        yield notice(("gradients", "error_feedback"), what, "{}, or a method without bias such as qsgd")
 
 
-def _rescaled_feedback(section: CompressConfig) -> Iterator[Problem]:
+def _rescaled_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     for path, method in sparse_places(section):
         if isinstance(method, RandomKConfig) and method.rescale and _remembers(section.gradients):
             what = "true together with error feedback sends too much and diverges (allowed: false)"
-            yield _notice((*path, "rescale"), what, 'false, or "error_feedback": null')
+            yield notice((*path, "rescale"), what, 'false, or "error_feedback": null')
 
 
-def _noisy_feedback(section: CompressConfig) -> Iterator[Problem]:
+def _noisy_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
     """The error of QSGD is up to sqrt(block_size) / levels times what is sent: fed back, it may grow for ever."""
     method = section.gradients
     if isinstance(method, QSGDGradients) and method.error_feedback and method.block_size**0.5 > method.levels:
         what = f"with {method.levels} levels for blocks of {method.block_size} the residuals may grow (allowed: null)"
-        yield _notice(("gradients", "error_feedback"), what, "null, or levels of at least the root of block_size")
+        yield notice(("gradients", "error_feedback"), what, "null, or levels of at least the root of block_size")
 
 
-def _overrides(section: CompressConfig) -> Iterator[Problem]:
+def _overrides(section: CompressConfig) -> Iterator[Diagnostic]:
     seen: set[str] = set()
     for path, override in override_places(section):
         at, pattern = (*path, "parameters"), override.parameters
         if pattern in seen:
-            yield _notice(at, f"{show(pattern)} has no effect, an earlier override has it", "it once")
+            yield notice(at, f"{show(pattern)} has no effect, an earlier override has it", "it once")
         elif override.every == 1 and all(re.search(pattern, name) for name in _ANY_NAMES):
             what = f"{show(pattern)} matches every parameter, so that gradients.method has no effect"
-            yield _notice(at, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
+            yield notice(at, what, f'a narrower pattern, or "method": "{override.method}" for all gradients')
         if override.spread and override.every == 1:
             what = "true has no effect, because nothing is collected with every 1 (allowed: false)"
-            yield _notice((*path, "spread"), what, 'false, or "every" above 1')
+            yield notice((*path, "spread"), what, 'false, or "every" above 1')
         seen.add(pattern)
 
 
-_RULES = (
+_CHECKS = (
     _nothing_compressed,
     _idle_policy,
     _seed_unused,

@@ -6,9 +6,9 @@ One walk over the raw section finds these, and every scalar "auto", before the m
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from deepspeed_compress.config.models import SECTION
-from deepspeed_compress.config.problems import Path, Problem, listed, pointer
+from deepspeed_compress.config.problems import listed, problem
 from deepspeed_compress.config.schema import SchemaView
+from deepspeed_compress.diagnostics import Diagnostic, Path
 
 # Keys by the place where they may stand.
 PLANNED_KEYS: Mapping[Path, frozenset[str]] = MappingProxyType(
@@ -22,17 +22,16 @@ _AUTO = (
 )
 
 
-def find_planned(section: object) -> Iterator[Problem]:
+def find_planned(section: object) -> Iterator[Diagnostic]:
     """Problems for every planned key and scalar "auto" of a raw section."""
     view = SchemaView(section)
     for path, value in _walk(section, ()):
-        at = pointer((SECTION, *path))
         if path and path[-1] in PLANNED_KEYS.get(path[:-1], ()):
             available = listed(view.keys(path[:-1]))
             what = f'key "{path[-1]}" is not available in this version (available: {available})'
-            yield Problem(at, what, "nothing: remove the key")
+            yield problem(path, what, "nothing: remove the key")
         elif value == "auto":
-            yield Problem(at, _AUTO, "nothing: leave the key out for its default")
+            yield problem(path, _AUTO, "nothing: leave the key out for its default")
 
 
 def _walk(value: object, path: Path) -> Iterator[tuple[Path, object]]:

@@ -1,18 +1,12 @@
-"""One thing wrong with a configuration, and the error that lists them all."""
+"""Diagnostics of the section, and the error that lists them all."""
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
+from deepspeed_compress.config.models import SECTION
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, write
 from deepspeed_compress.errors import ConfigError
-
-Path = tuple[str | int, ...]
-
-
-def pointer(path: Iterable[str | int]) -> str:
-    """JSON pointer (RFC 6901) of a path of keys and indices."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 def show(value: object) -> str:
@@ -26,19 +20,17 @@ def listed(values: Iterable[object]) -> str:
     return ", ".join(show(value) for value in values)
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A key, what is wrong with its value (and what is allowed), and what to write instead."""
-
-    pointer: str
-    what: str
-    write: str
-
-    def __str__(self) -> str:
-        return f"{self.pointer or '/'}: {self.what}. Write {self.write}."
+def problem(path: Path, message: str, instead: str) -> Diagnostic:
+    """What is wrong at `path` of the section, and what to write instead."""
+    return Diagnostic(at(SECTION, *path), message, write(instead))
 
 
-def raise_problems(problems: Sequence[Problem]) -> NoReturn:
+def notice(path: Path, message: str, instead: str) -> Diagnostic:
+    """What is valid at `path` of the section, and has no effect or costs more than it gives."""
+    return Diagnostic(at(SECTION, *path), message, write(instead), severity="warning")
+
+
+def raise_problems(problems: Sequence[Diagnostic]) -> NoReturn:
     """Raise one ConfigError that lists every problem."""
     noun = "problem" if len(problems) == 1 else "problems"
     lines = "".join(f"\n  - {problem}" for problem in problems)

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.config.methods import SparseConfig
-from deepspeed_compress.config.models import SECTION, CompressConfig, Schedule
+from deepspeed_compress.config.models import CompressConfig, Schedule
 from deepspeed_compress.config.patches import patch_places, patched
-from deepspeed_compress.config.problems import Path, Problem, listed, pointer, show
+from deepspeed_compress.config.problems import listed, problem, show
+from deepspeed_compress.diagnostics import Diagnostic, Path
 
 __all__ = ["OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_length", "phase_ends", "total_steps"]
 
@@ -30,13 +31,17 @@ def total_steps(ds_config: Mapping[str, Any], schedule: Schedule) -> int | None:
     """Optimizer steps of the whole training, from the section or the learning-rate schedule; None if not known."""
     if schedule.total_steps is not None:
         return schedule.total_steps
-    scheduler = ds_config.get("scheduler")
-    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
-    found = params.get("total_num_steps") if isinstance(params, Mapping) else None
+    found = _scheduler_params(ds_config).get("total_num_steps")
     return int(found) if isinstance(found, int | float) and found >= 1 else None
 
 
-def find_unscheduled(section: CompressConfig) -> Iterator[Problem]:
+def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    scheduler = ds_config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    return params if isinstance(params, Mapping) else {}
+
+
+def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
     """What in the schedule of `section` cannot be done."""
     yield from _ramp_of_nothing(section)
     yield from _phases_in_disorder(section)
@@ -45,57 +50,50 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Problem]:
         yield from _made_once(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
             what = f'{show(patch)} begins to compress, and gradients.method "none" leaves reduction to DeepSpeed'
-            write = 'the method in gradients, and {"method": "none"} where it is not wanted'
-            yield _problem(path, f"{what} (allowed: a method in gradients)", write)
+            instead = 'the method in gradients, and {"method": "none"} where it is not wanted'
+            yield problem(path, f"{what} (allowed: a method in gradients)", instead)
 
 
-def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Phases are fractions of a training whose length must be known; "auto" is filled in before training."""
-    scheduler = ds_config.get("scheduler")
-    auto = "auto" in scheduler.get("params", {}).values() if isinstance(scheduler, Mapping) else False
+    auto = "auto" in _scheduler_params(ds_config).values()
     if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
         what = "null, and /scheduler/params/total_num_steps is not there, so no one knows when a phase ends"
-        yield _problem(
-            ("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N'
-        )
+        yield problem(("schedule", "total_steps"), f"{what} (allowed: optimizer steps of training)", '"total_steps": N')
 
 
-def _problem(path: Path, what: str, write: str) -> Problem:
-    return Problem(pointer((SECTION, *path)), what, write)
-
-
-def _ramp_of_nothing(section: CompressConfig) -> Iterator[Problem]:
+def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
     ramp, gradients = section.schedule.ramp, section.gradients
     if ramp is None or ramp.stages is not None:
         return
     if not isinstance(gradients, SparseConfig):
         what = f'method "{gradients.method}" has no density that could fall (allowed: "stages", or a sparse method)'
-        yield _problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
+        yield problem(("schedule", "ramp"), what, '"stages": [{"bits": 8}], for instance')
     elif ramp.start <= gradients.density:
         what = f"{ramp.start} is not above gradients.density {gradients.density} (allowed: above it, up to 1)"
-        yield _problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
+        yield problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
 
 
-def _phases_in_disorder(section: CompressConfig) -> Iterator[Problem]:
+def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
     ends, before = phase_ends(section.schedule), 0.0
     for index, end in enumerate(ends):
         at = ("schedule", "phases", index, "until")
         if end is None:
-            yield _problem(at, "the key is missing (allowed: a fraction of training up to 1)", '"until": 0.5')
+            yield problem(at, "the key is missing (allowed: a fraction of training up to 1)", '"until": 0.5')
         elif end <= before:
             what = f"{end} is not after the phase before, which ends at {before} (allowed: rising fractions)"
-            yield _problem(at, what, "the phases in their order")
+            yield problem(at, what, "the phases in their order")
         before = end or before
     if ends and ends[-1] is not None and ends[-1] < 1:
         what = f"{ends[-1]} leaves the rest of training without a phase (allowed: 1.0 for the last)"
-        yield _problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
+        yield problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
 
 
 _NO_CANDIDATES = OWN_MOMENTUM | {"powersgd"}
 """Methods whose error cannot be told from one message."""
 
 
-def _adapts_to_nothing(section: CompressConfig) -> Iterator[Problem]:
+def _adapts_to_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
     if section.adaptive is None:
         return
     candidates = section.adaptive.candidates or ()
@@ -106,27 +104,27 @@ def _adapts_to_nothing(section: CompressConfig) -> Iterator[Problem]:
         if method in _NO_CANDIDATES:
             what = f'"{method}" cannot be chosen by adaptive, because one message does not tell what it loses'
             allowed = f"(allowed: all but {listed(sorted(_NO_CANDIDATES))})"
-            yield _problem(path, f"{what} {allowed}", '"blockwise", or no adaptive')
+            yield problem(path, f"{what} {allowed}", '"blockwise", or no adaptive')
     if section.gradients.method == "none":
         what = (
             'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: a method)'
         )
-        yield _problem(("adaptive",), what, "a method in gradients; none is always a candidate")
+        yield problem(("adaptive",), what, "a method in gradients; none is always a candidate")
     for key in ("ramp", "phases"):
         if getattr(section.schedule, key):
             what = f"cannot be combined with schedule.{key}, which says the settings as well (allowed: one of the two)"
-            yield _problem(("adaptive",), what, f"adaptive without schedule.{key}")
+            yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
 
 
-def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Problem]:
+def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
     for key in _FIXED:
         if key in patch:
             what = f"{show(patch[key])} cannot change in mid-run, because memories and groups are made once"
-            yield _problem((*path, key), f"{what} (allowed: keys other than {listed(_FIXED)})", "it in gradients")
+            yield problem((*path, key), f"{what} (allowed: keys other than {listed(_FIXED)})", "it in gradients")
     method = patched(section.gradients, {k: v for k, v in patch.items() if k not in _FIXED}).method
     if "none" != method != section.gradients.method and {method, section.gradients.method} & OWN_MOMENTUM:
         what = (
             f'"{method}" cannot follow "{section.gradients.method}": {listed(sorted(OWN_MOMENTUM))} keep a momentum '
             'where others keep a residual (allowed: the same method, or "none")'
         )
-        yield _problem((*path, "method"), what, f'"{section.gradients.method}"')
+        yield problem((*path, "method"), what, f'"{section.gradients.method}"')

@@ -13,7 +13,8 @@ from pydantic_core.core_schema import ModelSchema
 
 from deepspeed_compress.config.methods import DEFAULT_METHOD, Model
 from deepspeed_compress.config.models import CompressConfig
-from deepspeed_compress.config.problems import Path, listed, show
+from deepspeed_compress.config.problems import listed, show
+from deepspeed_compress.diagnostics import Path
 
 Node = dict[str, Any]
 

@@ -15,9 +15,10 @@ from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelis
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged, patch_places
 from deepspeed_compress.config.planned import find_planned
-from deepspeed_compress.config.problems import Path, Problem, listed, pointer, raise_problems, show
+from deepspeed_compress.config.problems import listed, problem, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe
 from deepspeed_compress.config.unsupported import find_unsupported
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer
 from deepspeed_compress.errors import CompressWarning
 
 # Places that a message names at most.
@@ -39,7 +40,7 @@ def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
     return section
 
 
-def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> list[Problem]:
+def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> list[Diagnostic]:
     """All problems of the section and of its agreement with the rest of the file, in order of their place.
 
     With `world_size` (ranks in all) also whether the parallelism divides it. Raises nothing.
@@ -56,7 +57,7 @@ def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -
     return problems + (find_unsupported(ds_config, parsed) if isinstance(section, dict) else [])
 
 
-def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
+def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
     if SECTION not in ds_config:
         return [_missing_section(ds_config)]
     raw = ds_config[SECTION]
@@ -66,43 +67,43 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Problem]:
         problems += _patch_problems(section) or find_contradictions(section)
     except ValidationError as error:
         problems += _without_those_inside(problems, _translate(error, raw))
-    return sorted(problems, key=lambda problem: problem.pointer)
+    return sorted(problems, key=lambda found: found.pointer)
 
 
-def _patch_problems(section: CompressConfig) -> list[Problem]:
+def _patch_problems(section: CompressConfig) -> list[Diagnostic]:
     """What is wrong in settings that stand in for those of `gradients` for a while, told at their own place."""
-    problems, gradients = [], pointer((SECTION, "gradients"))
+    problems, gradients = [], (SECTION, "gradients")
     for path, patch in patch_places(section):
         raw = {"gradients": merged(section.gradients, patch)}
         try:
             CompressConfig.model_validate(raw)
         except ValidationError as error:
-            for problem in _translate(error, raw):
-                place = pointer((SECTION, *path)) + problem.pointer.removeprefix(gradients)
-                problems.append(replace(problem, pointer=place))
+            for found in _translate(error, raw):
+                place = at(SECTION, *path, *found.place.path[len(gradients) :])
+                problems.append(replace(found, place=place))
     return problems
 
 
-def find_missing(ds_config: Mapping[str, Any]) -> Problem | None:
+def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     """That there is no section, and what was probably meant by it; None where there is one."""
     return None if SECTION in ds_config else _missing_section(ds_config)
 
 
-def _missing_section(ds_config: Mapping[str, Any]) -> Problem:
+def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
     inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
     what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
-    return Problem(pointer((SECTION,)), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
+    return problem((), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
 
 
-def _without_those_inside(found: list[Problem], others: Iterator[Problem]) -> list[Problem]:
+def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
     """The problems that do not lie at or below a place already reported."""
-    places = [problem.pointer for problem in found]
+    places = [one.pointer for one in found]
     return [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
 
 
-def _translate(error: ValidationError, raw: object) -> Iterator[Problem]:
+def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     view = SchemaView(raw)
     for detail in error.errors(include_url=False):
         yield _BUILDERS.get(detail["type"], _bad_value)(_path(detail["loc"], view), detail, view)
@@ -119,12 +120,12 @@ def _path(location: Path, view: SchemaView) -> Path:
     return path
 
 
-def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     node = view.at(path)
     reason = detail.get("ctx", {}).get("error")
     because = f", {reason}" if reason else ""
     what = f"{show(detail['input'])} is not accepted{because} (allowed: {describe(node)})"
-    return Problem(pointer((SECTION, *path)), what, _instead(node, detail["input"]))
+    return problem(path, what, _instead(node, detail["input"]))
 
 
 def _instead(node: dict[str, Any], value: object) -> str:
@@ -140,23 +141,23 @@ def _instead(node: dict[str, Any], value: object) -> str:
     return f"{show(examples[0])}, for instance" if examples else "such an object"
 
 
-def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     method: ErrorDetails = {**detail, "input": detail["input"]["method"]}
     return _bad_value((*path, "method"), method, view)
 
 
-def _missing_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+def _missing_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     node = view.at(path)
     what = f"the key is missing from {show(detail['input'])} (allowed: {describe(node)})"
-    return Problem(pointer((SECTION, *path)), what, f'"{path[-1]}": {_instead(node, None)}')
+    return problem(path, what, f'"{path[-1]}": {_instead(node, None)}')
 
 
-def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     keys = view.keys(path[:-1])
     what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
     close = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    write = f'"{close[0]}", if you meant that' if close else _elsewhere(path, view)
-    return Problem(pointer((SECTION, *path)), what, write)
+    instead = f'"{close[0]}", if you meant that' if close else _elsewhere(path, view)
+    return problem(path, what, instead)
 
 
 def _elsewhere(path: Path, view: SchemaView) -> str:
@@ -175,7 +176,7 @@ def _methods(having: list[str], lacking: list[str]) -> str:
     return f" (method {listed(having)})" if len(having) <= len(lacking) else f" (any method but {listed(lacking)})"
 
 
-def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Problem:
+def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     given = detail["input"]
     return _missing_key((*path, "method"), detail, view) if isinstance(given, dict) else _bad_value(path, detail, view)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
-from deepspeed_compress.config.problems import Path, Problem, pointer, show
+from deepspeed_compress.config.problems import show
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 __all__ = ["find_unsupported"]
 
 
-def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Problem]:
+def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Diagnostic]:
     """Features of DeepSpeed in the file that reduce gradients or gather weights on ways that cannot be compressed.
 
     An engine with them is refused when it is attached to. Nothing where `section` compresses nothing; None is one that
@@ -23,8 +24,8 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
     if section.gradients.method == section.weights.method == "none":
         return []
     problems = [
-        Problem(pointer(path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write)
-        for path, applies, why, write in _UNSUPPORTED
+        Diagnostic(at(*path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write(instead))
+        for path, applies, why, instead in _UNSUPPORTED
         if applies(value := _at(ds_config, path), section)
     ]
     return problems + list(_scaled_outside(ds_config, section))
@@ -101,10 +102,10 @@ def _at(ds_config: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
-def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Problem]:
+def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """The gradient scaler of torch works outside of DeepSpeed without ZeRO."""
     dtype, stage = _at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
     on = _at(ds_config, ("torch_autocast", "enabled")) is True and _at(ds_config, ("fp16", "enabled")) is not True
     if on and stage == 0 and dtype in ("fp16", "float16", "half", "torch.float16"):
         what = f"{show(dtype)} without ZeRO scales the loss where {SECTION} cannot see it (allowed: bfloat16)"
-        yield Problem(pointer(_AUTOCAST), what, '"bfloat16", or ZeRO stage 1 to 3')
+        yield Diagnostic(at(*_AUTOCAST), what, write('"bfloat16", or ZeRO stage 1 to 3'))

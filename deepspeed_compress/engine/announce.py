@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.config import CompressedWeights, brief, find_missing
+from deepspeed_compress.config.numbers import size
 from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
@@ -73,8 +74,8 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     return [
         f"{len(sizes) - len(raw)} of {len(sizes)} parameters are compressed ({share:.1%} of the elements), "
         f"{len(raw)} exempt",
-        f"rank 0 sends about {_size(times * found.sent)} of gradients a step, uncompressed {_size(alone)}",
-        f"residuals take up to {_size(found.kept)}",
+        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(found.kept)}",
     ]
 
 
@@ -86,10 +87,4 @@ def _weights(engine: Any, weights: CompressedWeights, parameters: Parameters, ki
     sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
     alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
     when = "each time they are gathered" if kind == "zero_3" else "a step"
-    return f"about {_size(sent)} of weights {when}, uncompressed {_size(alone)}"
-
-
-def _size(size: float) -> str:
-    if size < 1e5:
-        return f"{size:,.0f} bytes"
-    return f"{size / 1e6:,.3f} MB" if size < 1e7 else f"{size / 1e6:,.0f} MB"
+    return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"

@@ -73,11 +73,24 @@ _SEAMS: Mapping[str, tuple[seams.Seam, ...]] = MappingProxyType(
 
 
 def attach(engine: Any) -> Any:
-    """Compress the gradient reduction of `engine`, a DeepSpeedEngine or PipelineEngine; returns it.
+    """Compress what an engine that exists sends. Call it on all ranks, before the first step and before loading.
 
-    The section is read from `engine.config`, the ds_config that the engine was made with. Afterwards
-    `engine.compression` is the `Session`. Raises ConfigError (section missing or wrong), UnsupportedError (this engine
-    cannot be compressed rightly), SeamError (this DeepSpeed is not known).
+    The section is read from `engine.config`, the ds_config that the engine was made with.
+
+    Args:
+        engine: a DeepSpeedEngine or PipelineEngine with an optimizer.
+
+    Returns:
+        The same engine; `engine.compression` is its `Session`.
+
+    Raises:
+        ConfigError: the section is missing or wrong, or something is attached already.
+        UnsupportedError: this engine cannot be compressed rightly.
+        SeamError: this DeepSpeed or PyTorch is not known.
+
+    Examples:
+        >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+        >>> deepspeed_compress.attach(engine)
     """
     return _attach(engine, parse_section(engine.config))
 
@@ -108,6 +121,7 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
 def _checked(engine: Any, config: CompressConfig) -> str:
     """The kind of `engine` (see `engine_kind`), if it can be attached to; else the errors of `attach`."""
     seams.check_version(deepspeed.__version__)
+    seams.check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
@@ -139,13 +153,20 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
 
 
 def detach(engine: Any) -> Any:
-    """Take everything off `engine` that `attach` has put there; returns it. Call it between steps, on all ranks.
+    """Take everything off `engine` that `attach` has put there. Call it between steps, on all ranks.
 
-    It goes on as DeepSpeed's own: what memories hold is dropped, and compressed weights become those of their masters
-    first. Settings of its configuration that the section brought along (`overlap_comm`, parallelism) stay. Raises
-    ConfigError if nothing is attached, and SeamError, with nothing changed, if other code has wrapped a method since.
+    The engine goes on as DeepSpeed's own: what memories hold is dropped, and compressed weights become those of their
+    masters first. Settings of its configuration that the section brought along (`overlap_comm`, parallelism) stay.
 
-    Source: no counterpart in DeepSpeed; it undoes `attach`.
+    Args:
+        engine: one of `attach`, `initialize` or `install`.
+
+    Returns:
+        The same engine.
+
+    Raises:
+        ConfigError: nothing is attached.
+        SeamError: other code has wrapped a method since; nothing is changed.
     """
     session = vars(engine).get("compression")
     if session is None:
@@ -251,8 +272,20 @@ _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
 def initialize(*args: Any, **options: Any) -> Any:
     """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
 
-    The same arguments and the same returned tuple (engine, optimizer, dataloader, lr_scheduler). The configuration may
-    be a path, a dict, or `args.deepspeed_config`. Errors as of `attach`.
+    Args:
+        *args: as of `deepspeed.initialize`.
+        **options: the same. The configuration, a path or a dict, is `config`, or `args.deepspeed_config`.
+
+    Returns:
+        What `deepspeed.initialize` returns, the engine attached (engine, optimizer, dataloader, lr_scheduler).
+
+    Raises:
+        ConfigError: there is no configuration, or its section is missing or wrong; also the other errors of `attach`.
+
+    Examples:
+        >>> engine, optimizer, loader, scheduler = deepspeed_compress.initialize(
+        ...     model=model, model_parameters=model.parameters(), config="ds_config.json"
+        ... )
     """
     original = getattr(deepspeed.initialize, "_compress_original", deepspeed.initialize)
     call = _bind(original, args, options)

@@ -9,10 +9,11 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
+__all__ = ["OLDEST_TORCH", "SUPPORTED", "Seam", "check_seams", "check_torch", "check_version"]
 
 SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
 """DeepSpeed versions that work: the first one, and the first one that is not known to."""
+OLDEST_TORCH = Version("2.11")
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,15 @@ def check_version(found: str) -> None:
         raise SeamError(
             f"DeepSpeed {found} is installed, but deepspeed_compress attaches to internals that it knows in "
             f"{_supported()} only; install one of these: pip install 'deepspeed=={SUPPORTED[0]}'"
+        )
+
+
+def check_torch(found: str) -> None:
+    """SeamError if PyTorch version `found` is older than those that work. A preview of a release counts as it."""
+    if Version(found).release < OLDEST_TORCH.release:
+        raise SeamError(
+            f"PyTorch {found} is installed, but deepspeed_compress needs torch >={OLDEST_TORCH}; install it: "
+            f"pip install 'torch>={OLDEST_TORCH}'"
         )
 
 

@@ -82,7 +82,9 @@ class Session:
         watch: None where the policy observes nothing.
         patches: what is replaced on the engine; undone by `detach`.
 
-    Example, in a training script:
+    Examples:
+        In a training script:
+
         >>> engine, *_ = deepspeed_compress.initialize(model=model, config="ds_config.json")
         >>> engine.compression.subscribe(lambda figures: print(figures.step, figures.ratio))
         >>> engine.compression.report_metric(validation_loss)

@@ -12,8 +12,14 @@ def install() -> Callable[[], None]:
     For code that calls DeepSpeed by itself: HF Trainer, Accelerate, TRL, scripts that cannot be edited. Configurations
     without the section go to DeepSpeed untouched, and so do engines without an optimizer, which have no gradients.
     Where Accelerate is installed the section is checked when the configuration is read, before there is a model, and
-    Trainers log what compression does (`integrations.hf`). Returns a function that undoes all of it; a second call
-    changes nothing.
+    Trainers log what compression does (`integrations.hf`). A second call changes nothing.
+
+    Returns:
+        A function that undoes all of it, for engines to come.
+
+    Examples:
+        >>> uninstall = deepspeed_compress.install()
+        >>> trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json"))
     """
     # Loads torch and DeepSpeed, which those who only import this do not wait for.
     from deepspeed_compress.engine import attach

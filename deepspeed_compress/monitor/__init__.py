@@ -1,7 +1,7 @@
-"""What a step cost and how good its compression was: measured, named and written here."""
+"""What a step cost and how good its compression was: measured, named and written here. Importing it needs no torch."""
 
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
-from deepspeed_compress.monitor.journal import Journal, Part
+from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part
 from deepspeed_compress.monitor.memory import peak_memory
 from deepspeed_compress.monitor.meter import KINDS, PHASES, Meter
 from deepspeed_compress.monitor.writer import EventSink, StatisticsWriter, StepStatistics
@@ -11,6 +11,7 @@ __all__ = [
     "EVENTS",
     "KINDS",
     "PHASES",
+    "STATISTICS",
     "Event",
     "EventLog",
     "EventSink",

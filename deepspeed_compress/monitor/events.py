@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepspeed_compress.config import masked
+from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import Journal
-from deepspeed_compress.monitor.writer import finite
 
 __all__ = ["CONFIGURATION", "EVENTS", "Event", "EventLog", "write_configuration"]
 

@@ -2,15 +2,19 @@
 
 import resource
 import sys
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["peak_memory"]
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory(device: "torch.device") -> int:
     """Bytes at most so far: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     # Kilobytes, except on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,11 +1,13 @@
-"""Counters and clocks of one optimizer step."""
+"""Counters and clocks of one optimizer step. torch is imported where it is used: names of figures need none."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["KINDS", "PHASES", "Meter"]
 
@@ -37,20 +39,22 @@ class Meter:
     bytes_tensor: int = 0
     cosine: float | None = None
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _events: "list[tuple[str, torch.cuda.Event, torch.cuda.Event]]" = field(default_factory=list)
 
     def count(self, kind: str, size: int) -> None:
         """Add `size` to the bytes of `kind`, one of `KINDS`."""
         setattr(self, kind, getattr(self, kind) + size)
 
     @contextmanager
-    def phase(self, name: str, device: torch.device) -> Iterator[None]:
+    def phase(self, name: str, device: "torch.device") -> Iterator[None]:
         """Time a block as `name`, one of `PHASES`, and show it to torch's profiler."""
+        import torch
+
         with torch.profiler.record_function(f"deepspeed_compress.{name}"), self._timed(name, device):
             yield
 
     @contextmanager
-    def _timed(self, name: str, device: torch.device) -> Iterator[None]:
+    def _timed(self, name: str, device: "torch.device") -> Iterator[None]:
         if device.type != "cuda":
             begin = time.perf_counter()
             yield
@@ -59,6 +63,8 @@ class Meter:
         if not self.timed:
             yield
             return
+        import torch
+
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         yield

@@ -1,13 +1,13 @@
 """Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import STATISTICS, Journal
 
-__all__ = ["EventSink", "StatisticsWriter", "StepStatistics", "finite"]
+__all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
 
 EVENT_PREFIX = "Train/Samples/compression_"
 LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_rank"})
@@ -100,10 +100,6 @@ class StatisticsWriter:
             sink.write_events(events)
         except Exception as error:  # services fail in ways of their own, and other ranks wait for this one
             self._journal.fail("monitor", f"DeepSpeed's monitor has not taken figures of compression ({error!r})")
-
-
-def finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:

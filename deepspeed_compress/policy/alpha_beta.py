@@ -1,14 +1,10 @@
 """The linear model of a message's time: a latency, and a time for every byte (Hockney's model)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 __all__ = ["AlphaBeta", "fit"]
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -36,27 +32,27 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
     of errors are divided by the time, as if it varied byte by byte: unweighted, the largest message alone would decide
     and the latency be what remains; with relative errors, the noise of the smallest would spoil the bandwidth.
     """
-    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1 or len(np.unique(x)) < 2 or not (np.isfinite(y) & (y > 0)).all():
+    if len(sizes) != len(seconds) or len(set(sizes)) < 2 or not all(math.isfinite(t) and t > 0 for t in seconds):
         raise ValueError(
             f"sizes {list(sizes)} and seconds {list(seconds)}: give as many of each, at least two different sizes, and "
             "positive seconds"
         )
-    columns = np.stack([np.ones_like(x), x], axis=1)
-    weights = 1 / np.sqrt(y)
-    weighted, target = columns * weights[:, None], y * weights
-    candidates = [solution for solution in _solutions(weighted, target) if (solution >= 0).all()]
-    best = min(candidates, key=lambda solution: _square(weighted @ solution - target))
-    error = np.sqrt(_square(columns @ best / y - 1) / len(y))
-    return AlphaBeta(float(best[0]), float(best[1]), float(error))
+    points = [(float(size), float(taken)) for size, taken in zip(sizes, seconds, strict=True)]
+    found = [line for line in _lines(points) if line.latency >= 0 and line.seconds_per_byte >= 0]
+    best = min(found, key=lambda line: sum((line.seconds(size) - taken) ** 2 / taken for size, taken in points))
+    errors = [best.seconds(size) / taken - 1 for size, taken in points]
+    return AlphaBeta(best.latency, best.seconds_per_byte, math.sqrt(math.fsum(e * e for e in errors) / len(points)))
 
 
-def _solutions(columns: Floats, target: Floats) -> list[Floats]:
+def _lines(points: Sequence[tuple[float, float]]) -> Iterator[AlphaBeta]:
     """Of the problem itself, and of those with one parameter held at zero: one of them is the constrained optimum."""
-    both = np.linalg.lstsq(columns, target, rcond=None)[0]
-    alone = columns.T @ target / np.square(columns).sum(axis=0)
-    return [both, np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
-
-
-def _square(errors: Floats) -> float:
-    return float(np.square(errors).sum())
+    weights = [1 / taken for _, taken in points]
+    whole, count = math.fsum(weights), len(points)
+    # A weighted time is 1 by the choice of the weights.
+    size = math.fsum(w * n for w, (n, _) in zip(weights, points, strict=True)) / whole
+    spread = math.fsum(w * (n - size) ** 2 for w, (n, _) in zip(weights, points, strict=True))
+    slope = math.fsum(w * (n - size) * (t - count / whole) for w, (n, t) in zip(weights, points, strict=True)) / spread
+    yield AlphaBeta(count / whole - slope * size, slope)
+    yield AlphaBeta(count / whole, 0.0)
+    square = math.fsum(w * n * n for w, (n, _) in zip(weights, points, strict=True))
+    yield AlphaBeta(0.0, math.fsum(n for n, _ in points) / square)

@@ -10,15 +10,16 @@ from typing import Any
 from deepspeed_compress.config import GradientsConfig, MethodConfig, brief, parse_section, read_ds_config, total_steps
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import Scheduled, timeline
+from deepspeed_compress.tools.plots import check_plotting, style_axes
 
-__all__ = ["Stretch", "run", "stretches"]
+__all__ = ["Interval", "intervals", "run"]
 
 LONG = 0.15
-"""Part of the picture's width that a stretch needs for its name."""
+"""Part of the picture's width that a interval needs for its name."""
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Interval:
     """Optimizer steps `first` to `last` (0-based, inclusive; None: to the end), what is in force, and the bits that an
     element of a gradient takes then: None where they depend on shapes (`powersgd`)."""
 
@@ -28,7 +29,7 @@ class Stretch:
     bits: float | None
 
 
-def stretches(ds_config: dict[str, Any], steps: int | None) -> list[Stretch]:
+def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
     """The schedule of `ds_config`, for a training of `steps`; None takes what the configuration says.
 
     Raises ConfigError for a wrong section, and for phases of a training whose length no one knows.
@@ -41,7 +42,7 @@ def stretches(ds_config: dict[str, Any], steps: int | None) -> list[Stretch]:
     ends: Sequence[int | None] = [*(first - 1 for first, _ in found[1:]), total - 1 if total else None]
     raw = 16 if any(dict(ds_config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")) else 32
     made = [
-        Stretch(first, last, brief(settings), _bits(settings, raw))
+        Interval(first, last, brief(settings), _bits(settings, raw))
         for (first, settings), last in zip(found, ends, strict=True)
         if total is None or first < total
     ]
@@ -59,15 +60,15 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    found = stretches(read_ds_config(options.config), options.steps)
+    found = intervals(read_ds_config(options.config), options.steps)
     table = Table(title=f"schedule of {options.config}", title_justify="left")
     table.add_column("steps", no_wrap=True)
     table.add_column("settings", no_wrap=True)
     table.add_column("bits", justify="right")
-    for stretch in found:
-        last = "" if stretch.last is None else f"{stretch.last:,}"
-        bits = "?" if stretch.bits is None else f"{stretch.bits:.3g}"
-        table.add_row(f"{stretch.first:,} - {last}", stretch.settings, bits)
+    for interval in found:
+        last = "" if interval.last is None else f"{interval.last:,}"
+        bits = "?" if interval.bits is None else f"{interval.bits:.3g}"
+        table.add_row(f"{interval.first:,} - {last}", interval.settings, bits)
     Console().print(table)
     if options.output is not None:
         draw(found, options.output)
@@ -75,36 +76,31 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def draw(found: Sequence[Stretch], file: Path) -> None:
-    """Bits an element against optimizer steps, as a PNG; the last stretch of an endless schedule is a tenth of it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--output needs matplotlib; write: pip install 'deepspeed-compress[plot]'") from None
+def draw(found: Sequence[Interval], file: Path) -> None:
+    """Bits an element against optimizer steps, as a PNG; the last interval of an endless schedule is a tenth of it."""
+    check_plotting("--output")
+    from matplotlib.figure import Figure
 
     end = found[-1].last
     last = end + 1 if end is not None else max(10, round(1.1 * found[-1].first))
-    known = [(stretch, stretch.bits) for stretch in found if stretch.bits is not None]
+    known = [(interval, interval.bits) for interval in found if interval.bits is not None]
     figure = Figure(figsize=(9, 3.6), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    for stretch, bits in known:
-        stop = last if stretch.last is None else stretch.last + 1
-        axes.plot([stretch.first, stop], [bits, bits], color="#1f6feb", linewidth=2.5, solid_capstyle="butt")
-    for (_, before), (stretch, bits) in itertools.pairwise(known):
-        axes.plot([stretch.first] * 2, [before, bits], color="#1f6feb", linewidth=1)
+    for interval, bits in known:
+        stop = last if interval.last is None else interval.last + 1
+        axes.plot([interval.first, stop], [bits, bits], color="#1f6feb", linewidth=2.5, solid_capstyle="butt")
+    for (_, before), (interval, bits) in itertools.pairwise(known):
+        axes.plot([interval.first] * 2, [before, bits], color="#1f6feb", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlim(0, last)
     axes.set_xlabel("optimizer step")
-    axes.set_title("Bits of a gradient element", loc="left", fontsize=11)
-    axes.grid(color="#eaeef2")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    for stretch, bits in known:
-        stop = last if stretch.last is None else stretch.last + 1
-        if (stop - stretch.first) / last <= LONG:
+    style_axes(axes, "Bits of a gradient element")
+    for interval, bits in known:
+        stop = last if interval.last is None else interval.last + 1
+        if (stop - interval.first) / last <= LONG:
             continue
-        place, align = ((stretch.first + stop) / 2, "center") if stop < last else (last, "right")
-        axes.annotate(stretch.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
+        place, align = ((interval.first + stop) / 2, "center") if stop < last else (last, "right")
+        axes.annotate(interval.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
     axes.margins(y=0.15)
     figure.savefig(file, dpi=130)

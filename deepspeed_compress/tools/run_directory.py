@@ -9,30 +9,29 @@ process went on from a checkpoint, what came after that checkpoint before is aba
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS
 
 __all__ = [
-    "COMPRESSION",
-    "CONFIG",
-    "EVENTS",
     "METRICS",
+    "STATISTICS",
     "SUMMARY",
     "Line",
     "RunDirectory",
     "in_order",
     "read_directory",
     "read_lines",
+    "read_metrics",
     "read_statistics",
     "read_summary",
 ]
 
-COMPRESSION, EVENTS, CONFIG = "compression.jsonl", "events.jsonl", "ds_config.json"
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"
-SECTION = "deepspeed_compress"
 
 Line = Mapping[str, Any]
 
@@ -63,9 +62,11 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     """`config` in place of what the run left of its configuration. Raises DataError for files that are damaged."""
     summary = _object(directory / SUMMARY)
     named = Path((summary or {}).get("monitor_path") or directory)
-    ds_config = config or next((found for place in (directory, named) if (found := _object(place / CONFIG))), None)
+    ds_config = config or next(
+        (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
+    )
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    lines, events = _whole(monitor / COMPRESSION), _whole(monitor / EVENTS)
+    lines, events = _whole(monitor / STATISTICS), _whole(monitor / EVENTS)
     run = (summary or {}).get("run") or _run(lines[-1] if lines else {})
     statistics = _standing(lines, [*lines, *events], run)
     # The file is made with the first event, so a run that tells its settings and has none had no event.
@@ -75,17 +76,22 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         monitor,
         in_order(statistics),
         tuple(_standing(events, [*lines, *events], run)) if told else None,
-        tuple(_together(_whole(directory / METRICS))),
+        read_metrics(directory),
         summary,
-        ds_config or _object(monitor / CONFIG),
+        ds_config or _object(monitor / CONFIGURATION),
         _trainer(directory, in_order(statistics)),
     )
 
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
     """The lines of compression.jsonl in `directory` that count: of `run`, else of the last run."""
-    lines = _whole(directory / COMPRESSION)
-    return in_order(_standing(lines, lines, run or _run(lines[-1] if lines else {})))
+    lines, events = _whole(directory / STATISTICS), _whole(directory / EVENTS)
+    return in_order(_standing(lines, [*lines, *events], run or _run(lines[-1] if lines else {})))
+
+
+def read_metrics(directory: Path) -> tuple[Line, ...]:
+    """The lines of metrics.jsonl in `directory` that count."""
+    return tuple(_together(_whole(directory / METRICS)))
 
 
 def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
@@ -99,13 +105,18 @@ def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _together(lines: Iterable[Line]) -> list[Line]:
-    """The same where several lines may be of one step."""
+    """The same where several lines may be of one step, as long as they tell different figures of it."""
     kept: list[Line] = []
     for line in lines:
-        while kept and kept[-1]["step"] > line["step"]:
+        while kept and (kept[-1]["step"] > line["step"] or _repeats(line, kept)):
             kept.pop()
         kept.append(line)
     return kept
+
+
+def _repeats(line: Line, kept: Sequence[Line]) -> bool:
+    same = takewhile(lambda before: before["step"] == line["step"], reversed(kept))
+    return any(before.keys() & line.keys() > {"step"} for before in same)
 
 
 def _standing(lines: Sequence[Line], known: Sequence[Line], run: str | None) -> list[Line]:
@@ -132,7 +143,7 @@ def _configured(ds_config: Line | None) -> list[Path]:
 
 def _monitor(places: Sequence[Path]) -> Path:
     """Where the statistics are: a run may have moved with them."""
-    return next((place for place in places if (place / COMPRESSION).is_file()), places[0])
+    return next((place for place in places if (place / STATISTICS).is_file()), places[0])
 
 
 def _trainer(directory: Path, statistics: Sequence[Line]) -> Line | None:

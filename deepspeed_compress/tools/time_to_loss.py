@@ -9,17 +9,16 @@ examples:
 """
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deepspeed_compress.errors import CompressError, DataError
-from deepspeed_compress.tools.run_directory import Line, read_directory, read_summary
-from deepspeed_compress.training.records import SENT
+from deepspeed_compress.monitor import KINDS
+from deepspeed_compress.tools.plots import check_plotting, style_axes
+from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summary
 
 __all__ = ["Point", "TimedRun", "common_goal", "curve", "draw", "print_table", "read_run", "time_to"]
 
@@ -27,7 +26,7 @@ Point = tuple[float, float]
 """Seconds of training, and the held-out loss then."""
 COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e")
 """The first run is what the others are compared with."""
-INK, GRID = "#1f2328", "#eaeef2"
+INK = "#1f2328"
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,12 @@ class TimedRun:
 
 def read_run(directory: Path) -> TimedRun:
     """Raises DataError when the run is not finished, or was never evaluated."""
-    summary, lines = read_summary(directory), read_directory(directory).metrics
+    summary, lines = read_summary(directory), read_metrics(directory)
     points = curve(lines)
     if not points:
         raise DataError(f"{directory}: no held-out loss; train with --eval-every")
     times = [line["step_time_s"] for line in lines if line.get("step_time_s") is not None and line["step"] > 1]
-    sent = [summary.get(f"{kind}_per_step") for kind in SENT]
+    sent = [summary.get(f"{kind}_per_step") for kind in KINDS]
     return TimedRun(
         directory.resolve().name,
         tuple(points),
@@ -121,18 +120,11 @@ def draw(runs: Sequence[TimedRun], title: str, file: Path) -> None:
         axes.plot(*zip(*run.points, strict=True), color=colour, linewidth=2.2, label=label)
         axes.plot(seconds, goal, "o", color=colour, markersize=8, markeredgecolor="white")
     axes.set_xlim(0, 1.12 * max(times))
-    _dress(axes, title)
-    figure.savefig(file, dpi=120)
-
-
-def _dress(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out loss")
-    axes.grid(color=GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    style_axes(axes, title)
     axes.legend(frameon=False, title="to the dotted line", alignment="left")
+    figure.savefig(file, dpi=120)
 
 
 def main() -> int:
@@ -147,17 +139,12 @@ def main() -> int:
         runs = [read_run(directory) for directory in options.runs]
         print_table(runs, options.title)
         if options.picture:
-            _check_plotting()
+            check_plotting("--picture")
             draw(runs, options.title, options.picture)
     except CompressError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _check_plotting() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DataError("--picture needs matplotlib; write: pip install 'deepspeed-compress[plot]'")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,68 @@
-"""Steps, evaluations and log lines, until the last step."""
+"""Steps, evaluations, log lines and checkpoints, until the last step; and resuming a run exactly.
+
+DeepSpeed's checkpoint holds weights, optimizer and schedule; deepspeed_compress adds its residuals to it. Of
+the program itself only the step number matters, since (seed, step) say what is read; the rest of the state is
+kept to refuse a resume that could not be exact.
+"""
 
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_compress.errors import StateError
-from deepspeed_compress.training import checkpoint
-from deepspeed_compress.training.checkpoint import Identity
+from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.training.options import Options
-from deepspeed_compress.training.progress import Display
-from deepspeed_compress.training.records import Metrics
+from deepspeed_compress.training.output import Display, Metrics
+from deepspeed_compress.training.ranks import Ranks
 from deepspeed_compress.training.setup import Data
 from deepspeed_compress.training.stepper import Share, Stepper, eval_loss, mean_over_ranks, train_step
+
+STATE = "train_gpt"
+DIRECTORY = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must not change between the parts of one run; names are those of the command line."""
+
+    seed: int
+    seq_len: int
+    held_out: float
+    data: str
+    train_batch_size: int
+
+
+def save(engine: Any, output_dir: Path, identity: Identity) -> None:
+    """Write checkpoint `global_step<N>` below `output_dir`. Every rank must call this."""
+    engine.save_checkpoint(str(output_dir / DIRECTORY), client_state={STATE: vars(identity)})
+
+
+def resume(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks) -> int:
+    """Load the newest checkpoint and return its step; 0 when there is none.
+
+    Raises ConfigError when the options differ from those that the checkpoint was made with.
+    """
+    if not ranks.first_only((output_dir / DIRECTORY / "latest").is_file):
+        return 0
+    _, state = engine.load_checkpoint(str(output_dir / DIRECTORY))
+    ranks.first_only(lambda: _check((state or {}).get(STATE), identity))
+    return int(engine.global_steps)
+
+
+def _check(saved: dict[str, Any] | None, identity: Identity) -> None:
+    if saved is None:
+        raise ConfigError("--resume: the checkpoint was not written by this program; choose another --output-dir")
+    changed = [
+        f"{name} was {saved[name]}, is {value}" for name, value in vars(identity).items() if saved[name] != value
+    ]
+    if changed:
+        raise ConfigError(f"--resume cannot go on exactly: {'; '.join(changed)}; restore it, or start a new run")
 
 
 @dataclass
@@ -64,7 +109,7 @@ class Loop:
             if options.eval_every and step % options.eval_every == 0:
                 latest = self._evaluate(step)
             if options.save_every and (step % options.save_every == 0 or step == options.steps):
-                checkpoint.save(self.engine, options.output_dir, self.identity)
+                save(self.engine, options.output_dir, self.identity)
         evaluated = options.steps > first and options.eval_every and options.steps % options.eval_every == 0
         return latest if evaluated else self._evaluate(max(first, options.steps))
 

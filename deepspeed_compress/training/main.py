@@ -12,16 +12,15 @@ import torch.distributed as dist
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.training import checkpoint, records
-from deepspeed_compress.training.checkpoint import Identity
+from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokenizer import load_tokenizer
-from deepspeed_compress.training.export import check_export, export_model
-from deepspeed_compress.training.loop import Loop
+from deepspeed_compress.training.export import check_export, export_model, sample_text
+from deepspeed_compress.training.loop import Identity, Loop, resume
 from deepspeed_compress.training.options import Options, parse_options
-from deepspeed_compress.training.progress import display
+from deepspeed_compress.training.output import Metrics, check_new, display, final_figures
 from deepspeed_compress.training.ranks import AgreedError, Ranks, start_ranks
-from deepspeed_compress.training.sample import sample_text
-from deepspeed_compress.training.setup import Data, Plan, Training, prepare_data, read_plan, start_training
+from deepspeed_compress.training.setup import Data, RunConfig, Training, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
 PROMPT_TOKENS = 16
@@ -52,22 +51,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(options: Options, ranks: Ranks) -> None:
     if not options.resume:
-        ranks.first_only(lambda: records.check_new(options.output_dir))
-    plan = ranks.agree(lambda: read_plan(options, ranks))
+        ranks.first_only(lambda: check_new(options.output_dir))
+    config = ranks.agree(lambda: read_run_config(options, ranks))
     ranks.first_only(lambda: check_export(options))
-    data = prepare_data(options, ranks, plan.model_config)
-    training = start_training(options, plan)
+    data = prepare_data(options, ranks, config.model_config)
+    training = start_training(options, config)
     share = share_of(training.engine)
     identity = Identity(options.seed, options.seq_len, options.held_out, data.key, share.batch_size)
-    first = checkpoint.resume(training.engine, options.output_dir, identity, ranks) if options.resume else 0
-    metrics = records.Metrics(options.output_dir, ranks.is_first)
+    first = resume(training.engine, options.output_dir, identity, ranks) if options.resume else 0
+    metrics = Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
-    stepper = PipelineStepper(training.engine) if plan.layout.pipeline > 1 else PlainStepper(training.engine)
+    stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)
     with display("train", ranks.is_first) as shown:
         shown.line(_headline(options, ranks, training.parameters, first))
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)
-    _finish(options, plan, training, data, ranks, share.batch_size, loss)
+    _finish(options, config, training, data, ranks, share.batch_size, loss)
 
 
 def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> str:
@@ -77,24 +76,24 @@ def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> st
 
 
 def _finish(
-    options: Options, plan: Plan, training: Training, data: Data, ranks: Ranks, batch_size: int, loss: float
+    options: Options, config: RunConfig, training: Training, data: Data, ranks: Ranks, batch_size: int, loss: float
 ) -> None:
-    text = _sample(options, plan, training.engine, data)
+    text = _sample(options, config, training.engine, data)
     if options.export:
-        export_model(training.engine, plan.model_config, options.tokenizer, options.export)
+        export_model(training.engine, config.model_config, options.tokenizer, options.export)
     if not ranks.is_first:
         return
-    monitor_path = plan.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
+    monitor_path = config.ds_config.get(SECTION, {}).get("monitor", {}).get("path") or options.output_dir
     batch_tokens = batch_size * options.seq_len
     summary = {
-        **records.final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(training.engine)),
+        **final_figures(options.output_dir, Path(monitor_path), batch_tokens, _run(training.engine)),
         "run": _run(training.engine),
         "eval_loss": loss,
         "steps": options.steps,
         "parameters": training.parameters,
         "world_size": ranks.world_size,
-        "tensor": plan.layout.tensor,
-        "pipeline": plan.layout.pipeline,
+        "tensor": config.layout.tensor,
+        "pipeline": config.layout.pipeline,
         "tokens_per_step": batch_tokens,
         "seq_len": options.seq_len,
         "seed": options.seed,
@@ -104,7 +103,7 @@ def _finish(
         "sample": text,
         "export": str(options.export) if options.export else None,
     }
-    records.write_json(options.output_dir / records.SUMMARY, summary)
+    write_json(options.output_dir / SUMMARY, summary)
     print(_last_lines(options, summary), flush=True)
 
 
@@ -114,8 +113,8 @@ def _run(engine: Any) -> str | None:
     return None if session is None else session.journal.part.id
 
 
-def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None:
-    if plan.layout.pipeline > 1 or not options.sample_tokens:
+def _sample(options: Options, config: RunConfig, engine: Any, data: Data) -> str | None:
+    if config.layout.pipeline > 1 or not options.sample_tokens:
         return None
     start = data.held_out.segments[0][0]
     tokens = torch.from_numpy(data.held_out.cache.tokens[start : start + PROMPT_TOKENS].astype("int64"))
@@ -132,7 +131,7 @@ def _sample(options: Options, plan: Plan, engine: Any, data: Data) -> str | None
 def _last_lines(options: Options, summary: dict[str, Any]) -> str:
     text = f"sample: {summary['sample']!r}" if summary["sample"] else _why_no_sample(options)
     model = f"model and tokenizer in {options.export}" if options.export else ""
-    result = f"held-out loss {summary['eval_loss']:.4f}, figures in {options.output_dir / records.SUMMARY}"
+    result = f"held-out loss {summary['eval_loss']:.4f}, figures in {options.output_dir / SUMMARY}"
     return "\n".join(filter(None, [text, model, result]))
 
 

@@ -5,6 +5,8 @@ import dataclasses
 from pathlib import Path
 from textwrap import dedent
 
+from deepspeed_compress.tools.arguments import integer_from, share
+
 EXAMPLES = """
 examples:
   two processes on this machine's CPU (DS_ACCELERATOR=cpu) or two GPUs:
@@ -102,7 +104,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--vocab-size",
-        type=_AtLeast(257),
+        type=integer_from(257),
         metavar="N",
         help="of a tokenizer that is trained (default: the model's)",
     )
@@ -114,7 +116,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--held-out",
-        type=_fraction,
+        type=share,
         default=0.05,
         metavar="SHARE",
         help="end of each file which is only evaluated on (default %(default)s)",
@@ -133,7 +135,9 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         ("--sample-tokens", 60, 0, "length of the sample text at the end; 0: none"),
     ]
     for name, default, least, text in counts:
-        group.add_argument(name, type=_AtLeast(least), default=default, metavar="N", help=f"{text} (default {default})")
+        group.add_argument(
+            name, type=integer_from(least), default=default, metavar="N", help=f"{text} (default {default})"
+        )
     group.add_argument(
         "--export",
         type=Path,
@@ -150,29 +154,3 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--local_rank", "--local-rank", type=int, default=-1, help="set by the deepspeed launcher")
     group.add_argument("--deepspeed", action="store_true", help="accepted, as other programs need it; always on")
-
-
-class _AtLeast:
-    """An integer of at least `least`, as an argparse type."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-
-    def __call__(self, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = self.least - 1
-        if value < self.least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {self.least} up")
-        return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
-    return value

@@ -27,12 +27,12 @@ from deepspeed_compress.training.data import (
     train_tokenizer,
 )
 from deepspeed_compress.training.options import Options
-from deepspeed_compress.training.progress import Throttled, display
+from deepspeed_compress.training.output import Throttled, display
 from deepspeed_compress.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunConfig:
     """What the files say, before anything is built."""
 
     ds_config: dict[str, Any]
@@ -57,7 +57,7 @@ class Training:
     parameters: int
 
 
-def read_plan(options: Options, ranks: Ranks) -> Plan:
+def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
     """Read both configurations and hold them against each other. Raises ConfigError or UnsupportedError."""
     ds_config = read_ds_config(options.deepspeed_config)
     section = parse_section(ds_config) if SECTION in ds_config else None
@@ -67,13 +67,13 @@ def read_plan(options: Options, ranks: Ranks) -> Plan:
         raise ConfigError(
             f'{options.deepspeed_config}: /optimizer is missing; write {{"type": "AdamW", "params": ...}}'
         )
-    plan = Plan(
+    config = RunConfig(
         ds_config,
         read_model_config(options.model),
         _layout(ds_config, section),
     )
-    _check_plan(plan, options, ranks)
-    return plan
+    _check_run_config(config, options, ranks)
+    return config
 
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
@@ -89,19 +89,19 @@ def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig)
     return ranks.agree(lambda: _split(options, key, model_config))
 
 
-def start_training(options: Options, plan: Plan) -> Training:
+def start_training(options: Options, config: RunConfig) -> Training:
     """Build the model and the engine. Raises ConfigError when DeepSpeed rejects its configuration."""
-    module = build_parallel(options.model, plan.model_config, options.seed, plan.layout)
+    module = build_parallel(options.model, config.model_config, options.seed, config.layout)
     try:
-        engine, *_ = _initializer(plan.ds_config)(
-            model=module, model_parameters=_trainable(module), config=plan.ds_config
+        engine, *_ = _initializer(config.ds_config)(
+            model=module, model_parameters=_trainable(module), config=config.ds_config
         )
     except (AssertionError, ValueError) as error:
         if isinstance(error, ConfigError | UnsupportedError):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{options.deepspeed_config}: DeepSpeed rejects it: {reason}") from error
-    return Training(engine, build_skeleton(plan.model_config).num_parameters())
+    return Training(engine, build_skeleton(config.model_config).num_parameters())
 
 
 def _initializer(ds_config: dict[str, Any]) -> Any:
@@ -137,15 +137,15 @@ def _layout(ds_config: dict[str, Any], section: CompressConfig | None) -> Layout
     )
 
 
-def _check_plan(plan: Plan, options: Options, ranks: Ranks) -> None:
-    check_layout(plan.model_config, plan.layout)
-    divided = plan.layout.tensor * plan.layout.pipeline
+def _check_run_config(config: RunConfig, options: Options, ranks: Ranks) -> None:
+    check_layout(config.model_config, config.layout)
+    divided = config.layout.tensor * config.layout.pipeline
     if ranks.world_size % divided:
         raise ConfigError(
-            f"tensor {plan.layout.tensor} x pipeline {plan.layout.pipeline} does not divide {ranks.world_size} "
+            f"tensor {config.layout.tensor} x pipeline {config.layout.pipeline} does not divide {ranks.world_size} "
             "processes"
         )
-    positions = getattr(plan.model_config, "max_position_embeddings", options.seq_len)
+    positions = getattr(config.model_config, "max_position_embeddings", options.seq_len)
     if options.seq_len > positions:
         raise ConfigError(f"--seq-len {options.seq_len}: {options.model} has {positions} positions; write that at most")
 

@@ -10,11 +10,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.bench.collectives import COLLECTIVES, Collective
-from deepspeed_compress.tools.bench.comm import table_of
-from deepspeed_compress.tools.bench.comm_rank import measure_messages
+from deepspeed_compress.tools.bench.comm import plot_comm, table_of
+from deepspeed_compress.tools.bench.comm_rank import COLLECTIVES, Collective, measure_messages
 from deepspeed_compress.tools.bench.gauges import join
-from deepspeed_compress.tools.bench.plots import plot_comm
 from tests.support.forks import run_forks
 from tests.support.hosts import needs_hosts
 

@@ -14,8 +14,7 @@ from deepspeed_compress.cli import main
 from deepspeed_compress.compression.kernels import implementations
 from deepspeed_compress.compression.kernels.forms import BlockFormat
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.tools.bench.kernels import measure
-from deepspeed_compress.tools.bench.operations import OPERATIONS
+from deepspeed_compress.tools.bench.kernels import OPERATIONS, measure
 
 CPU = torch.device("cpu")
 NUMEL = 3 * 4096 + 5

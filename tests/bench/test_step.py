@@ -14,11 +14,11 @@ from rich.console import Console
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError, UnsupportedError
-from deepspeed_compress.tools.bench.document import new_document, read_document, save_document
-from deepspeed_compress.tools.bench.plots import check_plotting, plot_steps
+from deepspeed_compress.tools.bench.rows import new_document, read_document, save_document
 from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
-from deepspeed_compress.tools.bench.step_table import FORMS, step_table
+from deepspeed_compress.tools.bench.step_results import FORMS, plot_steps, step_table
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
+from deepspeed_compress.tools.plots import check_plotting
 from tests.support.hosts import needs_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'deepspeed-compress\[plot\]'"):
-        check_plotting()
+        check_plotting("--plot")
 
 
 @pytest.fixture

@@ -238,6 +238,6 @@ def test_a_guard_needs_norms() -> None:
     native = zero(stage=1, compute_grad_norm=False)
     [problem] = find_mismatches(native, parse_section({SECTION: {"guard": {}}}))
     assert problem.pointer == f"/{SECTION}/guard"
-    assert "/zero_optimization/compute_grad_norm: false" in problem.what
+    assert "/zero_optimization/compute_grad_norm: false" in problem.message
     assert find_mismatches(native, parse_section({SECTION: {}})) == []
     assert find_mismatches(zero(stage=1), parse_section({SECTION: {"guard": {}}})) == []

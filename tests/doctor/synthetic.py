@@ -78,4 +78,4 @@ def examine(found: Run, baseline: Run | None = None) -> Diagnosis:
 
 def names(found: Run, baseline: Run | None = None) -> list[str]:
     """What the doctor finds, worst first."""
-    return [one.rule.name for one in examine(found, baseline).found]
+    return [one.name for one in examine(found, baseline).diagnostics]

@@ -10,9 +10,9 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import find_problems
-from deepspeed_compress.tools.doctor.finding import Rule
+from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import RULES
-from tests.doctor.plant import RUNS
+from tests.doctor.recordings import RUNS
 
 PAGE = Path(__file__).parents[2] / "docs/doctor.md"
 
@@ -21,7 +21,7 @@ def test_a_healthy_run_says_what_was_looked_at(capsys: pytest.CaptureFixture[str
     assert main(["doctor", str(RUNS / "healthy-default")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Nothing found." in out
-    assert all(f"- {rule.question}" in out for rule in RULES)
+    assert all(f"- {rule.summary}" in out for rule in RULES)
 
 
 def test_a_finding_in_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_it_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_finding_is_explained(rule: Rule) -> None:
+def test_every_finding_is_explained(rule: DoctorRule) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"\n### {rule.name}\n" in text
     assert f"| [`{rule.name}`](#{rule.name}) |" in text

@@ -144,6 +144,17 @@ def test_unsupported_version(version):
 
 def test_every_seam_exists_in_the_installed_version():
     seams.check_version(deepspeed.__version__)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117"])
+def test_a_torch_that_is_too_old_is_refused(version: str) -> None:
+    with pytest.raises(SeamError, match=r"torch>=2\.11"):
+        seams.check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+5228986", "2.13.0+cpu", "3.0"])
+def test_torch_from_the_oldest_on_is_accepted(version: str) -> None:
+    seams.check_torch(version)
     seams.check_seams(seams.STEP + seams.ZERO_0 + seams.ZERO_12 + seams.ZERO_3, deepspeed.__version__)
 
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.edits import replace
-from deepspeed_compress.tools.lint.fixes import apply, edited
-from deepspeed_compress.tools.lint.hit import Path
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.diagnostics import Path
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.fixes import apply, edited, replace
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.lint.strings import to_json
 from tests.support.properties import properties
@@ -60,7 +60,7 @@ def shake(document: Document, context: Context) -> None:
     """Every rule on `document`, and every fix; places are inside the text."""
     fixed = apply(document, lambda one: lint_document(one, context, Selection()), unsafe=True)
     for finding in fixed.remaining:
-        assert finding.span.end <= len(fixed.text)
+        assert finding.place.region.end <= len(fixed.text)
         assert finding.message
     again = apply(fixed.document, lambda one: lint_document(one, context, Selection()), unsafe=True)
     assert again.text == fixed.text
@@ -69,9 +69,9 @@ def shake(document: Document, context: Context) -> None:
 @pytest.mark.parametrize("rule", [pytest.param(rule, id=rule.code) for rule in RULES])
 @settings(properties, max_examples=12)
 @given(data=st.data())
-def test_odd_values(rule: Rule, data: st.DataObject) -> None:
-    document = parse(rule.bad)
-    text = rule.bad
+def test_odd_values(rule: LintRule, data: st.DataObject) -> None:
+    document = parse(rule.wrong)
+    text = rule.wrong
     if paths := places(document):
         change = replace(document, data.draw(st.sampled_from(paths)), data.draw(st.sampled_from(ODD)))
         text = edited(text, change)
@@ -84,5 +84,5 @@ def test_examples_together(rules: set[int], context: Context) -> None:
     """The keys of several bad examples in one configuration."""
     data: dict[str, Any] = {}
     for index in sorted(rules):
-        data |= parse(RULES[index].bad).data
+        data |= parse(RULES[index].wrong).data
     shake(parse(to_json(data)), context)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from deepspeed_compress import __version__
 from deepspeed_compress.cli import main
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint import command
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.finding import Finding
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 from tests.lint.texts import STRICT, TOYS, rule
 from tests.support.properties import properties
@@ -34,10 +35,10 @@ def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(monkeypatch, *TOYS)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *rules: Rule) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, *rules: LintRule) -> None:
     """Let the command know `rules` only."""
 
-    def lint(document: Document, context: Context, selection: Selection) -> list[Finding]:
+    def lint(document: Document, context: Context, selection: Selection) -> list[Diagnostic]:
         return lint_document(document, context, selection, rules)
 
     monkeypatch.setattr(command, "RULES", rules)
@@ -170,7 +171,7 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_rule_that_fails_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(document: Document, context: Context) -> None:
+    def check(document: Document, context: Context) -> list[Diagnostic]:
         raise ZeroDivisionError("oh")
 
     save("{}")
@@ -276,7 +277,12 @@ AUTO = '{"train_batch_size": "auto"}'
 def test_auto_tells_the_framework(lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, framework: str | None) -> None:
     """And that it was taken from the file is said, but not in the output that programs read."""
     seen: list[str | None] = []
-    use(monkeypatch, rule("DSC900", "watches", lambda document, context: seen.append(context.framework) or ()))
+
+    def check(document: Document, context: Context) -> list[Diagnostic]:
+        seen.append(context.framework)
+        return []
+
+    use(monkeypatch, rule("DSC900", "watches", check))
     name = str(save(text, "ds_config.yaml" if text[0] != "{" else "ds_config.json"))
     note = f'ds-compress: note: {name}: framework hf, as "auto" tells; --framework says otherwise\n'
     assert lint() == (0, "1 file checked, nothing found.\n", note if framework else "")
@@ -406,8 +412,8 @@ def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_errors_and_findings_of_one_file_come_together() -> None:
     found = lint_text('{"zero_optimization": {"stage": 4}, "fp16": {"enabled": tru e, }')
-    assert {finding.rule.code for finding in found} >= {"DSC001"}
-    assert len({finding.rule.code for finding in found}) > 1
+    assert {finding.code for finding in found} >= {"DSC001"}
+    assert len({finding.code for finding in found}) > 1
 
 
 def test_behind_a_syntax_error_nothing_is_missing() -> None:
@@ -418,7 +424,7 @@ def test_behind_a_syntax_error_nothing_is_missing() -> None:
         ("just words", ["DSC001"]),
     ):
         found = lint_document(parse(text), context, Selection(), TOYS)
-        assert [finding.rule.code for finding in found] == codes
+        assert [finding.code for finding in found] == codes
 
 
 YAML = st.lists(
@@ -442,7 +448,7 @@ def test_rule(lint: Run) -> None:
     first = RULES[0]
     code, out, _ = lint(first.code, name="rule")
     assert code == 0
-    assert all(text in out for text in (first.code, first.name, first.summary, first.rationale, first.bad, first.good))
+    assert all(text in out for text in (first.code, first.name, first.summary, first.reason, first.wrong, first.right))
     assert lint(first.name, name="rule")[1] == out
     code, out, _ = lint("--all", name="rule")
     assert [line.split()[0] for line in out.splitlines()] == [rule.code for rule in RULES]

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.hit import Hit
-from deepspeed_compress.tools.lint.nodes import Node
-from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS
+from deepspeed_compress.diagnostics import Place, at
+from deepspeed_compress.tools.lint.document import Document, Node
+from deepspeed_compress.tools.lint.scanner import MAX_DEPTH, MAX_INTEGER, MAX_PARTS, MAX_PROBLEMS, parse
 from tests.lint.texts import CONFIGS, NOISE, broken
 from tests.support.properties import properties
 
@@ -122,7 +121,7 @@ def test_looking_things_up() -> None:
     assert not document.has("a", "b", -1)
     member = document.member("d")
     assert member is not None
-    assert document.position(member.key_span.start) == (3, 11)
+    assert document.locate(at(span=member.key_span)).start == (3, 11)
     assert document.member("a", "x") is None
     assert document.member() is None
     assert [path for path, _ in document.walk()] == [("a",), ("a", "b"), ("a", "b", 1, "c"), ("d",), ("d",)]
@@ -140,8 +139,8 @@ def test_looking_things_up() -> None:
         ((), "value", "{"),
     ],
 )
-def test_where_a_hit_points(path: tuple[str | int, ...], on: Any, place: str) -> None:
-    span = parse(CONFIG).span_of(Hit(path, "what", "write", on))
+def test_where_a_place_is(path: tuple[str | int, ...], on: Any, place: str) -> None:
+    span = parse(CONFIG).span_of(Place(path, on))
     assert CONFIG[span.start : span.end] == place
 
 
@@ -168,8 +167,8 @@ def test_where_a_hit_points(path: tuple[str | int, ...], on: Any, place: str) ->
 )
 def test_goes_on_behind_an_error(text: str, problems: list[str], data: dict[str, Any]) -> None:
     document = parse(text)
-    places = [document.position(document.span_of(hit).start) for hit in document.problems]
-    shown = [f"{line}:{column} {hit.what}" for (line, column), hit in zip(places, document.problems, strict=True)]
+    places = [document.locate(one.place).start for one in document.problems]
+    shown = [f"{line}:{column} {one.message}" for (line, column), one in zip(places, document.problems, strict=True)]
     pairs = zip(sorted(shown), sorted(problems), strict=True)
     assert all(one.replace("1:7 this", "2:7 this").startswith(other) for one, other in pairs), shown
     assert document.data == data
@@ -212,8 +211,8 @@ LARGE = {
 def test_ten_megabytes_of_anything(text: str) -> None:
     start = time.process_time()
     document = parse(text)
-    for hit in document.problems:
-        document.position(document.span_of(hit).start)
+    for one in document.problems:
+        assert document.locate(one.place).start
     assert time.process_time() - start < 10
     assert len(document.problems) <= MAX_PROBLEMS
 
@@ -232,7 +231,7 @@ def test_memory_is_bounded(name: str) -> None:
 
 def test_limits_are_said() -> None:
     def problems(document: Document) -> list[str]:
-        return [hit.what for hit in document.problems]
+        return [one.message for one in document.problems]
 
     assert problems(parse('{"a": ' * MAX_DEPTH + "1" + "}" * MAX_DEPTH)) == []
     assert problems(parse('{"a": ' * (MAX_DEPTH + 1))) == [f"nested more than {MAX_DEPTH} deep"]
@@ -243,9 +242,9 @@ def test_limits_are_said() -> None:
 @given(st.binary(max_size=60).map(lambda content: content.decode("latin-1")) | st.text(max_size=60))
 def test_any_text_is_read(text: str) -> None:
     document = parse(text)
-    for hit in document.problems:
-        span = document.span_of(hit)
+    for one in document.problems:
+        span = document.span_of(one.place)
         assert 0 <= span.start <= span.end <= len(text)
-        line, column = document.position(span.start)
+        line, column = document.locate(one.place).start
         assert line >= 1
         assert column >= 1

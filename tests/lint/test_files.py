@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint import files
 from deepspeed_compress.tools.lint.files import Search, Source, sources
@@ -156,10 +157,10 @@ def test_what_is_nothing(argument: str) -> None:
 
 
 def problem(source: Source) -> str:
-    [hit] = source.document.problems
+    [problem] = source.document.problems
     assert not source.document.fixable
     assert not source.document.readable
-    return hit.what
+    return problem.message
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
     file = tmp_path / "default_config.yaml"
     file.write_text(ACCELERATE)
     [source] = read(tmp_path)
-    assert source.hints == {"framework": "accelerate", "world_size": 8}
+    assert (source.framework, source.world_size) == ("accelerate", 8)
     assert source.document.data == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -214,7 +215,7 @@ def test_accelerate_with_settings(tmp_path: Path) -> None:
     assert list(source.document.data)[-2:] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
     node = source.document.node("zero_optimization", "stage")
     assert node is not None
-    assert source.document.position(node.span.start) == (9, 15)
+    assert source.document.locate(at(span=node.span)).start == (9, 15)
     assert not source.document.fixable
 
 
@@ -242,7 +243,7 @@ def test_accelerate_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     launch, source = read(tmp_path)
     assert (launch.document.data, launch.document.readable) == ({}, False)
     assert source.document.data == {"zero_optimization": {"stage": 2}}
-    assert source.hints == {"framework": "accelerate"}
+    assert (source.framework, source.world_size) == ("accelerate", None)
     assert source.document.fixable
 
 
@@ -295,8 +296,8 @@ def test_yaml_of_deepspeed(tmp_path: Path, name: str) -> None:
     }
     node = source.document.node("zero_optimization", "stage")
     assert node is not None
-    assert source.document.position(node.span.start) == (7, 10)
-    assert (source.hints, source.document.fixable) == ({}, False)
+    assert source.document.locate(at(span=node.span)).start == (7, 10)
+    assert (source.framework, source.world_size, source.document.fixable) == (None, None, False)
 
 
 UNUSED = "deepspeed_config: {}\ndistributed_type: MULTI_GPU\n"

@@ -7,15 +7,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.edits import Edits, add, fix, move, remove, rename, replace
+from deepspeed_compress.diagnostics import Diagnostic, Edit, Path, Span, at, write
+from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.explain import fix_of
-from deepspeed_compress.tools.lint.finding import Finding
-from deepspeed_compress.tools.lint.fixes import apply, diff, edited
-from deepspeed_compress.tools.lint.hit import Edit, Hit, Path, Span
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.fixes import Edits, add, apply, diff, edited, fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 from tests.lint.texts import CONFIGS, REMOVED, STAGE, STRICT, TOYS, rule
 from tests.support.properties import properties
@@ -122,7 +121,7 @@ def test_edits_change_the_data_as_they_say(text: str, data: st.DataObject) -> No
         assert after.data == expected.data
 
 
-def lint_with(*rules: Any) -> Callable[[Document], list[Finding]]:
+def lint_with(*rules: Any) -> Callable[[Document], list[Diagnostic]]:
     return lambda document: lint_document(document, Context(), Selection(), rules)
 
 
@@ -131,7 +130,7 @@ def test_unsafe_fixes_wait_to_be_asked_for() -> None:
     lint = lint_with(*TOYS)
     safe = apply(document, lint)
     assert safe.text == '{"amp": {}, "zero_optimization": {"stage": 3}}'
-    assert (safe.count, [finding.rule for finding in safe.remaining]) == (1, [REMOVED])
+    assert (safe.count, [finding.code for finding in safe.remaining]) == (1, [REMOVED.code])
     every = apply(document, lint, unsafe=True)
     assert (every.text, every.count, every.remaining) == ('{"zero_optimization": {"stage": 3}}', 2, ())
 
@@ -144,9 +143,9 @@ def test_fixes_that_meet_follow_one_another() -> None:
 
 
 def test_a_fix_that_would_break_the_syntax_is_left_out() -> None:
-    def check(document: Document, context: Context) -> list[Hit]:
+    def check(document: Document, context: Context) -> list[Diagnostic]:
         broken = fix("Break", (Edit(Span(0, 1), "["),))
-        return [Hit(("a",), "what", "write", fix=broken)]
+        return [Diagnostic(at("a"), "wrong", write("right"), fix=broken)]
 
     document = parse('{"a": 1}')
     fixed = apply(document, lint_with(rule("DSC999", "breaks", check)))
@@ -184,34 +183,38 @@ def leaves(value: Any, path: Path = ()) -> dict[Path, str]:
     return dict(below) or {path: repr(value)}
 
 
-def unasked(before: Document, after: Document, hits: list[Hit]) -> dict[Path, str | None]:
-    """What fixes of `hits` have changed elsewhere. New keys may be those that a hit misses, or come in the same
-    section, or be moved from a hit."""
+def unasked(before: Document, after: Document, found: list[Diagnostic]) -> dict[Path, str | None]:
+    """What fixes of what was `found` have changed elsewhere. New keys may be those that are missed, or come in
+    the same section, or be moved from what was found."""
     old, new = leaves(before.data), leaves(after.data)
-    there = {path for path in old if any(path[: len(hit.path)] == hit.path for hit in hits)}
+    there = {path for path in old if any(path[: len(one.place.path)] == one.place.path for one in found)}
     sections, moved = {path[0] for path in there}, {old[path] for path in there}
     lost = {path: new.get(path) for path in old if path not in there and new.get(path) != old[path]}
-    added = {path for path in new.keys() - old.keys() if not any(path[: len(hit.path)] == hit.path for hit in hits)}
+    added = {
+        path
+        for path in new.keys() - old.keys()
+        if not any(path[: len(one.place.path)] == one.place.path for one in found)
+    }
     return lost | {path: new[path] for path in added if path[0] not in sections and new[path] not in moved}
 
 
 @pytest.mark.parametrize("rule", FIXED)
 @settings(properties, max_examples=10)
 @given(gaps=st.lists(FILLER, min_size=3, max_size=8))
-def test_fixes_of_the_rules(rule: Rule, gaps: list[str]) -> None:
+def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
     """Correcting the bad example of each rule, with white space and comments around its keys."""
-    document = parse(rule.bad if parse(rule.bad).problems else spread(rule.bad, gaps))
+    document = parse(rule.wrong if parse(rule.wrong).problems else spread(rule.wrong, gaps))
 
-    def lint(document: Document) -> list[Finding]:
+    def lint(document: Document) -> list[Diagnostic]:
         return lint_document(document, Context(**rule.context), Selection(), (rule,))
 
-    hits = [finding.hit for finding in lint(document)]
+    found = lint(document)
     fixed = apply(document, lint, unsafe=True)
     assert fixed.count >= 1
-    assert not any(finding.hit.fix for finding in fixed.remaining)
+    assert not any(finding.fix for finding in fixed.remaining)
     assert len(fixed.document.problems) <= len(document.problems)
     assert apply(fixed.document, lint, unsafe=True).text == fixed.text
-    assert unasked(document, fixed.document, hits) == {}
+    assert unasked(document, fixed.document, found) == {}
 
 
 def test_there_are_fixes_to_test() -> None:

@@ -25,4 +25,4 @@ def test_what_the_comments_say_is_found(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     context = _CONTEXT.match(text)
     findings = lint_text(text, path.name, Context(**json.loads(context[1]) if context else {}))
-    assert {(finding.start[0], finding.rule.code) for finding in findings} == expected(text)
+    assert {(finding.place.start[0], finding.code) for finding in findings} == expected(text)

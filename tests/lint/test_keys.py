@@ -4,8 +4,8 @@ import deepspeed
 import pytest
 
 from deepspeed_compress.tools.lint import generate_keys
-from deepspeed_compress.tools.lint.document import parse
 from deepspeed_compress.tools.lint.keys import closest, keys, known_values, places, unknown_keys
+from deepspeed_compress.tools.lint.scanner import parse
 
 
 def test_the_table_is_what_the_generator_writes() -> None:

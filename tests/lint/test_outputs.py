@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_compress.tools.lint.document import parse
+from deepspeed_compress.diagnostics import Edit, Span
 from deepspeed_compress.tools.lint.fixes import edited
-from deepspeed_compress.tools.lint.hit import Edit, Span
 from deepspeed_compress.tools.lint.options import FORMATS
-from deepspeed_compress.tools.lint.outputs import Report, render
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.outputs import Report, render
 from tests.lint.texts import CONFIGS, NOISE, TOYS, broken
 from tests.support.properties import properties
 
@@ -36,7 +36,7 @@ SARIF = json.loads((Path(__file__).parent / "sarif-schema-2.1.0.json").read_text
 
 def report(text: str = CONFIG, path: str = "dir/ds config.json", rules: Any = TOYS, **more: Any) -> Report:
     findings = lint_document(parse(text, path), Context(framework="hf", world_size=4), Selection(), rules)
-    return Report(tuple(findings), 1, **more)
+    return Report(tuple(findings), 1, tuple(rules), **more)
 
 
 FULL = """dir/ds config.json:3:11: DSC401 stage-range: 4 is no stage (allowed: 0 to 3) (at /zero_optimization/stage)
@@ -81,7 +81,7 @@ def test_summary() -> None:
 
 def test_statistics() -> None:
     """The most frequent first, then by code; a star where --fix, without --unsafe-fixes, corrects one."""
-    found = [finding for text in (CONFIG, "{amp: {}}", "{amp: 1}", "{") for finding in report(text).findings]
+    found = [finding for text in (CONFIG, "{amp: {}}", "{amp: 1}", "{") for finding in report(text).diagnostics]
     lines = render(Report(tuple(reversed(found)), 4), "statistics").splitlines()
     assert lines[:3] == [
         "    3  DSC101  [ ]  warning  removed-amp",
@@ -180,11 +180,11 @@ def test_every_format_writes_anything(text: str) -> None:
     for name in FORMATS:
         assert render(everything, name) or name == "github"
     sarif_results(text, rules=RULES)
-    assert len(json.loads(render(everything, "json"))) == len(everything.findings)
+    assert len(json.loads(render(everything, "json"))) == len(everything.diagnostics)
 
 
 @properties
 @given(st.binary(max_size=80).map(lambda content: content.decode("latin-1")) | st.text(max_size=80))
 def test_rules_take_any_text(text: str) -> None:
-    for finding in report(text, rules=RULES).findings:
-        assert finding.span.end <= len(text)
+    for finding in report(text, rules=RULES).diagnostics:
+        assert finding.place.region.end <= len(text)

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.lint.options import FORMATS, FRAMEWORKS
 from deepspeed_compress.tools.lint.runner import lint_text
-from deepspeed_compress.tools.lint.settings import find_settings, read_settings
+from deepspeed_compress.tools.lint.selection import find_settings, read_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")

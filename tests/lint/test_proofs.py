@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.tools.lint.document import parse
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.scanner import parse
 from tests.lint.starting import Outcome, read_configuration, start, warm_up
 
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
@@ -22,8 +22,8 @@ def _warm() -> None:
 
 
 @pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_deepspeed_does_what_the_rule_says(rule: Rule) -> None:
-    outcome = start(rule.bad, rule.context)
+def test_deepspeed_does_what_the_rule_says(rule: LintRule) -> None:
+    outcome = start(rule.wrong, rule.context)
     if rule.proof.kind == "raises":
         assert re.search(rule.proof.text, outcome.error), outcome.error or "started"
     else:
@@ -31,26 +31,26 @@ def test_deepspeed_does_what_the_rule_says(rule: Rule) -> None:
     if rule.proof.kind == "warns":
         assert re.search(rule.proof.text, outcome.log), outcome.log
     if rule.proof.kind == "ignores":
-        assert read_configuration(parse(rule.bad).data) == read_configuration(without_hits(rule))
+        assert read_configuration(parse(rule.wrong).data) == read_configuration(without_hits(rule))
 
 
 @pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_deepspeed_starts_with_the_good_example(rule: Rule) -> None:
-    outcome = start(rule.good, rule.context)
+def test_deepspeed_starts_with_the_good_example(rule: LintRule) -> None:
+    outcome = start(rule.right, rule.context)
     assert outcome.error == ""
     if rule.proof.kind == "warns":
         assert not re.search(rule.proof.text, outcome.log), outcome.log
 
 
-def without_hits(rule: Rule) -> dict[str, Any]:
+def without_hits(rule: LintRule) -> dict[str, Any]:
     """The bad example without what the rule finds in it."""
-    document = parse(rule.bad)
+    document = parse(rule.wrong)
     data = copy.deepcopy(document.data)
     for hit in rule.check(document, Context(**rule.context)):
         holder = data
-        for part in hit.path[:-1]:
+        for part in hit.place.path[:-1]:
             holder = holder[str(part)]
-        del holder[str(hit.path[-1])]
+        del holder[str(hit.place.path[-1])]
     return data
 
 

@@ -5,37 +5,37 @@ from collections import Counter
 
 import pytest
 
-from deepspeed_compress.tools.lint.document import parse
 from deepspeed_compress.tools.lint.fixes import apply
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 BESIDES = {"DSC332": {"DSC303"}, "DSC604": {"DSC803"}}
 """Rules that find something in the bad example of another."""
 
 
-def found(text: str, rule: Rule) -> Counter[str]:
-    return Counter(finding.rule.code for finding in lint_text(text, context=Context(**rule.context)))
+def found(text: str, rule: LintRule) -> Counter[str]:
+    return Counter(finding.code for finding in lint_text(text, context=Context(**rule.context)))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_a_rule_finds_its_bad_example_once_and_alone(rule: Rule) -> None:
-    assert found(rule.bad, rule) == Counter({rule.code, *BESIDES.get(rule.code, set())})
+def test_a_rule_finds_its_bad_example_once_and_alone(rule: LintRule) -> None:
+    assert found(rule.wrong, rule) == Counter({rule.code, *BESIDES.get(rule.code, set())})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_nothing_is_found_in_a_good_example(rule: Rule) -> None:
-    assert found(rule.good, rule) == Counter()
+def test_nothing_is_found_in_a_good_example(rule: LintRule) -> None:
+    assert found(rule.right, rule) == Counter()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_the_fixes_of_a_rule_leave_nothing_for_it_to_find(rule: Rule) -> None:
+def test_the_fixes_of_a_rule_leave_nothing_for_it_to_find(rule: LintRule) -> None:
     context = Context(**rule.context)
-    fixed = apply(parse(rule.bad), lambda document: lint_document(document, context, Selection()), unsafe=True)
-    offered = any(finding.hit.fix for finding in lint_text(rule.bad, context=context) if finding.rule is rule)
-    assert offered != any(finding.rule is rule for finding in fixed.remaining)
+    fixed = apply(parse(rule.wrong), lambda document: lint_document(document, context, Selection()), unsafe=True)
+    offered = any(finding.fix for finding in lint_text(rule.wrong, context=context) if finding.code == rule.code)
+    assert offered != any(finding.code == rule.code for finding in fixed.remaining)
 
 
 def test_the_table_is_in_order() -> None:
@@ -45,15 +45,18 @@ def test_the_table_is_in_order() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.name}")
-def test_a_row_is_complete(rule: Rule) -> None:
+def test_a_row_is_complete(rule: LintRule) -> None:
     assert re.fullmatch(r"DSC\d{3}", rule.code)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name)
     assert rule.summary.endswith(".")
-    assert rule.rationale.endswith(".")
+    assert rule.reason.endswith(".")
     # Where it comes from: our own section apart, a file of DeepSpeed or of Hugging Face.
-    assert rule.family in ("compress", "syntax") or re.search(r"\w\.py", rule.rationale)
+    assert rule.family in ("compress", "syntax") or re.search(r"\w\.py", rule.reason)
     assert "\n" not in rule.summary
     assert rule.proof.text or rule.proof.kind == "ignores"
-    for hit in rule.check(parse(rule.bad), Context(**rule.context)):
-        assert hit.what
-        assert not (hit.what + hit.write).endswith(".")
+    assert rule.check.__name__ == rule.name.replace("-", "_")
+    for found in rule.check(parse(rule.wrong), Context(**rule.context)):
+        assert found.message
+        assert not found.message.endswith(".")
+        assert found.remedy.startswith("Write ")
+        assert found.remedy.removesuffix(".")[-1] not in " ."

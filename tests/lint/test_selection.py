@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.lint.document import parse
 from deepspeed_compress.tools.lint.options import memory
-from deepspeed_compress.tools.lint.selection import Selection, check_codes, ignored_inside
-from deepspeed_compress.tools.lint.settings import Settings, find_settings, read_settings
+from deepspeed_compress.tools.lint.scanner import parse
+from deepspeed_compress.tools.lint.selection import (
+    Selection,
+    Settings,
+    check_codes,
+    find_settings,
+    ignored_inside,
+    read_settings,
+)
 from tests.lint.texts import TOYS
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.tools.lint.files import Search, sources
-from deepspeed_compress.tools.lint.outputs import Report, render
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document
 from deepspeed_compress.tools.lint.selection import Selection
+from deepspeed_compress.tools.outputs import Report, render
 
 # Processor time depends on what else runs.
 pytestmark = pytest.mark.serial

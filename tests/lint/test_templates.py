@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from deepspeed_compress.tools.lint.document import parse
 from deepspeed_compress.tools.lint.placeholders import placeholders
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
@@ -21,7 +21,7 @@ MARKS = (
 @pytest.mark.parametrize("end", [",\n", "\n", "\n# a\n"])
 def test_placeholders(mark: str, end: str) -> None:
     text = f'{{\n  "train_batch_size": 8,\n  "zero_optimization": {{\n    "stage": {mark}{end}  }}\n}}\n'
-    assert [finding.rule.code for finding in lint_text(text, context=Context(world_size=8))] == ["DSC006"]
+    assert [finding.code for finding in lint_text(text, context=Context(world_size=8))] == ["DSC006"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_no_placeholders(text: str) -> None:
 
 def test_templates_of_yaml() -> None:
     def codes(text: str) -> list[str]:
-        return [finding.rule.code for finding in lint_document(parse_yaml(text), Context(), Selection())]
+        return [finding.code for finding in lint_document(parse_yaml(text), Context(), Selection())]
 
     assert codes("train_batch_size: 8\nzero_optimization:\n  stage: ${stage}\n") == ["DSC006"]
     assert codes("zero_optimization:\n  stage: {{ stage }}\n") == ["DSC006"]

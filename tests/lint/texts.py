@@ -1,14 +1,13 @@
 """Texts for tests of the linter: HJSON, right and broken, and rules to try the machinery with."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from hypothesis import strategies as st
 
-from deepspeed_compress.tools.lint.document import Document, Extension
-from deepspeed_compress.tools.lint.edits import fix, remove, replace
-from deepspeed_compress.tools.lint.hit import Fix, Hit
-from deepspeed_compress.tools.lint.rule import Context, Rule, raises
+from deepspeed_compress.diagnostics import Diagnostic, Severity, at, at_key, write
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.fixes import fix, remove, replace
+from deepspeed_compress.tools.lint.rule import Check, Context, LintRule, raises
 
 PIECES = (
     *"{}[],:\"'#\\ \n\t-+_ab019é\u00a0\x0b\x00",
@@ -55,41 +54,49 @@ def broken(draw: st.DrawFn) -> str:
 NOISE = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
 
 
-def rule(code: str, name: str, check: Any, severity: Any = "error") -> Rule:
+def rule(code: str, name: str, check: Check, severity: Severity = "error") -> LintRule:
     """A rule whose texts do not matter."""
-    return Rule(code, name, severity, "toys", "Summary.", "Rationale.", "{}", "{}", check, raises("x"))
+    return LintRule(
+        code=code,
+        name=name,
+        severity=severity,
+        family="toys",
+        summary="Summary.",
+        reason="Reason.",
+        wrong="{}",
+        right="{}",
+        proof=raises("x"),
+        check=check,
+    )
 
 
-def _syntax(document: Document, context: Context) -> Iterator[Hit]:
+def _syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
     yield from document.problems
 
 
-def _strict(document: Document, context: Context) -> Iterator[Hit]:
+def _strict(document: Document, context: Context) -> Iterator[Diagnostic]:
     for extension in document.extensions:
-        yield Hit((), f"{extension.kind} is not JSON", "JSON", span=extension.span, fix=_safe(extension))
+        yield Diagnostic(at(span=extension.span), f"{extension.kind} is not JSON", write("JSON"), fix=extension.fix)
 
 
-def _safe(extension: Extension) -> Fix | None:
-    return extension.fix
-
-
-def _stage(document: Document, context: Context) -> Iterator[Hit]:
+def _stage(document: Document, context: Context) -> Iterator[Diagnostic]:
     stage = document.get("zero_optimization", "stage")
     if isinstance(stage, int) and stage > 3:
         path = ("zero_optimization", "stage")
         better = fix("Use 3", replace(document, path, 3))
-        yield Hit(path, f"{stage} is no stage (allowed: 0 to 3)", '"stage": 3', fix=better)
+        yield Diagnostic(at(*path), f"{stage} is no stage (allowed: 0 to 3)", write('"stage": 3'), fix=better)
 
 
-def _removed(document: Document, context: Context) -> Iterator[Hit]:
+def _removed(document: Document, context: Context) -> Iterator[Diagnostic]:
     if document.has("amp"):
         unsafe = fix("Remove amp", remove(document, ("amp",)), safe=False)
-        yield Hit(("amp",), "amp was removed", "nothing: remove the key", on="key", fix=unsafe)
+        yield Diagnostic(at_key("amp"), "amp was removed", write("nothing: remove the key"), fix=unsafe)
 
 
-def _batch(document: Document, context: Context) -> Iterator[Hit]:
+def _batch(document: Document, context: Context) -> Iterator[Diagnostic]:
     if context.world_size and not document.has("train_batch_size"):
-        yield Hit(("train_batch_size",), f"no batch size for {context.world_size} ranks", '"train_batch_size": 8')
+        message = f"no batch size for {context.world_size} ranks"
+        yield Diagnostic(at("train_batch_size"), message, write('"train_batch_size": 8'))
 
 
 SYNTAX = rule("DSC001", "syntax-error", _syntax)

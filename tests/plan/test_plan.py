@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.tools.plan import Stretch, stretches
+from deepspeed_compress.tools.plan import Interval, intervals
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -19,8 +19,8 @@ SECTION: dict[str, Any] = {
 
 
 def test_stretches_cover_training_without_gaps() -> None:
-    found = stretches({"bf16": {"enabled": True}, "deepspeed_compress": SECTION | {}}, 10000)
-    assert found[0] == Stretch(0, 99, "none", 16.0)
+    found = intervals({"bf16": {"enabled": True}, "deepspeed_compress": SECTION | {}}, 10000)
+    assert found[0] == Interval(0, 99, "none", 16.0)
     assert found[-1].settings == "topk density=0.02 values=blockwise bits=4"
     assert (found[-1].first, found[-1].last) == (8000, 9999)
     assert all(before.last == after.first - 1 for before, after in itertools.pairwise(found))
@@ -28,12 +28,12 @@ def test_stretches_cover_training_without_gaps() -> None:
 
 
 def test_an_endless_schedule_has_no_last_step() -> None:
-    assert stretches({"deepspeed_compress": {}}, None) == [Stretch(0, None, "blockwise bits=8", 8.125)]
+    assert intervals({"deepspeed_compress": {}}, None) == [Interval(0, None, "blockwise bits=8", 8.125)]
 
 
 def test_sizes_that_depend_on_shapes_are_not_told() -> None:
-    [stretch] = stretches({"deepspeed_compress": {"gradients": {"method": "powersgd"}}}, 5)
-    assert (stretch.last, stretch.bits) == (4, None)
+    [interval] = intervals({"deepspeed_compress": {"gradients": {"method": "powersgd"}}}, 5)
+    assert (interval.last, interval.bits) == (4, None)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

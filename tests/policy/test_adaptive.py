@@ -218,4 +218,4 @@ WRONG = [
 def test_what_cannot_adapt_is_refused(raw: dict[str, Any], place: str, words: str) -> None:
     [problem] = find_problems({SECTION: raw})
     assert problem.pointer.endswith(place)
-    assert words in problem.what
+    assert words in problem.message

@@ -94,7 +94,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 def test_schedules_that_cannot_be_followed(section: dict[str, Any], place: str, words: str) -> None:
     [problem] = find_problems({SECTION: section})
     assert problem.pointer.endswith(place)
-    assert words in problem.what
+    assert words in problem.message
 
 
 LADDERS = [

@@ -10,7 +10,7 @@ from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.report import load_runs
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
-from deepspeed_compress.tools.tune.files import STATISTICS, steps_done
+from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.doctor.synthetic import HEALTHY
 from tests.support.runs import trainer_run, write_lines
 
@@ -76,6 +76,13 @@ def test_two_processes_from_one_checkpoint(tmp_path: Path) -> None:
     assert kinds(tmp_path) == ["event of 20"]
 
 
+def test_a_resumed_process_that_has_measured_nothing_yet(tmp_path: Path) -> None:
+    Process(tmp_path, "a", 0).measure(*range(1, 31))
+    Process(tmp_path, "a", 10, since=20).tell(22, "anomaly")
+    assert steps(tmp_path) == list(range(1, 21))
+    assert kinds(tmp_path) == ["anomaly"]
+
+
 def test_a_run_that_another_came_between(tmp_path: Path) -> None:
     Process(tmp_path, "a", 0).measure(*range(1, 11))
     Process(tmp_path, "b", 10).measure(*range(1, 16))
@@ -125,8 +132,8 @@ def test_steps_after_the_last_measured_one_belong_to_the_run(tmp_path: Path) -> 
 
 
 def test_a_trial_is_as_far_as_its_last_process(tmp_path: Path) -> None:
-    Process(tmp_path / STATISTICS, "a", 0).measure(5, 10, 15)
-    Process(tmp_path / STATISTICS, "b", 10).measure(5)
+    Process(tmp_path / MONITOR, "a", 0).measure(5, 10, 15)
+    Process(tmp_path / MONITOR, "b", 10).measure(5)
     assert steps_done(tmp_path) == 5
 
 

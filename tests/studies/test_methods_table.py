@@ -27,10 +27,11 @@ from deepspeed_compress.training.data import (
     step_starts,
     train_tokenizer,
 )
-from launch import methods_lab, methods_table
-from launch.methods_lab import Rank, Spec, StepRecord, run, summarise, train
-from launch.methods_plot import Point, draw, front
-from launch.methods_table import ADAM, SETTINGS, cells, markdown, table_rows
+from launch.studies import methods_lab, methods_table
+from launch.studies.methods_lab import Rank, Spec, StepRecord, run, summarise, train
+from launch.studies.methods_plot import Point, draw, front
+from launch.studies.methods_settings import ADAM, SETTINGS
+from launch.studies.methods_table import cells, markdown, table_rows
 from tests.support.sections import OF_WEIGHTS
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +283,7 @@ def test_the_program_runs_what_is_missing_and_names_what_fails(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     arguments = ["--data", str(lab.text), "--output-dir", str(tmp_path), "--model", str(lab.model)]
     arguments += ["--ranks", "2", "--seq-len", "16", "--steps"]
-    command = [sys.executable, "-m", "launch.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$"]
+    command = [sys.executable, "-m", "launch.studies.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$"]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 1, first.stdout + first.stderr
     assert "demo-1%, seed 0: ValueError: 2 steps, the first 20" in first.stdout

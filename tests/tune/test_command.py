@@ -10,7 +10,6 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import SECTION, find_problems
 from deepspeed_compress.tools.lint.runner import lint_text
-from deepspeed_compress.tools.tune import picture
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
 from deepspeed_compress.tools.tune.trials import Trials
@@ -67,6 +66,12 @@ def test_what_is_written(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None
     assert "Best: blockwise4 (blockwise bits=4): 2.50 times as fast, 7.7 times fewer bytes, loss gap +0.10%" in out
 
 
+def test_copies_of_the_configuration_are_for_the_user_alone(tune: Tune) -> None:
+    tune()
+    files = [Path("tuning_results", name) for name in ("tuning.json", "ds_config_optimal.json")]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+
+
 def test_the_summary(tune: Tune) -> None:
     tune()
     summary = read("summary.json")
@@ -99,7 +104,7 @@ def test_the_pictures(tune: Tune) -> None:
 def test_without_the_packages_that_draw(
     tune: Tune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("deepspeed_compress.tools.tune.command._check", lambda *given: None)
     assert tune() == 0
     assert "pip install 'deepspeed-compress[plot]'" in capsys.readouterr().out

@@ -10,17 +10,17 @@ from deepspeed_compress.tools.tune.halving import (
     Rung,
     best,
     loss_gap,
-    plan,
+    make_rungs,
+    promoted,
     reasons,
     reserve,
-    survivors,
     trials_left,
 )
 from tests.tune.results import BASE, LAST, a_round, result
 
 
 def test_rungs_grow_and_their_tolerance_narrows() -> None:
-    rungs = plan(30, 3, 0.005)
+    rungs = make_rungs(30, 3, 0.005)
     assert [rung.steps for rung in rungs] == [30, 90, 270]
     assert [rung.gap for rung in rungs] == [0.02, 0.01, 0.005]
     assert [rung.slack for rung in rungs] == [0.04, 0.02, 0.0]
@@ -28,7 +28,7 @@ def test_rungs_grow_and_their_tolerance_narrows() -> None:
 
 
 def test_trials_are_counted_with_the_baseline() -> None:
-    rungs = plan(10, 3, 0.01)
+    rungs = make_rungs(10, 3, 0.01)
     assert [count for _, count in trials_left(10, rungs)] == [11, 5, 3]
     assert [count for _, count in trials_left(1, rungs)] == [2, 2, 2]
 
@@ -69,23 +69,23 @@ def test_what_another_one_beats_in_everything_is_out() -> None:
 
 def test_one_that_is_out_dominates_nobody() -> None:
     found = a_round(result("a", 0.02, 50, 50), result("b", 0.005, 90, 90))
-    assert survivors(found, "step_time") == ["b"]
+    assert promoted(found, "step_time") == ["b"]
 
 
 def test_equals_do_not_dominate_each_other() -> None:
-    assert set(survivors(a_round(result("a", 0, 90), result("b", 0, 90)), "step_time")) == {"a", "b"}
+    assert set(promoted(a_round(result("a", 0, 90), result("b", 0, 90)), "step_time")) == {"a", "b"}
 
 
 def test_the_best_third_goes_on_in_order() -> None:
     # The more bytes, the faster and the better: nobody dominates.
     tried = [result(f"c{n}", 0.009 - n / 1000, 90 - n, 100 + n) for n in range(7)]
-    assert survivors(a_round(*tried), "step_time") == ["c6", "c5", "c4"]
-    assert survivors(a_round(*tried), "bytes") == ["c0", "c1", "c2"]
+    assert promoted(a_round(*tried), "step_time") == ["c6", "c5", "c4"]
+    assert promoted(a_round(*tried), "bytes") == ["c0", "c1", "c2"]
     assert reasons(a_round(*tried), "step_time")["c3"] == "not among the best 3"
 
 
 def test_two_go_on_where_there_are_two() -> None:
-    assert survivors(a_round(result("a", 0.001, 90), result("b", 0.0, 95)), "step_time") == ["a", "b"]
+    assert promoted(a_round(result("a", 0.001, 90), result("b", 0.0, 95)), "step_time") == ["a", "b"]
 
 
 def test_the_best_is_within_the_target_and_better_than_the_baseline() -> None:
@@ -115,8 +115,8 @@ def test_a_trial_that_time_has_ended_says_nothing() -> None:
 def test_the_reserve_is_what_had_no_fault_and_no_place() -> None:
     first = a_round(*(result(f"c{n}", 0.0, 50 + n, 100 - n) for n in range(5)), result("bad", 0.5, 10))
     second = a_round(result("c0", 0.2, 50), result("c1", 0.2, 51), rung=replace(LAST, number=2, steps=90))
-    assert survivors(first, "step_time") == ["c0", "c1"]
-    assert survivors(second, "step_time") == []
+    assert promoted(first, "step_time") == ["c0", "c1"]
+    assert promoted(second, "step_time") == []
     assert reserve([first], second.results, "step_time") == ["c2", "c3"]
     assert reserve([first], [*second.results, "c2", "c3"], "step_time") == ["c4"]
     assert reserve([first, second], ["none"], "step_time") == ["c2", "c3"]

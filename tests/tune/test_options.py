@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress import cli
-from deepspeed_compress.tools.tune.options import add_tune_arguments, duration, own_options, share
+from deepspeed_compress.tools.tune.options import add_arguments, duration, own_options, share
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    return cli._parser().parse_args(cli._separated(["tune", *arguments]))
+    [tune] = [command for command in cli.COMMANDS if command.name == "tune"]
+    return cli._parser(tune).parse_args(cli._separated(["tune", *arguments], tune))
 
 
 def test_what_follows_the_own_options_is_passed_on() -> None:
@@ -35,7 +36,7 @@ def test_help_before_the_script_is_ours(given: list[str], capsys: pytest.Capture
 
 def test_every_option_is_known_with_its_values() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    add_tune_arguments(parser)
+    add_arguments(parser)
     known = {name: int(action.nargs is None) for action in parser._actions for name in action.option_strings}
     assert own_options() == known
 

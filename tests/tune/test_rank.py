@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.tune import rank as runner
-from deepspeed_compress.tools.tune.files import Task, trial_config
 from deepspeed_compress.tools.tune.space import Candidate
+from deepspeed_compress.tools.tune.trials import Task, trial_config
 from tests.support.forks import RankError, run_forks
 
 SCRIPT = str(Path(__file__).parent / "script.py")

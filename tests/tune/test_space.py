@@ -55,7 +55,7 @@ def test_each_candidate_makes_a_file_without_findings(name: str) -> None:
     [candidate] = [candidate for candidate in kept if candidate.name == name]
     written = {**file(), SECTION: candidate.section}
     assert find_problems(written) == []
-    assert [finding.hit.what for finding in lint_text(json.dumps(written, indent=2))] == []
+    assert [finding.message for finding in lint_text(json.dumps(written, indent=2))] == []
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_a_trial_that_finishes(start: Any) -> None:
     ]
 
 
+def test_nobody_else_may_read_the_configuration_of_a_trial(start: Any) -> None:
+    """It has the passwords of the user's file: the processes of a trial need them."""
+    start(WRITES)
+    assert (start.trials.directory(CANDIDATE, RUNG) / "ds_config.json").stat().st_mode & 0o777 == 0o600
+
+
 FAILS = r"""
 import sys
 print("beginning", flush=True)

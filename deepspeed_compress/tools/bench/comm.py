@@ -3,19 +3,21 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.document import Row, new_document, save_document
+from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.launch import launched, on_hosts
 from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
-from deepspeed_compress.tools.bench.plots import check_plotting, plot_comm
+from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
+from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
 
-__all__ = ["run", "table_of"]
+__all__ = ["plot_comm", "run", "table_of"]
 
 RANK_PROGRAM = "deepspeed_compress.tools.bench.comm_rank"
 CAPTION = "bus: the least bytes that a rank must send / time; link: of what it carries"
@@ -24,7 +26,7 @@ CAPTION = "bus: the least bytes that a rank must send / time; link: of what it c
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw. The exit code is 1 when the run failed."""
     if options.plot:
-        check_plotting()
+        check_plotting("--plot")
     if len(set(options.sizes)) < 2:
         raise ConfigError(f"--sizes {options.sizes}: a latency and a bandwidth need two different sizes; write more")
     rows, failed = _emulated(options) if options.emulate else _on_cluster(options)
@@ -37,12 +39,12 @@ def _emulated(options: argparse.Namespace) -> tuple[list[Row], bool]:
     check_machine()
     job = {"rates": options.emulate.rates, "sizes": options.sizes}
     with signals_as_exceptions():
-        rows, failure = on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+        rows, failure = run_on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
     return rows, failure is not None
 
 
 def _on_cluster(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    launched()
+    check_launched()
     import torch.distributed as dist
 
     from deepspeed_compress.tools.bench.comm_rank import measure_messages
@@ -84,8 +86,8 @@ def _cells(row: Row) -> list[str]:
     return [
         row["collective"],
         f"{1e3 * row['fit']['latency']:.2f}",
-        f"{1e-6 * bus:,.1f}" if bus else "-",
-        f"{bus / link:.2f}" if bus and link else "-",
+        shown(bus, ",.1f", 1e-6),
+        shown(bus / link if bus and link else None, ".2f"),
         f"{100 * row['fit']['error']:.0f} %",
         *(f"{1e3 * seconds:.2f}" for seconds in row["seconds"]),
     ]
@@ -97,3 +99,25 @@ def _short(size: int) -> str:
         if size % factor == 0:
             return f"{size // factor}{unit}"
     return str(size)
+
+
+def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
+    """Time against size with the fitted lines, a rate a chart, a collective a colour."""
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    figure = Figure(figsize=(WIDTH, 4.5 * len(rates)), layout="constrained", facecolor="white")
+    for place, rate in enumerate(rates, 1):
+        axes = figure.add_subplot(len(rates), 1, place)
+        for index, row in enumerate(row for row in rows if row["rate"] == rate):
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(row["sizes"], row["seconds"], "o", color=colour, label=row["collective"], markersize=4)
+            line = AlphaBeta(**row["fit"])
+            axes.plot(row["sizes"], [line.seconds(size) for size in row["sizes"]], color=colour, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes of the whole buffer of a rank", fontsize=9)
+        axes.set_ylabel("seconds", fontsize=9)
+        style_axes(axes, f"{heading}{f' at {rate}' if rate else ''}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)

@@ -2,21 +2,81 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
+from deepspeed_compress.communication.exchange import exchange
 from deepspeed_compress.policy.alpha_beta import fit
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.collectives import COLLECTIVES, Collective
-from deepspeed_compress.tools.bench.document import Row
-from deepspeed_compress.tools.bench.launch import Emit, Say, rank_main
 from deepspeed_compress.tools.bench.links import set_own_rate
+from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
 
-__all__ = ["measure", "measure_messages"]
+__all__ = ["COLLECTIVES", "Collective", "measure", "measure_messages"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`prepare(buffer)` returns the call that is timed, for a uint8 `buffer` of a multiple of the number of ranks.
+
+    `rounds`: how often a ring sends the part of the buffer that is not the rank's own, (R-1)/R of it: bytes that must
+    leave a rank are `rounds` times that.
+    """
+
+    prepare: Callable[[Tensor], Callable[[], object]]
+    rounds: int = 1
+
+    def sent(self, size: int, ranks: int) -> float:
+        """The least bytes that a rank sends for a buffer of `size`."""
+        return self.rounds * size * (ranks - 1) / ranks
+
+
+def _own(buffer: Tensor) -> Tensor:
+    return buffer.new_zeros(buffer.numel() // dist.get_world_size())
+
+
+def _all_reduce(buffer: Tensor) -> Callable[[], object]:
+    return lambda: dist.all_reduce(buffer)
+
+
+def _all_gather(buffer: Tensor) -> Callable[[], object]:
+    own = _own(buffer)
+    return lambda: dist.all_gather_into_tensor(buffer, own)
+
+
+def _reduce_scatter(buffer: Tensor) -> Callable[[], object]:
+    own = _own(buffer)
+    return lambda: dist.reduce_scatter_tensor(own, buffer)
+
+
+def _all_to_all(buffer: Tensor) -> Callable[[], object]:
+    out = torch.empty_like(buffer)
+    return lambda: dist.all_to_all_single(out, buffer)
+
+
+def _exchange(buffer: Tensor) -> Callable[[], object]:
+    group = dist.distributed_c10d._get_default_group()
+    outgoing = buffer.chunk(group.size())
+    incoming = torch.empty_like(buffer).chunk(group.size())
+    return lambda: exchange(group, outgoing, incoming)
+
+
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
+    {
+        "all_reduce": Collective(_all_reduce, rounds=2),
+        "all_gather_into_tensor": Collective(_all_gather),
+        "reduce_scatter_tensor": Collective(_reduce_scatter),
+        "all_to_all_single": Collective(_all_to_all),
+        "exchange": Collective(_exchange),
+    }
+)
+"""By name; `exchange` is what compressed messages go through."""
+
 
 BATCHES = 3
 """Of which the median counts."""
@@ -24,15 +84,15 @@ BATCH_SECONDS, MOST_CALLS = 0.3, 100
 """A batch repeats short messages for about so long, and at most so often."""
 
 
-def measure(job: Row, emit: Emit, say: Say) -> None:
+def measure(job: Row, emit: Emit, log: Log) -> None:
     """The program on an emulated host. `job`: the rates and sizes."""
     gauges.join()
-    measure_messages(job["rates"], job["sizes"], emit, say)
+    measure_messages(job["rates"], job["sizes"], emit, log)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_messages(rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, say: Say) -> None:
+def measure_messages(rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log) -> None:
     """Measure every collective; rank 0 emits a row for each, and says what is measured."""
     first = dist.get_rank() == 0
     for rate in rates:
@@ -40,7 +100,7 @@ def measure_messages(rates: Sequence[str | None], sizes: Sequence[int], emit: Em
             set_own_rate(rate)
         for name, collective in COLLECTIVES.items():
             if first:
-                say(f"{name}{f' at {rate}' if rate else ''}")
+                log(f"{name}{f' at {rate}' if rate else ''}")
             row = _row(name, collective, rate, sizes)
             if first:
                 emit(row)

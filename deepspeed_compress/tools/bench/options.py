@@ -1,12 +1,14 @@
-"""Options of `ds-compress bench`. Loaded with every command, so it is light."""
+"""`ds-compress bench`: its command line. Each benchmark imports what it needs when it runs."""
 
 import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 PEERS = ("deepspeed", "deepspeed-bf16", "ddp", "ddp-bf16", "ddp-powersgd1", "ddp-powersgd4", "fsdp2")
@@ -32,7 +34,7 @@ class Benchmark:
     arguments: Callable[[argparse.ArgumentParser], object]
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A subparser for each benchmark; its name becomes `benchmark`."""
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
@@ -40,6 +42,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=benchmark.summary, description=benchmark.summary, **_epilog(name, benchmark.examples)
         )
         benchmark.arguments(subparser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the benchmark of `options` and return its exit code."""
+    code: int = import_module(f"deepspeed_compress.tools.bench.{options.benchmark}").run(options)
+    return code
 
 
 def _epilog(name: str, examples: Sequence[str]) -> dict[str, Any]:
@@ -55,11 +63,13 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     peers = f"what else to measure, of {', '.join(PEERS)}; deepspeed is each file without its section (default)"
     what.add_argument("--peers", nargs="*", choices=PEERS, default=["deepspeed"], metavar="PEER", help=peers)
     micro = "sequences of a micro-batch (default: as in the file)"
-    what.add_argument("--micro-batch", type=_positive, metavar="N", help=micro)
-    what.add_argument("--seq-len", type=_positive, default=64, metavar="N", help="tokens of a sequence (default: 64)")
+    what.add_argument("--micro-batch", type=positive_integer, metavar="N", help=micro)
+    what.add_argument(
+        "--seq-len", type=positive_integer, default=64, metavar="N", help="tokens of a sequence (default: 64)"
+    )
     what.add_argument("--seed", type=int, default=0, metavar="N")
     steps = "measured steps: one number, or one a rate (default: 7, or 3 below 500 Mbit/s)"
-    what.add_argument("--steps", type=_positive, nargs="+", metavar="N", help=steps)
+    what.add_argument("--steps", type=positive_integer, nargs="+", metavar="N", help=steps)
     _add_where(parser)
     output = parser.add_argument_group("output")
     kept = "where rows go after every run; what it holds is not measured again"
@@ -79,7 +89,7 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
     numel = "elements of the input (default: 100M)"
     parser.add_argument("--numel", type=count, default=count("100M"), metavar="N", help=numel)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=_positive, default=5, metavar="N", help="of which the median counts")
+    parser.add_argument("--repeats", type=positive_integer, default=5, metavar="N", help="of which the median counts")
     parser.add_argument("--only", metavar="PATTERN", type=re.compile, help="operations whose name it is found in")
     _add_output(parser, "bars of the throughput")
 
@@ -127,12 +137,6 @@ def _number(text: str, units: dict[str, int], example: str) -> int:
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write a positive number such as {example}")
     return int(found[1]) * units[found[2]]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 BENCHMARKS = {

@@ -11,12 +11,10 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.bench.document import Row, read_document, save_document
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.launch import launched, on_hosts
 from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
-from deepspeed_compress.tools.bench.plots import check_plotting, plot_steps
-from deepspeed_compress.tools.bench.step_table import print_steps
+from deepspeed_compress.tools.bench.rows import Row, check_launched, read_document, run_on_hosts, save_document
+from deepspeed_compress.tools.bench.step_results import plot_steps, print_steps
 from deepspeed_compress.tools.bench.workload import (
     DEEPSPEED,
     OURS,
@@ -26,6 +24,7 @@ from deepspeed_compress.tools.bench.workload import (
     stage_of,
     without_section,
 )
+from deepspeed_compress.tools.plots import check_plotting
 
 __all__ = ["merge", "missing_rates", "run", "steps_at"]
 
@@ -42,7 +41,7 @@ Steps = dict[str | None, int]
 def run(options: argparse.Namespace) -> int:
     """Measure, write, print and draw. The exit code is 1 when a run failed."""
     if options.plot:
-        check_plotting()
+        check_plotting("--plot")
     return _emulated(options) if options.emulate else _on_cluster(options)
 
 
@@ -57,7 +56,7 @@ def _emulated(options: argparse.Namespace) -> int:
             print(f"{label}: {', '.join(map(str, missing)) or f'in {options.output} already'}", flush=True)
             if missing:
                 job = {"group": group.to_json(), "rates": list(missing), "steps": list(missing.values())}
-                rows, failure = on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
+                rows, failure = run_on_hosts(options.emulate.hosts, RANK_PROGRAM, job, options.timeout)
                 failures += failure is not None
                 merge(document, rows)
                 save_document(document, options.output)
@@ -67,7 +66,7 @@ def _emulated(options: argparse.Namespace) -> int:
 
 def _on_cluster(options: argparse.Namespace) -> int:
     """In the processes of a launcher. Only rank 0 has the file."""
-    launched()
+    check_launched()
     import torch.distributed as dist
 
     from deepspeed_compress.tools.bench.gauges import join

@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.tools.bench import gauges
-from deepspeed_compress.tools.bench.document import Row
-from deepspeed_compress.tools.bench.launch import Emit, Say, rank_main
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
-from deepspeed_compress.tools.bench.peers import PEERS
-from deepspeed_compress.tools.bench.subjects import Subject, compute_only, engine
+from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
+from deepspeed_compress.tools.bench.systems import PEERS, System, compute_only, engine
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload
 
 __all__ = ["measure", "measure_group"]
@@ -32,21 +30,21 @@ class Counted:
     phases: Mapping[str, float]
 
 
-def measure(job: Row, emit: Emit, say: Say) -> None:
+def measure(job: Row, emit: Emit, log: Log) -> None:
     """The program on an emulated host. `job`: a group, the rates, and measured steps at each."""
     gauges.join()
-    measure_group(Group.from_json(job["group"]), dict(zip(job["rates"], job["steps"], strict=True)), emit, say)
+    measure_group(Group.from_json(job["group"]), dict(zip(job["rates"], job["steps"], strict=True)), emit, log)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_group(group: Group, steps: Mapping[str | None, int], emit: Emit, say: Say) -> None:
+def measure_group(group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log) -> None:
     """Measure every contender with so many steps at each rate (None: the link as it is). Rank 0 emits and says."""
-    emit, say = _first_only(emit), _first_only(say)
-    say("compute only")
+    emit, log = _first_only(emit), _first_only(log)
+    log("compute only")
     alone = _compute_only(group.workload, max(steps.values()))
     for contender in group.contenders:
-        for row in _measure(group.workload, contender, steps, say):
+        for row in _measure(group.workload, contender, steps, log):
             emit({"workload": asdict(group.workload), "contender": asdict(contender)} | alone | row)
 
 
@@ -57,11 +55,11 @@ def _first_only(action: Callable[[Any], None]) -> Callable[[Any], None]:
 def _compute_only(workload: Workload, count: int) -> Row:
     compute_only(workload).step()  # what it loads once is no part of any contender's memory
     peak = gauges.Peak()
-    subject = compute_only(workload)
+    system = compute_only(workload)
     peak.begin()
-    gauges.times(subject.step, subject.first_steps)
+    gauges.times(system.step, system.first_steps)
     dist.barrier()
-    seconds = gauges.times(subject.step, count)
+    seconds = gauges.times(system.step, count)
     dist.barrier()
     return {
         "compute_only_s": gauges.over_ranks(seconds),
@@ -69,22 +67,22 @@ def _compute_only(workload: Workload, count: int) -> Row:
     }
 
 
-def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], say: Say) -> Iterable[Row]:
+def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log) -> Iterable[Row]:
     """Make the contender, measure it at every rate, and take it down."""
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
-    subject = _made(workload, contender)
-    counted = _count_steps(subject.session)
+    system = _made(workload, contender)
+    counted = _count_steps(system.session)
     peak.begin()
-    gauges.times(subject.step, subject.first_steps)
+    gauges.times(system.step, system.first_steps)
     for rate, count in steps.items():
-        say(f"{contender.name}{f' at {rate}' if rate else ''}")
-        yield _measure_rate(rate, count, subject, counted, peak)
+        log(f"{contender.name}{f' at {rate}' if rate else ''}")
+        yield _measure_rate(rate, count, system, counted, peak)
     _set_rate(UNLIMITED, steps)
-    subject.close()
+    system.close()
 
 
-def _made(workload: Workload, contender: Contender) -> Subject:
+def _made(workload: Workload, contender: Contender) -> System:
     if contender.ds_config is None:
         return PEERS[contender.kind](workload)
     return engine(workload, contender.ds_config)
@@ -110,14 +108,14 @@ def _count_steps(session: Any) -> list[Counted]:
     return counted
 
 
-def _measure_rate(rate: str | None, count: int, subject: Subject, counted: list[Counted], peak: gauges.Peak) -> Row:
+def _measure_rate(rate: str | None, count: int, system: System, counted: list[Counted], peak: gauges.Peak) -> Row:
     if rate is not None:
         set_own_rate(rate)
     dist.barrier()
-    gauges.times(subject.step, SETTLING_STEPS)
+    gauges.times(system.step, SETTLING_STEPS)
     counted.clear()
     begin = gauges.quiet_counters() if rate is not None else None
-    seconds = gauges.times(subject.step, count)
+    seconds = gauges.times(system.step, count)
     sent = gauges.quiet_counters().since(begin, count) if begin is not None else {}
     return {
         "ranks": dist.get_world_size(),
@@ -127,7 +125,7 @@ def _measure_rate(rate: str | None, count: int, subject: Subject, counted: list[
         "split_ms": _split(seconds, counted),
         "traffic": gauges.gather(sent | _mean_sizes(counted)),
         "peak_bytes": gauges.gather(peak.bytes()),
-        "residual_bytes": gauges.gather(_residual_bytes(subject.session)),
+        "residual_bytes": gauges.gather(_residual_bytes(system.session)),
     }
 
 

@@ -94,7 +94,7 @@ def group_contenders(
         ds_config = _read(file)
         workload = _workload(file, ds_config, model, sizes, ranks)
         _, contenders = groups.setdefault(repr(workload), (workload, []))
-        given = _told(ds_config, workload)
+        given = _effective(ds_config, workload)
         found = [Contender(Path(file).stem, OURS, given), *_alone(given, peers)]
         contenders += [contender for contender in found if contender not in contenders]
     others = [Contender(peer, peer) for peer in peers if peer not in _OTHER_KEYS]
@@ -163,7 +163,7 @@ def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, rep
     raise ConfigError(f"--config {file}: /{names[1]} is {micro!r}; write a number there, or --micro-batch N")
 
 
-def _told(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
+def _effective(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
     """What DeepSpeed and the package are told: the file, at its steady state, and without what writes or prints.
 
     Dense and density warm-ups are left out, because steps are measured from the first ones on. `monitor/every` 1 makes

@@ -4,7 +4,8 @@ run         what a run has left in its directories
 case        a run as rules see it: medians, shares, what is known of it
 thresholds  where figures begin to mean something, each with its reason
 trends      what noisy series do
-rules       one function a rule
+rule        what a rule is
+rules       the rules, by what they look at
 ladders     settings one step softer or stronger
 patches     changes of a configuration as JSON merge patches
 diagnose    all rules over a run

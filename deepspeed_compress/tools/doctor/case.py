@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, Concatenate, ParamSpec
 
 from deepspeed_compress.config import Parallelism
 from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Line, Run
 from deepspeed_compress.tools.doctor.thresholds import Thresholds
 
 __all__ = ["NEEDS", "OTHER_KINDS", "Case", "Slowest", "Times"]
+
+P = ParamSpec("P")
 
 OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor")
 
@@ -179,6 +183,17 @@ class Case:
         """Bytes of gradients, as fp32, that are encoded in a step, at least."""
         reductions = self.accumulation if self.stage >= 2 else 1
         return 4 * self.sent_elements * reductions
+
+    def patch(
+        self,
+        change: Callable[Concatenate[Mapping[str, Any], P], Mapping[str, Any] | None],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> dict[str, Any] | None:
+        """The merge patch that does what `change` does to the configuration; None where that is not known."""
+        config = self.run.config
+        wanted = None if config is None else change(config, *arguments, **options)
+        return None if wanted is None or config is None else difference(config, wanted)
 
     def lacks(self, need: str) -> bool:
         """Whether `need` is not recorded: a key of `NEEDS`, or a field of compression.jsonl, in `limits.lines` steps;

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from deepspeed_compress.config import MASK
+from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.diagnose import Diagnosis, Found, diagnose, patched
+from deepspeed_compress.tools.doctor.diagnose import Diagnosis, diagnose, patched
 from deepspeed_compress.tools.doctor.outputs import as_json, print_text
 from deepspeed_compress.tools.doctor.run import read_run
 
@@ -32,17 +33,17 @@ def _run(options: argparse.Namespace) -> int:
     baseline = read_run(options.baseline) if options.baseline is not None else None
     diagnosis = diagnose(Case(read_run(options.run_dir, options.config), baseline))
     if options.json:
-        print(as_json(diagnosis))
+        print(as_json(diagnosis), end="")
     else:
         print_text(diagnosis)
     if options.apply is not None:
         _apply(diagnosis, options.apply)
-    return FOUND if diagnosis.found else HEALTHY
+    return FOUND if diagnosis.diagnostics else HEALTHY
 
 
 def _apply(diagnosis: Diagnosis, file: Path) -> None:
     """Write the configuration with the patches, and say on standard error which they are."""
-    if diagnosis.found and diagnosis.case.run.config is None:
+    if diagnosis.diagnostics and diagnosis.case.run.config is None:
         raise ConfigError(f"--apply {file}: the run left no ds_config.json. Write --config FILE to say what it was.")
     config, taken, left = patched(diagnosis)
     if not taken:
@@ -57,5 +58,5 @@ def _apply(diagnosis: Diagnosis, file: Path) -> None:
         print(f"left out, because they change the same settings: {_names(left)}", file=sys.stderr)
 
 
-def _names(found: tuple[Found, ...]) -> str:
-    return ", ".join(one.rule.name for one in found)
+def _names(found: tuple[Diagnostic, ...]) -> str:
+    return ", ".join(one.name for one in found)

@@ -1,7 +1,6 @@
 """What was found, for people and for programs."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,62 +8,42 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.diagnose import Diagnosis, Found
+from deepspeed_compress.tools.doctor.diagnose import Diagnosis
+from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
 
 __all__ = ["as_json", "print_text"]
 
-_COLOURS = {"critical": "bold red", "serious": "yellow", "notice": "cyan"}
+_COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 def as_json(diagnosis: Diagnosis) -> str:
     """One object; its keys are described in docs/doctor.md."""
     case = diagnosis.case
-    document = {
-        "run": str(case.run.directory),
-        "baseline": None if case.baseline is None else str(case.baseline.directory),
-        "findings": [_finding(one) for one in diagnosis.found],
-        "checked": [rule.name for rule in diagnosis.checked],
-        "not_checked": {rule.name: list(needs) for rule, needs in diagnosis.unchecked},
-    }
-    return json.dumps(_finite(document), indent=2, allow_nan=False)
-
-
-def _finding(one: Found) -> dict[str, Any]:
-    finding = one.finding
-    return {
-        "name": one.rule.name,
-        "severity": one.severity,
-        "symptom": finding.symptom,
-        "evidence": dict(finding.evidence),
-        "steps": list(finding.steps),
-        "remedy": finding.remedy,
-        "patch": one.patch,
-        "page": one.rule.page,
-    }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become their names."""
-    if isinstance(value, Mapping):
-        return {key: _finite(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_finite(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return to_json(
+        {
+            "run": str(case.run.directory),
+            "baseline": None if case.baseline is None else str(case.baseline.directory),
+            "findings": objects(diagnosis.diagnostics, DOCTOR_KEYS),
+            "checked": [rule.name for rule in diagnosis.checked],
+            "not_checked": {rule.name: list(needs) for rule, needs in diagnosis.unchecked},
+        }
+    )
 
 
 def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Findings with what to change, and what was looked at."""
     console = console or Console(soft_wrap=False)
     console.print(escape(_head(diagnosis.case)), highlight=False)
-    for number, one in enumerate(diagnosis.found, start=1):
-        _print_finding(console, number, one)
+    for number, one in enumerate(diagnosis.diagnostics, start=1):
+        _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))
     console.print()
-    if not diagnosis.found:
+    if not diagnosis.diagnostics:
         console.print("[green]Nothing found.[/green]")
-    named = {one.rule.name for one in diagnosis.found}
-    _print_list(console, "Looked at, and in order:", [r.question for r in diagnosis.checked if r.name not in named])
-    lines = [f"{rule.question} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
+    named = {one.name for one in diagnosis.diagnostics}
+    _print_list(console, "Looked at, and in order:", [r.summary for r in diagnosis.checked if r.name not in named])
+    lines = [f"{rule.summary} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
     _print_list(console, "Not looked at, because it was not recorded:", lines)
 
 
@@ -78,16 +57,16 @@ def _head(case: Case) -> str:
     return f"{head} A compressed step takes {parts}."
 
 
-def _print_finding(console: Console, number: int, one: Found) -> None:
-    finding, colour = one.finding, _COLOURS[one.severity]
-    console.print(f"\n[{colour}]{number}. {one.rule.name}[/{colour}] ({one.severity})", highlight=False)
-    first, last = finding.steps
-    body = [finding.symptom, *_evidence(finding.evidence), f"steps {first:,} to {last:,}", f"Remedy: {finding.remedy}"]
+def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str) -> None:
+    colour, severity = _COLOURS[one.severity], DOCTOR_SEVERITIES[one.severity]
+    console.print(f"\n[{colour}]{number}. {one.name}[/{colour}] ({severity})", highlight=False)
+    first, last = one.place.steps or (0, 0)
+    body = [f"{one.message}.", *_evidence(one.evidence), f"steps {first:,} to {last:,}", f"Remedy: {one.remedy}"]
     if one.patch is not None:
         body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
-    if one.obstacle:
-        body.append(f"No patch, because it would not be valid: {one.obstacle}")
-    for line in [*body, f"More: {one.rule.page}"]:
+    if obstacle:
+        body.append(f"No patch, because it would not be valid: {obstacle}")
+    for line in [*body, f"More: {page(one)}"]:
         console.print(Padding(escape(line), (0, 0, 0, 3)), highlight=False)
 
 

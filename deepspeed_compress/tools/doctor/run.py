@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from deepspeed_compress.config import SECTION, CompressConfig, read_ds_config
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.run_directory import COMPRESSION, Line, in_order, read_directory
+from deepspeed_compress.tools.run_directory import STATISTICS, Line, in_order, read_directory
 
 __all__ = ["Line", "Run", "read_run"]
 
@@ -46,8 +46,8 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
     found = read_directory(directory, None if config is None else read_ds_config(config))
     if not found.statistics:
         raise DataError(
-            f"{found.monitor / COMPRESSION}: no statistics; set monitor.path of the section, or give the directory "
-            f"that holds {COMPRESSION}"
+            f"{found.monitor / STATISTICS}: no statistics; set monitor.path of the section, or give the directory "
+            f"that holds {STATISTICS}"
         )
     logged = (found.metrics, "train_loss"), (found.statistics, "loss"), (found.trainer_log, "loss")
     return Run(

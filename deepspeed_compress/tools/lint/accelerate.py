@@ -1,22 +1,99 @@
-"""YAML configurations of Accelerate, which name a DeepSpeed configuration or hold its most used settings."""
+"""The DeepSpeed configuration that Accelerate makes of the settings in its own.
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+They keep the places where Accelerate's file has them. What it makes nothing of stays in `Document.origin`.
+"""
 
-from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.embedded import embedded, named_file
-from deepspeed_compress.tools.lint.files import Source
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path as FilePath
+
+from deepspeed_compress.diagnostics import Path, Span
+from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
+
+SECTION = "deepspeed_config"
+NAME = "deepspeed_config_file"
+PRECISIONS = ("bf16", "fp16")
+PLACES: dict[str, Path] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+}
+"""Keys of `deepspeed_config` that Accelerate writes into the configuration."""
+_DEFAULTS: tuple[tuple[Path, Kind, object], ...] = (
+    (("train_batch_size",), "string", "auto"),
+    (("train_micro_batch_size_per_gpu",), "string", "auto"),
+    (("gradient_clipping",), "string", "auto"),
+    (("zero_optimization", "stage"), "number", 2),
+)
+
+Placed = tuple[Path, Span, Node]
 
 
-def accelerate_sources(document: Document, read: Callable[[str], Iterable[Source]]) -> Iterator[Source]:
-    """The DeepSpeed configuration in one of Accelerate, and the one that it names; none where it is not used."""
-    if document.get("distributed_type", default="DEEPSPEED") != "DEEPSPEED":
-        return
-    ranks = document.get("num_processes")
-    hints: dict[str, Any] = {"framework": "accelerate"}
-    if isinstance(ranks, int) and ranks > 0:
-        hints["world_size"] = ranks
-    yield Source(embedded(document), hints)
-    file = named_file(document)
-    for source in () if file is None else read(file):
-        yield Source(source.document, hints)
+def embedded(document: Document) -> Document:
+    """What DeepSpeed gets of a configuration of Accelerate; without `root` if that names a file. Others stay."""
+    section = document.member(SECTION)
+    if document.origin is not None or section is None:
+        return document
+    root = None if file_name(document) is not None else _tree(list(_placed(document, section)), section.value.span)
+    return replace(document, root=root, origin=document.root, fixable=False)
+
+
+def settings(document: Document) -> tuple[Member, ...]:
+    """Members of `deepspeed_config` in a configuration of Accelerate, as they are written."""
+    origin = document.origin
+    return origin.by_key[SECTION].value.members if origin is not None else ()
+
+
+def file_name(document: Document) -> str | None:
+    """The configuration that one of Accelerate names."""
+    origin = document.origin or document.root
+    node = origin.by_key[SECTION].value.by_key.get(NAME) if origin is not None and SECTION in origin.by_key else None
+    name = None if node is None else node.value.value
+    return name if isinstance(name, str) and name != "none" else None
+
+
+def named_file(document: Document) -> str | None:
+    """Where that configuration is; None if it is nowhere.
+
+    Accelerate opens the name from the directory that it is started in, mostly one above its own configuration.
+    """
+    name = file_name(document)
+    if name is None:
+        return None
+    directory = FilePath(os.path.abspath(document.path)).parent
+    beside = os.path.join(os.path.dirname(document.path), name)
+    above = (str(parent / name) for parent in directory.parents)
+    return next((path for path in (name, beside, *above) if os.path.isfile(path)), None)
+
+
+def _placed(document: Document, section: Member) -> Iterator[Placed]:
+    """Every value that Accelerate writes, with its place in the configuration and in the text."""
+    given = [
+        (PLACES[member.key], member.key_span, member.value)
+        for member in section.value.members
+        if member.key in PLACES and not (member.key.endswith("nvme_path") and member.value.value == "none")
+    ]
+    yield from given
+    precision = document.member("mixed_precision")
+    if precision is not None and precision.value.value in PRECISIONS:
+        enabled = Node("bool", True, precision.value.span)
+        yield (precision.value.value, "enabled"), precision.key_span, enabled
+    for path, kind, value in _DEFAULTS:
+        if path not in [place for place, _, _ in given]:
+            yield path, section.key_span, Node(kind, value, section.key_span)
+
+
+def _tree(placed: list[Placed], span: Span) -> Node:
+    """One object of values and their paths."""
+    members: list[Member] = []
+    for key in dict.fromkeys(path[0] for path, _, _ in placed):
+        below = [(path[1:], key_span, node) for path, key_span, node in placed if path[0] == key]
+        path, key_span, node = below[0]
+        members.append(Member(str(key), key_span, _tree([b for b in below if b[0]], key_span) if path else node))
+    return object_node(members, span)

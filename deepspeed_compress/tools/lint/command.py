@@ -11,24 +11,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.diagnostics import SEVERITIES, Diagnostic
 from deepspeed_compress.errors import CompressError, ConfigError
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.files import STDIN, YAML, Search, Source, check_regular, sources
-from deepspeed_compress.tools.lint.finding import Finding
+from deepspeed_compress.tools.lint.files import (
+    STDIN,
+    YAML,
+    Search,
+    Source,
+    check_regular,
+    detected_framework,
+    sources,
+)
 from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
-from deepspeed_compress.tools.lint.frameworks import told_framework
-from deepspeed_compress.tools.lint.options import SEVERITIES, Framework
-from deepspeed_compress.tools.lint.outputs import Report, plural, render
+from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document
-from deepspeed_compress.tools.lint.selection import Selection, check_codes, ignored_by_remarks
-from deepspeed_compress.tools.lint.settings import Settings, find_settings, read_settings
+from deepspeed_compress.tools.lint.selection import (
+    Selection,
+    Settings,
+    check_codes,
+    find_settings,
+    ignored_by_remarks,
+    read_settings,
+)
+from deepspeed_compress.tools.outputs import Report, plural, render
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
 _EXIT_ON = "warning"
-_TOLD_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
+_DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "its own configuration tells"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +50,8 @@ class Linted:
 
     source: Source
     fixed: Fixed
-    told: Framework | None
-    """The framework, where only the file tells it."""
+    detected: Framework | None
+    """The framework, where only the file says it."""
 
     @property
     def changed(self) -> bool:
@@ -119,17 +132,17 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
             check_codes(ignored_by_remarks(document), RULES, document.path)
         except ConfigError as error:
             yield f"warning: {error}"
-    for framework, teller in _TOLD_BY.items():
-        paths = [result.source.path for result in linted if result.told == framework]
+    for framework, sign in _DETECTED_BY.items():
+        paths = [result.source.path for result in linted if result.detected == framework]
         if paths:
             more = f" and {plural(len(paths) - 1, 'more file')}" if paths[1:] else ""
-            yield f"note: {paths[0]}{more}: framework {framework}, as {teller}; --framework says otherwise"
+            yield f"note: {paths[0]}{more}: framework {framework}, as {sign}; --framework says otherwise"
 
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
     """Whether any finding is as grave as `exit_on`, or --fix would correct something that --diff shows."""
     grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
-    found = any(finding.rule.severity in grave for finding in _findings(linted))
+    found = any(one.severity in grave for one in _diagnostics(linted))
     return found or (options.diff and any(result.changed for result in linted))
 
 
@@ -172,16 +185,19 @@ def read_model(path: Path) -> dict[str, Any]:
 
 
 def _lint(source: Source, context: Context, selection: Selection, options: argparse.Namespace) -> Linted:
-    hints = {"framework": told_framework(source.document), **source.hints}
-    known = replace(context, **{key: value for key, value in hints.items() if getattr(context, key) is None})
-    told = known.framework if context.framework is None else None
+    known = replace(
+        context,
+        framework=context.framework or source.framework or detected_framework(source.document),
+        world_size=context.world_size or source.world_size,
+    )
+    detected = known.framework if context.framework is None else None
 
-    def lint(document: Document) -> Iterable[Finding]:
+    def lint(document: Document) -> Iterable[Diagnostic]:
         return lint_document(document, known, selection)
 
     if options.fix or options.diff:
-        return Linted(source, apply(source.document, lint, options.unsafe_fixes), told)
-    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), told)
+        return Linted(source, apply(source.document, lint, options.unsafe_fixes), detected)
+    return Linted(source, Fixed(source.document, 0, tuple(lint(source.document))), detected)
 
 
 def _write(linted: list[Linted], options: argparse.Namespace) -> None:
@@ -207,7 +223,7 @@ def _show_differences(changed: list[Linted], quiet: bool) -> None:
         print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
 
 
-def _findings(linted: Iterable[Linted]) -> Iterator[Finding]:
+def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
     for result in linted:
         yield from result.fixed.remaining
 
@@ -215,7 +231,7 @@ def _findings(linted: Iterable[Linted]) -> Iterator[Finding]:
 def _report(linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
     fixed = sum(result.fixed.count for result in linted)
     colour = options.output_file is None and _has_colour(stream)
-    report = Report(tuple(_findings(linted)), len(linted), RULES, fixed, colour, options.quiet)
+    report = Report(tuple(_diagnostics(linted)), len(linted), RULES, fixed, colour, options.quiet)
     text = render(report, "statistics" if options.statistics else options.output_format)
     if options.output_file is None:
         _print(text, stream)

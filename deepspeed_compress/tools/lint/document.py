@@ -1,14 +1,69 @@
-"""A configuration as DeepSpeed reads it, with the place of every key and value."""
+"""A configuration as DeepSpeed reads it, with the place of every key and value in its text."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from deepspeed_compress.tools.lint.hit import Hit, Path, Span
-from deepspeed_compress.tools.lint.nodes import Extension, Kind, Member, Node
-from deepspeed_compress.tools.lint.scanner import scan
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Place, Span
 
-__all__ = ["Document", "Extension", "Hit", "Kind", "Member", "Node", "Path", "Span", "parse"]
+Kind = Literal["object", "array", "string", "number", "bool", "null"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and its place. `value` is plain Python; of keys that are there twice it has the last."""
+
+    kind: Kind
+    value: Any
+    span: Span
+    members: tuple["Member", ...] = ()
+    """Of an object: every key, duplicates too."""
+    items: tuple["Node", ...] = ()
+    """Of an array."""
+    by_key: Mapping[str, "Member"] = field(default_factory=dict, repr=False, compare=False)
+    """Of an object: of equal keys the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A key of an object. `key_span` has the quotes."""
+
+    key: str
+    key_span: Span
+    value: Node
+
+
+def object_node(members: Sequence[Member], span: Span) -> Node:
+    """The object that has `members`."""
+    by_key = {member.key: member for member in members}
+    value = {key: member.value.value for key, member in by_key.items()}
+    return Node("object", value, span, tuple(members), by_key=by_key)
+
+
+ExtensionKind = Literal[
+    "byte-order-mark",
+    "comment",
+    "escape",
+    "missing-braces",
+    "missing-comma",
+    "multi-line-string",
+    "single-quotes",
+    "trailing-comma",
+    "unquoted-key",
+    "unquoted-string",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Syntax that HJSON has and JSON has not: DeepSpeed reads HJSON, Hugging Face reads JSON.
+
+    `fix`: the same in JSON; None where something would be lost.
+    """
+
+    kind: ExtensionKind
+    span: Span
+    fix: Fix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +73,7 @@ class Document:
     path: str
     text: str
     root: Node | None
-    problems: tuple[Hit, ...] = ()
+    problems: tuple[Diagnostic, ...] = ()
     """Syntax errors."""
     extensions: tuple[Extension, ...] = ()
     """Where it is HJSON and not JSON, in the order of the text."""
@@ -71,29 +126,23 @@ class Document:
         if self.root is not None:
             yield from _walk(self.root, ())
 
-    def span_of(self, hit: Hit) -> Span:
-        """Where to point for `hit`: its own span, its key or value, else the nearest object that exists."""
-        if hit.span is not None:
-            return hit.span
-        for depth in range(len(hit.path), 0, -1):
-            path = hit.path[:depth]
+    def locate(self, place: Place) -> Place:
+        """`place` with its characters in this text."""
+        return replace(place, span=self.span_of(place), file=self.path, text=self.text)
+
+    def span_of(self, place: Place) -> Span:
+        """The characters that `place` has, those of its key or value, else of the nearest object that exists."""
+        if place.span is not None:
+            return place.span
+        for depth in range(len(place.path), 0, -1):
+            path = place.path[:depth]
             member, node = self.member(*path), self.node(*path)
-            if member is not None and (hit.on == "key" or depth < len(hit.path)):
+            if member is not None and (place.on == "key" or depth < len(place.path)):
                 return member.key_span
             if node is not None:
                 return node.span
         start = 0 if self.root is None else self.root.span.start
         return Span(start, min(start + 1, len(self.text)))
-
-    def position(self, offset: int) -> tuple[int, int]:
-        """Line and column of a character, both from 1."""
-        return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
-
-
-def parse(text: str, path: str = "") -> Document:
-    """Read HJSON as DeepSpeed does, except that an error does not end it."""
-    scanned = scan(text)
-    return Document(path, text, scanned.root, scanned.problems, scanned.extensions)
 
 
 def _child(node: Node, part: str | int) -> Node | None:

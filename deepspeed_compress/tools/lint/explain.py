@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from deepspeed_compress.diagnostics import Fix
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.tools.lint.document import parse
-from deepspeed_compress.tools.lint.hit import Fix
-from deepspeed_compress.tools.lint.rule import Context, Proof, Rule
+from deepspeed_compress.tools.lint.rule import Context, LintRule, Proof
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import check_codes, matches
 
 _PROOFS: Mapping[str, str] = {
@@ -43,17 +43,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def listing(rules: Iterable[Rule]) -> str:
+def listing(rules: Iterable[LintRule]) -> str:
     """One line a rule."""
     return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
 
 
-def text(rules: Iterable[Rule]) -> str:
+def text(rules: Iterable[LintRule]) -> str:
     """Everything about the rules."""
     return "\n".join(_section(rule, "#") for rule in rules)
 
 
-def page(rules: Iterable[Rule]) -> str:
+def page(rules: Iterable[LintRule]) -> str:
     """The page of documentation: a table and a section for each rule, by family."""
     rules = sorted(rules, key=lambda rule: rule.code)
     families = dict.fromkeys(rule.family for rule in rules)
@@ -66,7 +66,7 @@ def page(rules: Iterable[Rule]) -> str:
     return "\n".join(parts)
 
 
-def _table(rules: Iterable[Rule]) -> Iterator[str]:
+def _table(rules: Iterable[LintRule]) -> Iterator[str]:
     yield "| code | name | severity | fix | what it finds |"
     yield "|---|---|---|---|---|"
     for rule in rules:
@@ -80,24 +80,24 @@ def _cell(content: str) -> str:
     return content.replace("|", "\\|")
 
 
-def fix_of(rule: Rule) -> Fix | None:
+def fix_of(rule: LintRule) -> Fix | None:
     """The fix that the rule has for its bad example."""
-    hits = rule.check(parse(rule.bad), Context(**rule.context))
-    return next((hit.fix for hit in hits if hit.fix is not None), None)
+    found = rule.check(parse(rule.wrong), Context(**rule.context))
+    return next((one.fix for one in found if one.fix is not None), None)
 
 
-def _section(rule: Rule, heading: str) -> str:
+def _section(rule: LintRule, heading: str) -> str:
     fix = fix_of(rule)
     fixed = () if fix is None else (f"`--fix{'' if fix.safe else ' --unsafe-fixes'}`: {fix.title}.\n",)
     return "\n".join(
         (
             f"{heading} {rule.code} {rule.name}\n",
             f"{rule.severity.capitalize()}. {rule.summary}\n",
-            f"{rule.rationale}\n",
+            f"{rule.reason}\n",
             f"{_proof(rule.proof)}\n",
             *fixed,
-            *_example("Wrong", rule.bad, rule.context),
-            *_example("Right", rule.good, rule.context),
+            *_example("Wrong", rule.wrong, rule.context),
+            *_example("Right", rule.right, rule.context),
         )
     )
 

@@ -1,19 +1,23 @@
-"""Finds and reads configurations: files, directories, standard input, base64."""
+"""Finds and reads configurations: files, directories, standard input, base64; and what is known of them unread."""
 
 import base64
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import PurePath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.tools.lint.accelerate import embedded, named_file
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.keys import keys
+from deepspeed_compress.tools.lint.options import Framework
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import file_matches
-from deepspeed_compress.tools.lint.sniffing import is_config, is_telling, may_be_config
 
 STDIN = "-"
 MAX_BYTES = 64 * 2**20
@@ -25,14 +29,36 @@ _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
 _OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
+_NAMED = ("ds_config*", "ds_zero*")
+_PERHAPS = ("*deepspeed*", "ds[_-]*", "*zero*", "*stage*")
+_OWN = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compress")
+"""Keys that no other file has."""
+_OF_ACCELERATE = "deepspeed_config"
+_MARKED = re.compile("|".join(_OWN).encode())
+_MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_OWN, _OF_ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
+_FILLED = frozenset(
+    {
+        "bf16",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "scheduler",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+    }
+)
+"""Where Hugging Face fills in "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration that was read. `hints`: fields of Context that the file itself gives."""
+    """A configuration that was read, and what it says of the run."""
 
     document: Document
-    hints: Mapping[str, Any] = field(default_factory=dict)
+    framework: Framework | None = None
+    world_size: int | None = None
     from_stdin: bool = False
 
     @property
@@ -138,20 +164,30 @@ def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
         return
     document = _document(path, content)
     if document.problems:
-        yield from [Source(document)] if is_telling(path, content, yaml=True) else []
+        yield from [Source(document)] if is_meant(path, content, yaml=True) else []
     elif document.has("deepspeed_config"):
-        from deepspeed_compress.tools.lint.accelerate import accelerate_sources
-
-        yield from accelerate_sources(document, _read)
+        yield from _named_or_embedded(document)
     elif is_config(document):
         yield Source(document)
+
+
+def _named_or_embedded(document: Document) -> Iterator[Source]:
+    """The DeepSpeed configuration in one of Accelerate, and the one that it names; none where it is not used."""
+    if document.get("distributed_type", default="DEEPSPEED") != "DEEPSPEED":
+        return
+    ranks = document.get("num_processes")
+    world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
+    yield Source(embedded(document), "accelerate", world_size)
+    file = named_file(document)
+    for source in () if file is None else _read(file):
+        yield Source(source.document, "accelerate", world_size)
 
 
 def _document(path: str, content: bytes) -> Document:
     if len(content) > MAX_BYTES:
         return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
     text = decode_text(content)
-    if isinstance(text, Hit):
+    if isinstance(text, Diagnostic):
         return Document(path, "", None, (text,), fixable=False)
     if path.endswith(YAML):
         from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
@@ -161,16 +197,17 @@ def _document(path: str, content: bytes) -> Document:
     return replace(parse(decoded, path), fixable=False) if decoded else parse(text, path)
 
 
-def decode_text(content: bytes) -> str | Hit:
+def decode_text(content: bytes) -> str | Diagnostic:
     """The text of a file, or what is wrong with it. Line ends stay as they are."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Hit((), f"not UTF-8 text (byte {error.start})", "the file in UTF-8", span=Span(0, 0))
+        return Diagnostic(at(span=Span(0, 0)), f"not UTF-8 text (byte {error.start})", write("the file in UTF-8"))
 
 
-def _unreadable(path: str, what: str, write: str) -> Document:
-    return Document(path, "", None, (Hit((), what, write, span=Span(0, 0)),), fixable=False)
+def _unreadable(path: str, message: str, instead: str) -> Document:
+    problem = Diagnostic(at(span=Span(0, 0)), message, write(instead))
+    return Document(path, "", None, (problem,), fixable=False)
 
 
 def decode_base64(text: str) -> str | None:
@@ -182,3 +219,33 @@ def decode_base64(text: str) -> str | None:
     except ValueError:
         return None
     return decoded if "{" in decoded or ":" in decoded else None
+
+
+def is_meant(path: str, content: bytes, yaml: bool = False) -> bool:
+    """Whether a configuration is meant, so that even a syntax error is worth a word."""
+    return _fits(path, _NAMED) or (_MARKED_YAML if yaml else _MARKED).search(content) is not None
+
+
+def may_be_config(path: str, content: bytes, yaml: bool = False) -> bool:
+    """Whether it is worth reading: most files of a directory are something else, and may be large."""
+    return _fits(path, _PERHAPS) or is_meant(path, content, yaml)
+
+
+def is_config(document: Document) -> bool:
+    """Whether it is one: by its name, by keys of its own, or by a likely name and keys half of which DeepSpeed has."""
+    if _fits(document.path, _NAMED) or any(document.has(key) for key in _OWN):
+        return True
+    known = sum(key in keys().sections[()].keys for key in document.data)
+    return _fits(document.path, _PERHAPS) and 0 < len(document.data) <= 2 * known
+
+
+def _fits(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(os.path.basename(path), pattern) for pattern in patterns)
+
+
+def detected_framework(document: Document) -> Framework | None:
+    """`hf` for "auto" that neither DeepSpeed nor its autotuner knows; None where nothing says it."""
+    if document.get("autotuning", "enabled") is True:
+        return None
+    autos = (path for path, member in document.walk() if member.value.value == "auto")
+    return "hf" if any(path[0] in _FILLED and "zenflow" not in path for path in autos) else None

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.diagnostics import Path as KeyPath
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.hit import Path as KeyPath
 
 _CLOSE = 0.72
 _PLACES = 3

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from deepspeed_compress import __version__
+from deepspeed_compress.diagnostics import SEVERITIES
+from deepspeed_compress.tools.arguments import positive_integer, positive_number
 
 Framework = Literal["deepspeed", "hf", "accelerate", "lightning"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-Severity = Literal["error", "warning", "info"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The gravest first."""
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -60,12 +59,12 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_context(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--world-size", type=_positive, metavar="N", help="ranks in all")
-    group.add_argument("--ranks-per-node", type=_positive, metavar="N", help="ranks on each node")
+    group.add_argument("--world-size", type=positive_integer, metavar="N", help="ranks in all")
+    group.add_argument("--ranks-per-node", type=positive_integer, metavar="N", help="ranks on each node")
     group.add_argument("--framework", choices=FRAMEWORKS, help="what reads the configuration")
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model, or its config.json")
     group.add_argument("--gpu-memory", type=memory, metavar="SIZE", help="of one device, such as 80GB")
-    group.add_argument("--bandwidth", type=_positive_number, metavar="GBIT", help="between nodes, in Gbit/s")
+    group.add_argument("--bandwidth", type=positive_number, metavar="GBIT", help="between nodes, in Gbit/s")
 
 
 def _add_fixes(group: argparse._ArgumentGroup) -> None:
@@ -91,22 +90,6 @@ def _codes(text: str) -> list[str]:
 
 def _patterns(text: str) -> list[str]:
     return [pattern for pattern in text.split(",") if pattern]
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return number
 
 
 def memory(text: str) -> int:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
+from deepspeed_compress.diagnostics import Diagnostic, Span
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.edits import unquoted
-from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.tools.lint.fixes import unquoted
 from deepspeed_compress.tools.lint.keys import keys
 
 TEMPLATE = "DSC006"
@@ -27,15 +27,15 @@ def placeholders(document: Document) -> list[Span]:
     return [*_values(document), *_unread(document)]
 
 
-def without_placeholders(document: Document, code: str, hits: list[Hit]) -> list[Hit]:
-    """`hits` of the rule `code`, but for those that take a placeholder for a value.
+def without_placeholders(document: Document, code: str, found: list[Diagnostic]) -> list[Diagnostic]:
+    """What the rule `code` has `found`, but for what takes a placeholder for a value.
 
     None where placeholders may be why the syntax is wrong: without quotes they take the rest of their line.
     """
-    spans = placeholders(document) if hits and code != TEMPLATE else []
+    spans = placeholders(document) if found and code != TEMPLATE else []
     if spans and document.problems:
         return []
-    return [hit for hit in hits if not any(_touch(document.span_of(hit), span) for span in spans)]
+    return [one for one in found if not any(_touch(document.span_of(one.place), span) for span in spans)]
 
 
 def shown(document: Document, span: Span) -> str:
@@ -70,7 +70,7 @@ def _texts() -> frozenset[str]:
 def _unread(document: Document) -> Iterator[Span]:
     """Placeholders that are no values, so that they are syntax errors."""
     for problem in document.problems:
-        span = document.span_of(problem)
+        span = document.span_of(problem.place)
         line_end = document.text.find("\n", span.start)
         line_start = document.text.rfind("\n", 0, span.start) + 1
         if _MARKED.search(document.text, line_start, line_end if line_end >= 0 else len(document.text)):

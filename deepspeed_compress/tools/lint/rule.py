@@ -1,29 +1,15 @@
-"""What a rule is: a code, a reason, two examples, a function, and what DeepSpeed itself does with the bad example."""
+"""What a rule of the linter is: its words, two examples, and what DeepSpeed itself does with the wrong one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Edit, Fix, Hit, Path, Span
-from deepspeed_compress.tools.lint.options import Framework, Severity
+from deepspeed_compress.tools.lint.options import Framework
+from deepspeed_compress.tools.rules import Rule
 
-__all__ = [
-    "Context",
-    "Edit",
-    "Fix",
-    "Hit",
-    "Path",
-    "Proof",
-    "Rule",
-    "Severity",
-    "Span",
-    "accepts",
-    "ignores",
-    "raises",
-    "unproved",
-    "warns",
-]
+__all__ = ["Check", "Context", "LintRule", "Proof", "accepts", "ignores", "raises", "rule", "unproved", "warns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +60,51 @@ def unproved(reason: str) -> Proof:
     return Proof("unproved", reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A row of the table of rules; documentation and tests are made from it."""
+Check = Callable[[Document, Context], Iterable[Diagnostic]]
 
-    code: str
-    """DSC and three digits."""
-    name: str
-    """Words joined by hyphens."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintRule(Rule):
+    """A rule of the linter; documentation and tests are made from it.
+
+    Its reason names the file of DeepSpeed that it comes from.
+    """
+
     severity: Severity
-    family: str
-    summary: str
-    """One line."""
-    rationale: str
-    """Why it matters, and the file of DeepSpeed that it comes from."""
-    bad: str
-    """Text of a configuration that the rule finds once."""
-    good: str
-    """Text of a configuration that is right."""
-    check: Callable[[Document, Context], Iterable[Hit]]
+    wrong: str
+    """Text of a configuration in which the rule finds one thing."""
+    right: str
+    """Text of a configuration in which it finds nothing."""
     proof: Proof
     context: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Context that the examples need."""
+    check: Check
+
+
+def rule(
+    *,
+    code: str,
+    name: str,
+    severity: Severity,
+    family: str,
+    summary: str,
+    reason: str,
+    wrong: str,
+    right: str,
+    proof: Proof,
+    context: Mapping[str, Any] | None = None,
+) -> Callable[[Check], LintRule]:
+    """Makes a rule of the check below it. `code`: DSC and three digits; the others are fields of LintRule."""
+    return lambda check: LintRule(
+        code=code,
+        name=name,
+        severity=severity,
+        family=family,
+        summary=summary,
+        reason=reason,
+        wrong=wrong,
+        right=right,
+        proof=proof,
+        context=context or {},
+        check=check,
+    )

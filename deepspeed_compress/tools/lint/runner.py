@@ -1,15 +1,16 @@
 """Applies rules to a document."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from deepspeed_compress.diagnostics import Diagnostic, Place
 from deepspeed_compress.errors import CompressError
-from deepspeed_compress.tools.lint.document import Document, parse
-from deepspeed_compress.tools.lint.embedded import embedded
-from deepspeed_compress.tools.lint.finding import Finding
-from deepspeed_compress.tools.lint.hit import Hit
+from deepspeed_compress.tools.lint.accelerate import embedded
+from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.placeholders import without_placeholders
-from deepspeed_compress.tools.lint.rule import Context, Rule
+from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 _ALWAYS = ("DSC0", "DSC73")
@@ -25,38 +26,46 @@ def lint_text(
     path: str = "",
     context: Context | None = None,
     selection: Selection | None = None,
-) -> list[Finding]:
+) -> list[Diagnostic]:
     """What the rules find in a configuration, in the order of its lines."""
     return lint_document(parse(text, path), context or Context(), selection or Selection())
 
 
 def lint_document(
-    document: Document, context: Context, selection: Selection, rules: Sequence[Rule] = RULES
-) -> list[Finding]:
+    document: Document, context: Context, selection: Selection, rules: Sequence[LintRule] = RULES
+) -> list[Diagnostic]:
     """What `rules` find in `document`, in the order of its lines."""
     document = embedded(document)
     found = [
-        Finding(rule, hit, document)
+        _located(rule, one, document)
         for rule in selection.choose(_that_apply(document, rules), document)
-        for hit in without_placeholders(document, rule.code, _hits(rule, document, context))
+        for one in without_placeholders(document, rule.code, _check(rule, document, context))
     ]
-    return sorted(found, key=lambda finding: (finding.span.start, finding.rule.code))
+    return sorted(found, key=lambda one: (one.place.region.start, one.code))
 
 
-def _that_apply(document: Document, rules: Iterable[Rule]) -> Iterator[Rule]:
+def _located(rule: LintRule, found: Diagnostic, document: Document) -> Diagnostic:
+    """What is reported: of which rule, where in the text, and no fix of a text that stands for another."""
+    fix = found.fix if document.fixable else None
+    return replace(rule.attribute(found), place=document.locate(found.place), fix=fix)
+
+
+def _that_apply(document: Document, rules: Iterable[LintRule]) -> Iterator[LintRule]:
     """Where nothing could be read, only the syntax can be spoken of."""
     return (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
 
 
-def _hits(rule: Rule, document: Document, context: Context) -> list[Hit]:
+def _check(rule: LintRule, document: Document, context: Context) -> list[Diagnostic]:
     try:
-        hits = list(rule.check(document, context))
+        found = list(rule.check(document, context))
     except Exception as error:
         raise RuleError(
             f"{document.path}: rule {rule.code} {rule.name} failed ({type(error).__name__}: {error}). "
             f"Write --ignore {rule.code} to go on without it, and report the file that it failed on."
         ) from error
-    # Behind a syntax error, what seems to be missing may only be unread.
-    return [
-        hit for hit in hits if not document.problems or hit.span is not None or (hit.path and document.has(*hit.path))
-    ]
+    return [one for one in found if not document.problems or _is_read(document, one.place)]
+
+
+def _is_read(document: Document, place: Place) -> bool:
+    """Behind a syntax error, what seems to be missing may only be unread."""
+    return place.span is not None or (bool(place.path) and document.has(*place.path))

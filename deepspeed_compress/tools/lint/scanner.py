@@ -7,11 +7,10 @@ on generated texts. Limits of depth and number of parts, far above any configura
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from deepspeed_compress.tools.lint.hit import Edit, Fix, Hit, Span
-from deepspeed_compress.tools.lint.nodes import Extension, ExtensionKind, Kind, Member, Node, object_node
+from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Span, at, write
+from deepspeed_compress.tools.lint.document import Document, Extension, ExtensionKind, Kind, Member, Node, object_node
 from deepspeed_compress.tools.lint.strings import ScanError, match, multi_line, quoted, to_json
 
 MAX_DEPTH = 100
@@ -31,23 +30,14 @@ _PUNCTUATION = re.compile(r"[,:{}\[\]\"']")
 _WORD = re.compile(r"[^\s,:{}\[\]]{0,40}")
 _WORDS: dict[str, tuple[Kind, Any]] = {"null": ("null", None), "true": ("bool", True), "false": ("bool", False)}
 
-Found = TypeVar("Found")
+Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class Scanned:
-    """What `scan` found."""
-
-    root: Node | None
-    problems: tuple[Hit, ...]
-    extensions: tuple[Extension, ...]
-
-
-def scan(text: str) -> Scanned:
-    """Read `text`; never raises."""
+def parse(text: str, path: str = "") -> Document:
+    """Read HJSON as DeepSpeed does, except that an error does not end it. Never raises."""
     scanner = _Scanner(text)
     root = scanner.document()
-    return Scanned(root, tuple(scanner.problems), tuple(scanner.extensions))
+    return Document(path, text, root, tuple(scanner.problems), tuple(scanner.extensions))
 
 
 class _Scanner:
@@ -57,7 +47,7 @@ class _Scanner:
         self.parts = 0
         self.stopped = False
         self.closers: list[str] = []  # of what is open, the outermost first
-        self.problems: list[Hit] = []
+        self.problems: list[Diagnostic] = []
         self.extensions: list[Extension] = []
 
     def peek(self) -> str:
@@ -67,9 +57,9 @@ class _Scanner:
     def here(self) -> Span:
         return Span(self.at, min(self.at + 1, len(self.text)))
 
-    def note(self, span: Span, what: str, write: str) -> None:
+    def note(self, span: Span, what: str, instead: str) -> None:
         if not self.stopped:
-            self.problems.append(Hit((), what, write, span=span))
+            self.problems.append(Diagnostic(at(span=span), what, write(instead)))
         if len(self.problems) == MAX_PROBLEMS:
             self.stop()
 
@@ -154,8 +144,8 @@ class _Scanner:
         items = self.inside("]", self.value)
         return Node("array", [item.value for item in items], Span(start, self.at), items=tuple(items))
 
-    def inside(self, closer: str, read: Callable[[], Found]) -> list[Found]:
-        opening, found = self.here(), list[Found]()
+    def inside(self, closer: str, read: Callable[[], Item]) -> list[Item]:
+        opening, found = self.here(), list[Item]()
         self.at += 1
         self.gap()
         self.closers.append(closer)
@@ -163,7 +153,7 @@ class _Scanner:
             self.element(read, found)
         return found
 
-    def element(self, read: Callable[[], Found], found: list[Found]) -> None:
+    def element(self, read: Callable[[], Item], found: list[Item]) -> None:
         """One pair or value, and the comma behind it. An error costs what is left up to the next comma or line."""
         before = self.at
         try:
@@ -177,7 +167,7 @@ class _Scanner:
 
     def recover(self, error: ScanError) -> None:
         self.at = match(_TO_NEXT, self.text, error.resume).end()
-        self.note(error.hit.span or self.here(), error.hit.what, error.hit.write)
+        self.note(error.span, error.message, error.instead)
 
     def separator(self, end: int) -> None:
         """The comma that may follow a value that ended at `end`."""
@@ -219,8 +209,8 @@ class _Scanner:
         self.gap()
         return Member(key, span, self.value())
 
-    def error(self, what: str, write: str) -> ScanError:
-        return ScanError(self.here(), what, write, self.at)
+    def error(self, message: str, instead: str) -> ScanError:
+        return ScanError(self.here(), message, instead, self.at)
 
     # Keys, strings, numbers
 

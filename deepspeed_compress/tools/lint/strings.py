@@ -4,7 +4,7 @@ import json
 import re
 from contextlib import suppress
 
-from deepspeed_compress.tools.lint.hit import Hit, Span
+from deepspeed_compress.diagnostics import Span
 
 _JSON = json.JSONDecoder()
 _CHUNK = re.compile(r"[^\"'\\\x00-\x1f]*")
@@ -15,11 +15,11 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class ScanError(Exception):
-    """A syntax error: a hit, and where reading may go on."""
+    """A syntax error: where, what is wrong, what to write instead, and where reading may go on."""
 
-    def __init__(self, span: Span, what: str, write: str, resume: int) -> None:
-        self.hit = Hit((), what, write, span=span)
-        self.resume = resume
+    def __init__(self, span: Span, message: str, instead: str, resume: int) -> None:
+        super().__init__(message)
+        self.span, self.message, self.instead, self.resume = span, message, instead, resume
 
 
 def to_json(value: object) -> str:
@@ -94,9 +94,9 @@ def _unicode(text: str, at: int) -> int | None:
     return code if code >= 0 else None
 
 
-def _error(text: str, span: Span, what: str, write: str) -> ScanError:
+def _error(text: str, span: Span, message: str, instead: str) -> ScanError:
     """An error in the string at `start`. Nothing else on its line can be told from the string."""
-    return ScanError(span, what, write, match(_LINE, text, span.start).end())
+    return ScanError(span, message, instead, match(_LINE, text, span.start).end())
 
 
 def multi_line(text: str, start: int) -> tuple[str, int]:

@@ -4,9 +4,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Hit, Span
-from deepspeed_compress.tools.lint.nodes import Kind, Member, Node, object_node
+from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
+from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
 
 MAX_BYTES = 64 * 2**10
 """PyYAML is slow; configurations have a few kilobytes."""
@@ -65,10 +64,10 @@ def _member(key: Any, value: Any, budget: _Budget, depth: int) -> Member:
 
 def _error(error: Exception, length: int) -> tuple[Span, str, str]:
     mark = getattr(error, "problem_mark", None)
-    at = min(mark.index if mark is not None else getattr(error, "position", 0), length)
+    start = min(mark.index if mark is not None else getattr(error, "position", 0), length)
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Span(at, min(at + 1, length)), f"not YAML: {what}", "YAML"
+    return Span(start, min(start + 1, length)), f"not YAML: {what}", "YAML"
 
 
-def _unread(path: str, text: str, span: Span, what: str, write: str) -> Document:
-    return Document(path, text, None, (Hit((), what, write, span=span),), fixable=False)
+def _unread(path: str, text: str, span: Span, message: str, instead: str) -> Document:
+    return Document(path, text, None, (Diagnostic(at(span=span), message, write(instead)),), fixable=False)

@@ -1,29 +1,41 @@
-"""A run as a page and a picture, alone or next to a baseline: ``ds-compress report``."""
+"""`ds-compress report`: a run as a page and a picture, alone or next to a baseline."""
 
-import importlib.util
+import argparse
+import sys
 from pathlib import Path
 
-from deepspeed_compress.errors import DataError
+from deepspeed_compress.tools.plots import INSTALL, can_plot
+from deepspeed_compress.tools.report.drawing import draw_picture
 from deepspeed_compress.tools.report.figures import table_head, table_rows
 from deepspeed_compress.tools.report.page import page
-from deepspeed_compress.tools.report.picture import draw
-from deepspeed_compress.tools.report.reading import Run, load_runs
+from deepspeed_compress.tools.report.runs import Run, load_runs
 
-__all__ = ["load_runs", "print_table", "write_report"]
+__all__ = ["load_runs", "print_table", "run", "write_report"]
 
 
-def write_report(runs: list[Run], output: Path) -> tuple[Path, Path]:
+def run(options: argparse.Namespace) -> int:
+    """Write the page and the picture, print the table and where they are."""
+    runs = load_runs(options.run_dir, options.baseline)
+    written = write_report(runs, options.output or options.run_dir)
+    print_table(runs)
+    print(*written, sep="\n")
+    return 0
+
+
+def write_report(runs: list[Run], output: Path) -> list[Path]:
     """Write report.html and report.png on `runs`, of `load_runs`, into the directory `output`; return their paths.
 
-    The page needs no other file and no network. Raises DataError when matplotlib, which draws the picture, is missing.
+    The page needs no other file and no network. Without matplotlib there is no picture, and stderr says so.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DataError("a report needs matplotlib; write: pip install 'deepspeed-compress[plot]'")
     output.mkdir(parents=True, exist_ok=True)
-    written, picture = output / "report.html", output / "report.png"
-    written.write_text(page(runs), encoding="utf-8")
-    draw(runs, picture)
-    return written, picture
+    written = [output / "report.html"]
+    written[0].write_text(page(runs), encoding="utf-8")
+    if can_plot():
+        written.append(output / "report.png")
+        draw_picture(runs, written[1])
+    else:
+        print(f"no report.png: it needs matplotlib; write: {INSTALL}", file=sys.stderr)
+    return written
 
 
 def print_table(runs: list[Run]) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.tools.report.reading import Run
+from deepspeed_compress.config.numbers import UNKNOWN, change, gibibytes, megabytes, milliseconds
+from deepspeed_compress.tools.report.runs import Run
 
-__all__ = ["TRAFFIC", "Figure", "Kind", "table_head", "table_rows", "tiles"]
+__all__ = ["TRAFFIC", "Metric", "TrafficKind", "table_head", "table_rows", "tiles"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class TrafficKind:
     """A kind of traffic: the column `key`, less what the column `part` has of it, if any."""
 
     title: str
@@ -26,17 +27,17 @@ class Kind:
 
 
 TRAFFIC = (
-    Kind("gradients, compressed", "run", "bytes_sent", "bytes_raw"),
-    Kind("gradients, uncompressed", "run-soft", "bytes_raw"),
-    Kind("weights", "green", "bytes_weights"),
-    Kind("activations between stages", "yellow", "bytes_pipeline"),
-    Kind("gradients of tied weights", "orange", "bytes_tied"),
-    Kind("tensor parallelism", "purple", "bytes_tensor"),
+    TrafficKind("gradients, compressed", "run", "bytes_sent", "bytes_raw"),
+    TrafficKind("gradients, uncompressed", "run-soft", "bytes_raw"),
+    TrafficKind("weights", "green", "bytes_weights"),
+    TrafficKind("activations between stages", "yellow", "bytes_pipeline"),
+    TrafficKind("gradients of tied weights", "orange", "bytes_tied"),
+    TrafficKind("tensor parallelism", "purple", "bytes_tensor"),
 )
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """A row. `compared`: the change against the baseline means something. `optional`: left out where all are zero."""
 
     title: str
@@ -91,31 +92,25 @@ def _of_summary(key: str) -> Callable[[Run], float | None]:
     return lambda run: (run.files.summary or {}).get(key)
 
 
-def _of_kind(kind: Kind) -> Figure:
-    return Figure(f"sent: {kind.title}", kind.size, _megabytes, optional=True)
+def _of_kind(kind: TrafficKind) -> Metric:
+    return Metric(f"sent: {kind.title}", kind.size, megabytes, optional=True)
 
 
-def _megabytes(value: float) -> str:
-    return f"{value / 1e6:,.3f} MB"
-
-
-_milliseconds = "{:,.1f} ms".format
-
-FIGURES = (
-    Figure("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
-    Figure("training loss, last tenth", _recent_loss, "{:.4f}".format),
-    Figure("median step time", _step_time, _milliseconds, tile=True),
-    Figure("time a step, evaluation and saving included", _wall_time, _milliseconds),
-    Figure("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
-    Figure("gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), _megabytes, tile=True),
-    Figure("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
-    Figure("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
+METRICS = (
+    Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
+    Metric("training loss, last tenth", _recent_loss, "{:.4f}".format),
+    Metric("median step time", _step_time, milliseconds, tile=True),
+    Metric("time a step, evaluation and saving included", _wall_time, milliseconds),
+    Metric("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
+    Metric("gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), megabytes, tile=True),
+    Metric("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
+    Metric("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
     *map(_of_kind, TRAFFIC[1:]),
-    Figure("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
-    Figure("peak memory of a rank", lambda run: _last(run, "memory_bytes"), lambda size: f"{size / 2**30:,.2f} GiB"),
-    Figure("optimizer steps", lambda run: run.last_step, "{:,}".format, compared=False),
-    Figure("parameters", _of_summary("parameters"), "{:,}".format, compared=False),
-    Figure("processes", _of_summary("world_size"), str, compared=False),
+    Metric("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
+    Metric("peak memory of a rank", lambda run: _last(run, "memory_bytes"), gibibytes),
+    Metric("optimizer steps", lambda run: run.last_step, "{:,}".format, compared=False),
+    Metric("parameters", _of_summary("parameters"), "{:,}".format, compared=False),
+    Metric("processes", _of_summary("world_size"), str, compared=False),
 )
 
 
@@ -126,36 +121,40 @@ def table_head(runs: list[Run]) -> list[str]:
 
 def table_rows(runs: list[Run]) -> list[list[str]]:
     """Rows of text: name, one figure a run, and with a baseline the change from it."""
-    return _rows(runs, FIGURES)
+    return _rows(runs, METRICS)
 
 
 def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
     """The figures that matter most, of the run alone: title, value, what the baseline has (empty without)."""
-    found = _rows(runs, (figure for figure in FIGURES if figure.tile))
+    found = _rows(runs, (metric for metric in METRICS if metric.tile))
     return [
         (title, cells[-2] if len(runs) > 1 else cells[0], _against(runs, cells))
         for title, *cells in found
-        if cells[len(runs) - 1] != "-"
+        if cells[len(runs) - 1] != UNKNOWN
     ]
 
 
 def _against(runs: list[Run], cells: list[str]) -> str:
-    if len(runs) == 1 or cells[0] == "-":
+    if len(runs) == 1 or cells[0] == UNKNOWN:
         return ""
     return f"{cells[0]} {runs[0].name}" + (f" ({cells[-1]})" if cells[-1] else "")
 
 
-def _rows(runs: list[Run], figures: Iterable[Figure]) -> list[list[str]]:
-    found = [(figure, [figure.of(run) for run in runs]) for figure in figures]
+def _rows(runs: list[Run], metrics: Iterable[Metric]) -> list[list[str]]:
+    found = [(metric, [metric.of(run) for run in runs]) for metric in metrics]
     return [
-        [figure.title, *("-" if value is None else figure.form(value) for value in values), *_change(figure, values)]
-        for figure, values in found
-        if any(value is not None and (value or not figure.optional) for value in values)
+        [
+            metric.title,
+            *(UNKNOWN if value is None else metric.form(value) for value in values),
+            *_change(metric, values),
+        ]
+        for metric, values in found
+        if any(value is not None and (value or not metric.optional) for value in values)
     ]
 
 
-def _change(figure: Figure, values: list[float | None]) -> list[str]:
+def _change(metric: Metric, values: list[float | None]) -> list[str]:
     if len(values) == 1:
         return []
     before, after = values
-    return [f"{after / before - 1:+.2%}" if figure.compared and before and after is not None else ""]
+    return [change(after / before - 1) if metric.compared and before and after is not None else ""]

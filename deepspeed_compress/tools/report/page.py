@@ -6,13 +6,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_compress.config import masked
-from deepspeed_compress.tools.report.chart import draw_chart
+from deepspeed_compress.tools.report.drawing import svg_chart
 from deepspeed_compress.tools.report.figures import table_head, table_rows, tiles
-from deepspeed_compress.tools.report.marks import SHOWN, event_head, event_rows
-from deepspeed_compress.tools.report.panels import Bars, Missing, Strip, bars, charts, missing, strips
-from deepspeed_compress.tools.report.reading import Run
-from deepspeed_compress.tools.report.settings import setting_colours, steps_by_setting
-from deepspeed_compress.tools.report.template import PAGE, SCRIPT, STYLE
+from deepspeed_compress.tools.report.panels import Bars, Missing, bars, charts, missing
+from deepspeed_compress.tools.report.runs import Run
+from deepspeed_compress.tools.report.style import PAGE, SCRIPT, STYLE
+from deepspeed_compress.tools.report.timeline import (
+    SHOWN,
+    SettingsTimeline,
+    event_head,
+    event_rows,
+    setting_colours,
+    settings_timelines,
+    steps_by_setting,
+)
 
 __all__ = ["page"]
 
@@ -21,12 +28,12 @@ _escape = html.escape
 
 def page(runs: Sequence[Run]) -> str:
     """The HTML of a report on the baseline, if any, and the run."""
-    found, settings = [*runs], strips(runs)
+    found, settings = [*runs], settings_timelines(runs)
     sections = [
         _tiles(found),
-        _section("Over the steps", "charts", [draw_chart(chart) for chart in charts(found)]),
+        _section("Over the steps", "charts", [svg_chart(chart) for chart in charts(found)]),
         _section("In a step", "charts bars", [_bars(one) for one in bars(found)]),
-        _section("Settings in force", "settings", _strips(settings)),
+        _section("Settings in force", "settings", _timelines(settings)),
         *(_events(run) for run in runs if run.events),
         _section("Final figures", "wide figures", [_table(table_head(found), table_rows(found))]),
         _missing(missing(found)),
@@ -87,22 +94,22 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _strips(shown: Sequence[Strip]) -> list[str]:
-    colours, last = setting_colours(shown), max((strip.stretches[-1].last for strip in shown), default=0)
-    parts = "".join(_strip(strip, colours, last) for strip in shown)
+def _timelines(shown: Sequence[SettingsTimeline]) -> list[str]:
+    colours, last = setting_colours(shown), max((timeline.intervals[-1].last for timeline in shown), default=0)
+    parts = "".join(_timeline(timeline, colours, last) for timeline in shown)
     return [f"<figure><div>{parts}</div></figure>"] if parts else []
 
 
-def _strip(strip: Strip, colours: Mapping[str, str], last: int) -> str:
+def _timeline(timeline: SettingsTimeline, colours: Mapping[str, str], last: int) -> str:
     # Between two measured steps nobody knows when it changed: at the first that shows the new setting.
-    begins = [1, *(stretch.first for stretch in strip.stretches[1:])]
-    ends = [*begins[1:], strip.stretches[-1].last + 1]
+    begins = [1, *(interval.first for interval in timeline.intervals[1:])]
+    ends = [*begins[1:], timeline.intervals[-1].last + 1]
     pieces = "".join(
-        _part((end - begin) / last, colours[stretch.setting], f"{stretch.setting}: steps {begin} to {end - 1}")
-        for stretch, begin, end in zip(strip.stretches, begins, ends, strict=True)
+        _part((end - begin) / last, colours[interval.setting], f"{interval.setting}: steps {begin} to {end - 1}")
+        for interval, begin, end in zip(timeline.intervals, begins, ends, strict=True)
     )
-    told = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(strip).items())
-    name = _escape(strip.run)
+    told = _legend((f"{setting}: {steps}", colours[setting]) for setting, steps in steps_by_setting(timeline).items())
+    name = _escape(timeline.run)
     return (
         f'<div class="bar"><span title="{name}">{name}</span><div class="parts strip">{pieces}</div>'
         f"<span>{last:,} steps</span></div>{told}"

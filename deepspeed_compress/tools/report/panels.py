@@ -1,15 +1,14 @@
-"""What a report shows of runs, before anybody draws it: charts over steps, bars of means, strips of settings."""
+"""What a report shows of runs, before anybody draws it: charts over steps, and bars of means."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from deepspeed_compress.tools.report.figures import TRAFFIC
-from deepspeed_compress.tools.report.marks import Mark, marks
-from deepspeed_compress.tools.report.reading import Run
+from deepspeed_compress.tools.report.runs import Run
+from deepspeed_compress.tools.report.timeline import Marker, markers, settings_timelines
 
-__all__ = ["Bars", "Chart", "Line", "Missing", "Stretch", "Strip", "bars", "charts", "missing", "strips"]
+__all__ = ["Bars", "Chart", "Line", "Missing", "bars", "charts", "missing"]
 
 POINTS = 360
 """Of a line; more are not seen."""
@@ -42,7 +41,7 @@ class Chart:
     lines: tuple[Line, ...]
     from_zero: bool
     decades: bool = False
-    marks: tuple[Mark, ...] = ()
+    markers: tuple[Marker, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,23 +52,6 @@ class Bars:
     unit: str
     runs: tuple[str, ...]
     parts: tuple[tuple[str, str, tuple[float, ...]], ...]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps `first` to `last` with one setting."""
-
-    setting: str
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Strip:
-    """The settings in force over the steps of a run."""
-
-    run: str
-    stretches: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +75,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChartSpec:
     """A chart to be: values are divided by `unit`; without the columns that `needs` names it is left out."""
 
     title: str
@@ -110,26 +92,26 @@ _LATER = "compression.jsonl of this version"
 _COMPARED = "compression.jsonl, with monitor.cosine_every"
 _GUARDED = "compression.jsonl with the guard on, or Trainer's log"
 
-PLANS = (
-    Plan(
+CHARTS = (
+    ChartSpec(
         "Loss: held-out, and training (faint)",
         (Curve("train_loss", faint=True), Curve("eval_loss")),
         "metrics.jsonl, or Trainer's log",
         from_zero=False,
         with_marks=True,
     ),
-    Plan("Step time, ms", (Curve("step_ms"),), "metrics.jsonl, or " + _LATER),
-    Plan(
+    ChartSpec("Step time, ms", (Curve("step_ms"),), "metrics.jsonl, or " + _LATER),
+    ChartSpec(
         "Gradients sent per rank and step, MB",
         (Curve("bytes_uncompressed", "DeepSpeed alone", "baseline", run_only=True, dashed=True), Curve("bytes_sent")),
         _STATISTICS,
         unit=1e6,
     ),
-    Plan("Compression ratio of gradients", (Curve("ratio"),), _STATISTICS),
-    Plan("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
-    Plan("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
-    Plan("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),
-    Plan(
+    ChartSpec("Compression ratio of gradients", (Curve("ratio"),), _STATISTICS),
+    ChartSpec("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
+    ChartSpec("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
+    ChartSpec("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),
+    ChartSpec(
         "Busy time of ranks, ms",
         (
             Curve("busy_ms_max", "slowest rank", "orange", run_only=True),
@@ -137,7 +119,7 @@ PLANS = (
         ),
         _LATER,
     ),
-    Plan("Peak memory of a rank, GiB", (Curve("memory_bytes"),), _LATER, unit=2**30),
+    ChartSpec("Peak memory of a rank, GiB", (Curve("memory_bytes"),), _LATER, unit=2**30),
 )
 
 _TIMES = (
@@ -152,31 +134,31 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     first, last = min(run.first_step for run in runs), max(run.last_step for run in runs)
     return [
         Chart(
-            title=plan.title,
+            title=spec.title,
             first=first,
             last=last,
             lines=lines,
-            from_zero=plan.from_zero,
-            decades=_spans_decades(plan, lines),
-            marks=marks(runs[-1]) if plan.with_marks else (),
+            from_zero=spec.from_zero,
+            decades=_spans_decades(spec, lines),
+            markers=markers(runs[-1]) if spec.with_marks else (),
         )
-        for plan in PLANS
-        if (lines := tuple(_lines(plan, runs)))
+        for spec in CHARTS
+        if (lines := tuple(_lines(spec, runs)))
     ]
 
 
 def missing(runs: Sequence[Run]) -> list[Missing]:
     """What the report has no data for."""
-    plans = [Missing(plan.title, plan.source) for plan in PLANS if not any(_lines(plan, runs))]
+    specs = [Missing(spec.title, spec.source) for spec in CHARTS if not any(_lines(spec, runs))]
     named = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
     shown = {one.title for one in bars(runs)}
     rest = [Missing(title, source) for title, source in named.items() if title not in shown]
-    return plans + rest + ([] if strips(runs) else [Missing("Settings in force", _STATISTICS)])
+    return specs + rest + ([] if settings_timelines(runs) else [Missing("Settings in force", _STATISTICS)])
 
 
-def _lines(plan: Plan, runs: Sequence[Run]) -> list[Line]:
-    curves = [(curve, run) for run in runs for curve in plan.curves if run.role == "run" or not curve.run_only]
-    lines = [_line(curve, run, plan.unit) for curve, run in curves if run.column(curve.key)]
+def _lines(spec: ChartSpec, runs: Sequence[Run]) -> list[Line]:
+    curves = [(curve, run) for run in runs for curve in spec.curves if run.role == "run" or not curve.run_only]
+    lines = [_line(curve, run, spec.unit) for curve, run in curves if run.column(curve.key)]
     # Without held-out loss the training loss is all there is, and needs no fainter line beside it.
     return lines if any(not line.faint for line in lines) else [_strong(line) for line in lines]
 
@@ -209,9 +191,9 @@ def _value(point: tuple[int, float]) -> float:
     return point[1]
 
 
-def _spans_decades(plan: Plan, lines: Sequence[Line]) -> bool:
+def _spans_decades(spec: ChartSpec, lines: Sequence[Line]) -> bool:
     values = [value for line in lines for value in line.values]
-    return plan.wide_range and min(values) > 0 and max(values) > 100 * statistics.median(values)
+    return spec.wide_range and min(values) > 0 and max(values) > 100 * statistics.median(values)
 
 
 def bars(runs: Sequence[Run]) -> list[Bars]:
@@ -250,15 +232,3 @@ def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
 
 def _names(runs: Sequence[Run]) -> tuple[str, ...]:
     return tuple(run.name for run in runs)
-
-
-def strips(runs: Sequence[Run]) -> list[Strip]:
-    """One of each run that tells its settings."""
-    told = [(run, list(run.column("settings").items())) for run in runs]
-    return [Strip(run.name, _stretches(settings)) for run, settings in told if settings]
-
-
-def _stretches(settings: list[tuple[int, str]]) -> tuple[Stretch, ...]:
-    """A setting lasts from the measured step that shows it first to the last one in a row."""
-    groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
-    return tuple(Stretch(setting, steps[0], steps[-1]) for setting, steps in groups)

@@ -14,15 +14,23 @@ from rich.console import Console
 
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.tune.arguments import excludes_momentum, with_config
-from deepspeed_compress.tools.tune.display import Display
-from deepspeed_compress.tools.tune.halving import plan
-from deepspeed_compress.tools.tune.picture import can_draw, draw
-from deepspeed_compress.tools.tune.search import Budget, Outcome, search
-from deepspeed_compress.tools.tune.space import Candidate, LeftOut, find_candidates, load_space
-from deepspeed_compress.tools.tune.summary import Aim, Summary, as_json, as_markdown, as_table, conclusion, summarise
-from deepspeed_compress.tools.tune.trials import Trials
-from deepspeed_compress.training.records import write_json
+from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.tools.plots import INSTALL, can_plot
+from deepspeed_compress.tools.run import print_locks
+from deepspeed_compress.tools.tune.halving import make_rungs
+from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
+from deepspeed_compress.tools.tune.space import Candidate, Excluded, find_candidates, load_space
+from deepspeed_compress.tools.tune.summary import (
+    Objective,
+    Summary,
+    as_json,
+    as_markdown,
+    as_table,
+    conclusion,
+    draw_pareto,
+    summarise,
+)
+from deepspeed_compress.tools.tune.trials import Trials, excludes_momentum, with_config
 
 __all__ = ["run"]
 
@@ -36,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ConfigError for what is wrong with the files or the command, before anything is started.
     """
+    options.arguments = options.arguments[1:]  # without the "--" of the command line
+    print_locks()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
@@ -46,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
     _announce(console, candidates, left_out)
     outcome = _search(options, ds_config, candidates, console)
-    summary = summarise(outcome, candidates, left_out, Aim(options.target_loss_gap, options.metric))
+    summary = summarise(outcome, candidates, left_out, Objective(options.target_loss_gap, options.metric))
     _write(summary, ds_config, options, console)
     return 0 if outcome.failure is None else 1
 
 
-def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_out: Sequence[LeftOut]) -> None:
+def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
     """What would otherwise show after the first trial."""
     from deepspeed_compress.integrations.launch import launch_command
 
@@ -68,7 +78,7 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
         if output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output}: holds something else (allowed: a new directory). Name another.")
         output.mkdir(parents=True, exist_ok=True)
-        write_json(file, identity)
+        write_json(file, identity, private=True)
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -83,11 +93,11 @@ def _claim(output: Path, identity: Mapping[str, Any]) -> None:
         )
 
 
-def _announce(console: Console, candidates: Sequence[Candidate], left_out: Sequence[LeftOut]) -> None:
+def _announce(console: Console, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
     lines = [f"{len(candidates) - 1} candidates: {', '.join(one.name for one in candidates[1:])}"]
     lines += [f"left out: {left.name}: {left.reason}" for left in left_out]
-    if not can_draw():
-        lines.append("no pareto.png and pareto.html: write pip install 'deepspeed-compress[plot]' for them")
+    if not can_plot():
+        lines.append(f"no pareto.png and pareto.html: write {INSTALL} for them")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -95,7 +105,7 @@ def _announce(console: Console, candidates: Sequence[Candidate], left_out: Seque
 def _search(
     options: argparse.Namespace, ds_config: Mapping[str, Any], candidates: Sequence[Candidate], console: Console
 ) -> Outcome:
-    rungs = plan(options.steps, options.rungs, options.target_loss_gap)
+    rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
     budget = Budget(options.time_budget)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
     with _terminable(), Display(console, len(candidates) - 1, rungs, budget) as display:
@@ -124,12 +134,12 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     command = shlex.join(["ds-compress", "run", *launcher, *arguments])
     write_json(output / "summary.json", as_json(summary))
     (output / "summary.md").write_text(as_markdown(summary, command), encoding="utf-8")
-    if can_draw() and summary.rows:
-        draw(summary, output)
+    if can_plot() and summary.rows:
+        draw_pareto(summary, output)
     console.print(as_table(summary))
     lines = conclusion(summary)
     if summary.row is not None:
-        write_json(optimal, {**ds_config, SECTION: summary.chosen.section})
+        write_json(optimal, {**ds_config, SECTION: summary.chosen.section}, private=True)
         (output / "cmd_optimal.txt").write_text(command + "\n", encoding="utf-8")
         lines += [f"{optimal}: the file with this section. Train with it:", command]
     failure = summary.outcome.failure

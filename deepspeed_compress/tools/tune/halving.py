@@ -20,10 +20,10 @@ __all__ = [
     "Rung",
     "best",
     "loss_gap",
-    "plan",
+    "make_rungs",
+    "promoted",
     "reasons",
     "reserve",
-    "survivors",
     "trials_left",
 ]
 
@@ -89,7 +89,7 @@ METRICS: Mapping[str, Callable[[Result], float]] = MappingProxyType(
 """What is to be small, by the name that --metric gives it."""
 
 
-def plan(steps: int, count: int, target: float) -> list[Rung]:
+def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
     """`count` rungs: the first of `steps`, the last with the loss gap `target` and without slack."""
     left = range(count - 1, -1, -1)
     return [
@@ -134,7 +134,7 @@ def reasons(found: Round, metric: str) -> dict[str, str]:
     return out | {result.name: f"not among the best {places}" for result in ranked[places:]}
 
 
-def survivors(found: Round, metric: str) -> list[str]:
+def promoted(found: Round, metric: str) -> list[str]:
     """The candidates that go on, best first."""
     kept = [name for name, reason in reasons(found, metric).items() if not reason]
     return sorted(kept, key=lambda name: METRICS[metric](found.results[name]))

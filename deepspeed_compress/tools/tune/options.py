@@ -1,4 +1,4 @@
-"""Options of `ds-compress tune`. Loaded with every command, so it is light."""
+"""`ds-compress tune`: its command line."""
 
 import argparse
 import re
@@ -7,13 +7,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_compress.tools.arguments import integer_from
+
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 METRICS = ("step_time", "bytes")
 LEAST_STEPS = 10
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `tune`, and what it passes on."""
     for name, settings in _OPTIONS.items():
         parser.add_argument(name, **settings)
@@ -44,18 +46,6 @@ def duration(text: str) -> float:
     if not seconds:
         raise argparse.ArgumentTypeError(f"{text!r} leaves no time for a trial (allowed: 1s and more)")
     return float(seconds)
-
-
-class _AtLeast:
-    """An integer from `least` up, as a type of argparse."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-
-    def __call__(self, text: str) -> int:
-        if not text.isdecimal() or int(text) < self.least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {self.least} up")
-        return int(text)
 
 
 _OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -94,12 +84,12 @@ _OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "help": "candidates of your own: a list of objects, each with keys of the section, and a name",
         },
         "--steps": {
-            "type": _AtLeast(LEAST_STEPS),
+            "type": integer_from(LEAST_STEPS),
             "default": 30,
             "metavar": "N",
             "help": "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)",
         },
-        "--rungs": {"type": _AtLeast(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
+        "--rungs": {"type": integer_from(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
         "--launcher": {
             "choices": LAUNCHERS,
             "default": "deepspeed",

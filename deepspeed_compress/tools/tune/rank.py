@@ -25,7 +25,7 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations import run
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.tools.tune.files import TRIAL, Task
+from deepspeed_compress.tools.tune.trials import TRIAL, Task
 
 __all__ = ["main"]
 
@@ -85,7 +85,7 @@ class Recorder:
         os.replace(scratch, self.task.lines)
 
 
-class Follower:
+class EngineWatcher:
     """Follows the first engine that is trained, however it was made; `recorder` is None before that."""
 
     def __init__(self) -> None:
@@ -119,12 +119,12 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises ConfigError when the program ends before, or DeepSpeed gets another configuration than the trial's.
     """
-    follower = Follower()
-    replace_method(DeepSpeedEngine, "backward", functools.partial(_with_loss, follower))
-    replace_method(DeepSpeedEngine, "step", functools.partial(_with_end, follower))
-    replace_method(PipelineEngine, "train_batch", functools.partial(_with_both, follower))
+    watcher = EngineWatcher()
+    replace_method(DeepSpeedEngine, "backward", functools.partial(_with_loss, watcher))
+    replace_method(DeepSpeedEngine, "step", functools.partial(_with_end, watcher))
+    replace_method(PipelineEngine, "train_batch", functools.partial(_with_both, watcher))
     run.main(arguments)
-    done, wanted = (follower.recorder.steps, follower.recorder.task.steps) if follower.recorder else (0, None)
+    done, wanted = (watcher.recorder.steps, watcher.recorder.task.steps) if watcher.recorder else (0, None)
     if done != wanted:
         raise ConfigError(
             f"the script ended after {done} optimizer steps of DeepSpeed, before the {wanted or 'first'} of this trial "
@@ -135,12 +135,12 @@ def main(arguments: Sequence[str]) -> None:
 Method = Callable[..., Any]
 
 
-def _with_loss(follower: Follower, backward: Method) -> Method:
+def _with_loss(watcher: EngineWatcher, backward: Method) -> Method:
     """DeepSpeedEngine.backward returns the loss of a micro-step as it enters the one of the step."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
         scaled = backward(engine, *args, **options)
-        recorder = None if isinstance(engine, PipelineEngine) else follower.of(engine)
+        recorder = None if isinstance(engine, PipelineEngine) else watcher.of(engine)
         if recorder is not None:
             recorder.add(scaled)
         return scaled
@@ -148,13 +148,13 @@ def _with_loss(follower: Follower, backward: Method) -> Method:
     return watched
 
 
-def _with_end(follower: Follower, step: Method) -> Method:
+def _with_end(watcher: EngineWatcher, step: Method) -> Method:
     """DeepSpeedEngine.step is called for every micro-step; the engine counts those that are optimizer steps."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
         before = engine.global_steps
         result = step(engine, *args, **options)
-        recorder = follower.of(engine) if engine.global_steps > before else None
+        recorder = watcher.of(engine) if engine.global_steps > before else None
         if recorder is not None:
             recorder.end_step()
         return result
@@ -162,12 +162,12 @@ def _with_end(follower: Follower, step: Method) -> Method:
     return watched
 
 
-def _with_both(follower: Follower, train_batch: Method) -> Method:
+def _with_both(watcher: EngineWatcher, train_batch: Method) -> Method:
     """PipelineEngine.train_batch is an optimizer step, and returns the mean loss on every rank."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
         # Before the step: its statistics are wanted too.
-        recorder = follower.of(engine)
+        recorder = watcher.of(engine)
         loss = train_batch(engine, *args, **options)
         if recorder is not None:
             recorder.add(loss)

@@ -1,38 +1,24 @@
-"""The search: rung after rung, until the rungs, the candidates or the time are used up."""
+"""The search: rung after rung, until rungs, candidates or time are used up; and what the terminal shows of it."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import TracebackType
+from typing import Self
 
-from deepspeed_compress.tools.tune.halving import Result, Round, Rung, reserve, survivors
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted, reserve, trials_left
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
+from deepspeed_compress.tools.tune.trials import Trials
 
-__all__ = ["Budget", "Outcome", "Runner", "Watcher", "search"]
+__all__ = ["Budget", "Display", "Outcome", "search"]
 
 AS_LONG, STARTUP = 3.0, 60.0
 """A trial may take so many times the seconds of the baseline's, and these besides; a step that slow is no gain."""
-
-
-class Runner(Protocol):
-    """Where results come from: `Trials`, or something that computes them in tests."""
-
-    def find(self, candidate: Candidate, rung: Rung) -> Result | None: ...
-
-    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result: ...
-
-
-class Watcher(Protocol):
-    """Is told what happens."""
-
-    def begin(self, candidate: Candidate, rung: Rung) -> None: ...
-
-    def steps(self, done: int) -> None: ...
-
-    def end(self, result: Result, rung: Rung, again: bool) -> None: ...
-
-    def rung_over(self, rung: Rung, left: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,13 +46,62 @@ class Outcome:
     failure: Result | None = None
 
 
+class Display:
+    """Counts optimizer steps, those of all rungs that are still to come among them."""
+
+    def __init__(self, console: Console, candidates: int, rungs: Sequence[Rung], budget: Budget) -> None:
+        self._console, self._rungs, self._budget = console, rungs, budget
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
+        text = TextColumn("{task.fields[budget]}")
+        self._progress = Progress(*columns, TimeRemainingColumn(), text, console=console, transient=True)
+        self._task = self._progress.add_task("", total=_steps(candidates, rungs), budget="")
+        self._before = 0
+        """Steps of the trials that are over."""
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def begin(self, candidate: Candidate, rung: Rung) -> None:
+        text = f"rung {rung.number}/{len(self._rungs)}  {candidate.name}"
+        self._progress.update(self._task, description=escape(text), budget=self._time_left())
+
+    def steps(self, done: int) -> None:
+        self._progress.update(self._task, completed=self._before + done, budget=self._time_left())
+
+    def end(self, result: Result, rung: Rung, again: bool) -> None:
+        self._before += rung.steps
+        self.steps(0)
+        figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
+        text = figures if result.finished else f"{result.status}: {result.error}"
+        known = ", from before" if again else ""
+        line = f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def rung_over(self, rung: Rung, left: int) -> None:
+        """`left` candidates go on, fewer than were counted on perhaps."""
+        total = self._before + _steps(left, self._rungs[rung.number :]) if left else self._before
+        self._progress.update(self._task, total=total)
+
+    def _time_left(self) -> str:
+        left = self._budget.left()
+        return "" if math.isinf(left) else f"of {max(0, left) / 60:.0f} min"
+
+
+def _steps(candidates: int, rungs: Sequence[Rung]) -> int:
+    return sum(rung.steps * count for rung, count in trials_left(candidates, rungs))
+
+
 def search(
     candidates: Sequence[Candidate],
     rungs: Sequence[Rung],
-    runner: Runner,
+    trials: Trials,
     metric: str,
     budget: Budget,
-    watcher: Watcher,
+    display: Display,
 ) -> Outcome:
     """Try all `candidates`, the baseline first, in the first of `rungs`, and in each further one those that survive.
 
@@ -79,16 +114,16 @@ def search(
         before, results = tuple(rounds), dict[str, Result]()
         while names:
             for result in _trials(
-                [known[name] for name in names], rung, runner, budget, watcher, results.get(BASELINE)
+                [known[name] for name in names], rung, trials, budget, display, results.get(BASELINE)
             ):
                 results[result.name] = result
             rounds = [*before, Round(rung, results)] if results else rounds
             stopped = _stopped(results, names, rung)
             if stopped is not None:
                 return Outcome(tuple(rounds), *stopped)
-            names = [] if survivors(rounds[-1], metric) else reserve(before, results, metric)
-        names = [BASELINE, *survivors(rounds[-1], metric)]
-        watcher.rung_over(rung, len(names) - 1)
+            names = [] if promoted(rounds[-1], metric) else reserve(before, results, metric)
+        names = [BASELINE, *promoted(rounds[-1], metric)]
+        display.rung_over(rung, len(names) - 1)
         if len(names) == 1:
             break
     return Outcome(tuple(rounds))
@@ -97,20 +132,20 @@ def search(
 def _trials(
     candidates: Sequence[Candidate],
     rung: Rung,
-    runner: Runner,
+    trials: Trials,
     budget: Budget,
-    watcher: Watcher,
+    display: Display,
     baseline: Result | None,
 ) -> Iterator[Result]:
     """Results in order, until the baseline fails or time is up. `baseline`: of this rung, if it has been tried."""
     for candidate in candidates:
-        found = runner.find(candidate, rung)
+        found = trials.find(candidate, rung)
         if found is None and budget.left() <= 0:
             return
-        watcher.begin(candidate, rung)
+        display.begin(candidate, rung)
         seconds = min(_longest(baseline), budget.left())
-        result = found or _timely(runner.run(candidate, rung, seconds, watcher.steps), budget)
-        watcher.end(result, rung, again=found is not None)
+        result = found or _timely(trials.run(candidate, rung, seconds, display.steps), budget)
+        display.end(result, rung, again=found is not None)
         yield result
         baseline = result if candidate.name == BASELINE else baseline
         if result.status == "stopped" or (baseline is not None and not baseline.finished):

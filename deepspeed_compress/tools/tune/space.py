@@ -15,7 +15,7 @@ from deepspeed_compress.config.contradictions import find_unknown_momentum
 from deepspeed_compress.config.patches import merged
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "LeftOut", "find_candidates", "load_space"]
+__all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "Excluded", "find_candidates", "load_space"]
 
 BASELINE = "none"
 FILE = "file"
@@ -68,7 +68,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class Excluded:
     """A candidate that is not tried, and why."""
 
     name: str
@@ -77,7 +77,7 @@ class LeftOut:
 
 def find_candidates(
     ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None, no_momentum: bool = False
-) -> tuple[list[Candidate], list[LeftOut]]:
+) -> tuple[list[Candidate], list[Excluded]]:
     """The baseline first, then the section of the file if it compresses, then `patches` of it, by default those of
     `SPACE`; and what is left out.
 
@@ -93,7 +93,7 @@ def find_candidates(
         if patches is None and name != FILE and not reason and not no_momentum:
             reason = str(find_unknown_momentum(ds_config, Candidate(name, section).config) or "")
         if reason:
-            left.append(LeftOut(name, reason))
+            left.append(Excluded(name, reason))
         else:
             kept.append(Candidate(name, _without_idle_seed(section)))
     return kept, left

@@ -1,8 +1,11 @@
-"""What a search has found: rows, one for each candidate, and their forms as JSON, as Markdown and on the terminal."""
+"""What a search has found: a row for each candidate, as JSON, as Markdown, on the terminal and as a picture."""
 
+import html
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -10,15 +13,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.numbers import change, finite, shown
+from deepspeed_compress.tools.plots import Label, label_points, plain_decades, style_axes
 from deepspeed_compress.tools.tune.halving import Result, Round, best, loss_gap, reasons
 from deepspeed_compress.tools.tune.search import Outcome
-from deepspeed_compress.tools.tune.space import BASELINE, Candidate, LeftOut
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate, Excluded
 
-__all__ = ["HEAD", "Aim", "Row", "Summary", "as_json", "as_markdown", "as_table", "cells", "conclusion", "summarise"]
+__all__ = [
+    "HEAD",
+    "Objective",
+    "Row",
+    "Summary",
+    "as_json",
+    "as_markdown",
+    "as_table",
+    "conclusion",
+    "draw_pareto",
+    "summarise",
+]
 
 
 @dataclass(frozen=True)
-class Aim:
+class Objective:
     """What the search was for: the least `metric`, with a loss gap of at most `target`."""
 
     target: float
@@ -47,11 +63,11 @@ class Row:
 class Summary:
     """Rows in the order of their worth. `chosen`: the best candidate, the baseline when none is better."""
 
-    aim: Aim
+    objective: Objective
     rows: tuple[Row, ...]
     chosen: Candidate
     outcome: Outcome
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[Excluded, ...]
 
     @property
     def row(self) -> Row | None:
@@ -59,40 +75,44 @@ class Summary:
         return next((row for row in self.rows if row.name == self.chosen.name and row.result.finished), None)
 
 
-def summarise(outcome: Outcome, candidates: Sequence[Candidate], left_out: Sequence[LeftOut], aim: Aim) -> Summary:
+def summarise(
+    outcome: Outcome, candidates: Sequence[Candidate], left_out: Sequence[Excluded], objective: Objective
+) -> Summary:
     """The rows of all candidates that were tried, and the choice."""
     known = {candidate.name: candidate for candidate in candidates}
-    found = best(outcome.rounds, aim.target, aim.metric)
+    found = best(outcome.rounds, objective.target, objective.metric)
     chosen = known[found[1].name if found else BASELINE]
     rounds = {
         name: last for last in outcome.rounds for name, result in last.results.items() if result.status != "stopped"
     }
     if found:
         rounds[chosen.name] = found[0]
-    rows = [_row(known[name], last, chosen.name, aim) for name, last in rounds.items()]
+    rows = [_row(known[name], last, chosen.name, objective) for name, last in rounds.items()]
     rows.sort(key=lambda row: (row.name != chosen.name, row.name != BASELINE, -row.rung, row.result.step_ms))
-    return Summary(aim, tuple(rows), chosen, outcome, tuple(left_out))
+    return Summary(objective, tuple(rows), chosen, outcome, tuple(left_out))
 
 
-def _row(candidate: Candidate, last: Round, chosen: str, aim: Aim) -> Row:
+def _row(candidate: Candidate, last: Round, chosen: str, objective: Objective) -> Row:
     result, baseline = last.results[candidate.name], last.baseline
     gap = speed = fewer = math.nan
     if baseline is not None and result.finished:
         gap, speed = loss_gap(result, baseline), baseline.step_ms / result.step_ms
         fewer = baseline.bytes / result.bytes if result.bytes else math.inf
-    remark = "" if baseline is None else reasons(last, aim.metric).get(candidate.name, "")
+    remark = "" if baseline is None else reasons(last, objective.metric).get(candidate.name, "")
     remark = result.error or ("best" if candidate.name == chosen else remark)
     return Row(candidate.name, candidate.settings, last.rung.number, last.rung.steps, result, gap, speed, fewer, remark)
 
 
 def conclusion(summary: Summary) -> list[str]:
     """Sentences for people: what to take, on what evidence, and what is missing."""
-    row, aim = summary.row, summary.aim
+    row, objective = summary.row, summary.objective
     lines = [f"Ended early: {summary.outcome.stopped}."] if summary.outcome.stopped else []
     if row is None:
         return [*lines, "Nothing was measured."]
     if row.name == BASELINE:
-        what = f"{BETTER[aim.metric]} than uncompressed training with a loss gap of at most {aim.target:.2%}"
+        what = (
+            f"{BETTER[objective.metric]} than uncompressed training with a loss gap of at most {objective.target:.2%}"
+        )
         return [*lines, f"No candidate {what}: leave gradients uncompressed, or allow a larger gap."]
     figures = f"{row.speed:.2f} times as fast, {row.fewer:.1f} times fewer bytes, loss gap {row.gap:+.2%}"
     return [*lines, f"Best: {row.name} ({row.settings}): {figures}, in trials of {row.steps} steps."]
@@ -102,24 +122,18 @@ def as_json(summary: Summary) -> dict[str, Any]:
     """Everything, without what JSON cannot express: figures that are not finite are null."""
     outcome = summary.outcome
     return {
-        "target_loss_gap": summary.aim.target,
-        "metric": summary.aim.metric,
+        "target_loss_gap": summary.objective.target,
+        "metric": summary.objective.metric,
         "best": {"name": summary.chosen.name, SECTION: summary.chosen.section},
         "conclusion": conclusion(summary),
         "stopped": outcome.stopped or None,
-        "rows": [_finite(asdict(row)) for row in summary.rows],
+        "rows": [finite(asdict(row)) for row in summary.rows],
         "left_out": [asdict(left) for left in summary.left_out],
         "rungs": [
-            {**asdict(one.rung), "trials": [_finite(asdict(result)) for result in one.results.values()]}
+            {**asdict(one.rung), "trials": [finite(asdict(result)) for result in one.results.values()]}
             for one in outcome.rounds
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 BETTER: Mapping[str, str] = MappingProxyType({"step_time": "is faster", "bytes": "sends less"})
@@ -133,24 +147,21 @@ def cells(row: Row) -> tuple[str, ...]:
         row.name,
         row.settings,
         str(row.steps),
-        _shown(result.step_ms, "{:,.0f}" if result.step_ms >= 100 else "{:.1f}"),
-        _shown(row.speed, "{:.2f} x"),
-        _shown(result.bytes / 1e6, "{:,.3f}"),
-        _shown(row.fewer, "{:.1f} x"),
-        _shown(row.gap, "{:+.2%}"),
-        _shown(math.nan if result.cosine is None else result.cosine, "{:.3f}"),
+        shown(result.step_ms, ",.0f" if result.step_ms >= 100 else ".1f"),
+        shown(row.speed, ".2f", suffix=" x"),
+        shown(result.bytes, ",.3f", 1e-6),
+        shown(row.fewer, ".1f", suffix=" x"),
+        change(row.gap),
+        shown(result.cosine, ".3f"),
         row.remark,
     )
-
-
-def _shown(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else "-"
 
 
 def as_table(summary: Summary) -> Table:
     """The rows, for a terminal."""
     table = Table(
-        title=f"loss gap of at most {summary.aim.target:.2%}, least {summary.aim.metric}", title_justify="left"
+        title=f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}",
+        title_justify="left",
     )
     for index, title in enumerate(HEAD):
         figure = 2 <= index < len(HEAD) - 1
@@ -167,3 +178,102 @@ def as_markdown(summary: Summary, command: str) -> str:
     left = [f"- `{one.name}`: {one.reason}" for one in summary.left_out]
     parts = ["\n".join(conclusion(summary)), "\n".join([*head, *body]), f"```bash\n{command}\n```"]
     return "# Tuning\n\n" + "\n\n".join([*parts, *(["Left out:\n\n" + "\n".join(left)] if left else [])]) + "\n"
+
+
+BEST, OTHER, GREY = "#1f6feb", "#57606a", "#afb8c1"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is drawn from left to right: smaller is better."""
+
+    title: str
+    of: Callable[[Row], float]
+
+
+AXES = (
+    Axis("step time, of uncompressed training in the same rung", lambda row: 1 / row.speed),
+    Axis("sent by one rank in a step, MB", lambda row: row.result.bytes / 1e6),
+)
+GAP = "loss gap to uncompressed training, %"
+
+
+def draw_pareto(summary: Summary, directory: Path) -> None:
+    """Write pareto.png and pareto.html into `directory`: one point for each candidate, in the longest of its trials."""
+    rows = [row for row in summary.rows if math.isfinite(row.gap) and row.result.bytes > 0]
+    figure = _figure(rows, summary)
+    figure.savefig(directory / "pareto.png", dpi=120)
+    (directory / "pareto.html").write_text(_page(summary, figure), encoding="utf-8")
+
+
+def _colour(row: Row, summary: Summary) -> str:
+    return BEST if row.name == summary.chosen.name else OTHER if row.name == BASELINE else GREY
+
+
+def _limits(rows: Sequence[Row], target: float) -> tuple[float, float]:
+    """Of the gaps in percent, with room around them, and the target among them."""
+    gaps = [100 * row.gap for row in rows] + [0.0, 100 * target]
+    room = 0.12 * (max(gaps) - min(gaps))
+    return min(gaps) - room, max(gaps) + room
+
+
+def _figure(rows: Sequence[Row], summary: Summary) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axis, axes in zip(AXES, figure.subplots(1, 2, sharey=True), strict=True):
+        _draw_axes(axes, axis, rows, summary)
+    figure.axes[0].set_ylabel(GAP, fontsize=9)
+    # Labels find their places where points will be.
+    figure.draw_without_rendering()
+    for axis, axes in zip(AXES, figure.axes, strict=True):
+        label_points(axes, [Label(row.name, axis.of(row), 100 * row.gap) for row in rows])
+    return figure
+
+
+def _draw_axes(axes: Any, axis: Axis, rows: Sequence[Row], summary: Summary) -> None:
+    target = 100 * summary.objective.target
+    axes.axhline(target, color=BEST, linewidth=0.8, linestyle="--")
+    for row in rows:
+        axes.scatter(axis.of(row), 100 * row.gap, s=18 + 14 * row.rung, color=_colour(row, summary), zorder=3)
+    axes.margins(x=0.18)
+    if rows and max(map(axis.of, rows)) > 8 * min(map(axis.of, rows)):
+        plain_decades(axes)
+    axes.set_ylim(*_limits(rows, summary.objective.target))
+    axes.set_xlabel(axis.title, fontsize=9)
+    style_axes(axes)
+
+
+def _page(summary: Summary, figure: Any) -> str:
+    """The picture, the conclusion and the table as one page that needs no other file."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    picture = drawn.getvalue()
+    head, *body = [HEAD, *map(cells, summary.rows)]
+    rows = [_tags(head, "th"), *(_tags(row, "td") for row in body)]
+    said = "".join(f"<p>{html.escape(line)}</p>" for line in conclusion(summary))
+    return PAGE.format(picture=picture[picture.index("<svg") :], said=said, rows="\n".join(rows))
+
+
+def _tags(texts: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Tuning</title><style>
+body {{ margin: 0 auto; padding: 1.2rem; max-width: 72rem; font: 1rem/1.45 system-ui, sans-serif; color: #1f2328; }}
+svg {{ width: 100%; height: auto; }}
+div {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }}
+th, td {{ padding: .3rem .7rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #d8dee4; }}
+</style></head><body>
+<h1>Tuning</h1>
+{said}
+{picture}
+<div><table>
+{rows}
+</table></div>
+</body></html>
+"""

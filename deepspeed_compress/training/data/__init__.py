@@ -1,16 +1,14 @@
 """Text in, token windows out: the corpus, the tokenizer, the token cache and what is read at each step.
 
-corpus      fetches the example text, lists text files
-documents   streams documents out of files that may be larger than memory
+corpus      the example text, the text files of a run, and the documents in them
 tokenizer   trains and loads a byte-level BPE tokenizer directory
-tokens      encodes a corpus once into a memory-mapped file
-windows     splits train from held-out text, and says which windows a step reads
+tokens      encodes a corpus once into a memory-mapped file, and says which windows of it a step reads
 """
 
 from deepspeed_compress.training.data.corpus import fetch_corpus, text_files
 from deepspeed_compress.training.data.tokenizer import load_tokenizer, train_tokenizer
 from deepspeed_compress.training.data.tokens import TokenCache, build_cache, cache_key, open_cache
-from deepspeed_compress.training.data.windows import Windows, eval_starts, split_windows, step_starts
+from deepspeed_compress.training.data.tokens import Windows, eval_starts, split_windows, step_starts
 
 __all__ = [
     "TokenCache",

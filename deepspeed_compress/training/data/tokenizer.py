@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from deepspeed_compress.training.data.documents import documents
+from deepspeed_compress.training.data.corpus import documents
 from deepspeed_compress.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

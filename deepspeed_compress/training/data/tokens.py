@@ -1,9 +1,12 @@
-"""The token cache: a corpus encoded once, then read through a memory map.
+"""The token cache, a corpus encoded once and read through a memory map; and which of its tokens a step reads.
 
 `<directory>/<key>.bin` holds the tokens of all files one after another, uint16 or uint32, little endian;
 `<key>.json` says where each file starts. The key is a digest of the texts and of the tokenizer, so a cache
 never serves other data. Both are written under a temporary name and renamed, the .json last: where it exists,
 the cache is complete.
+
+There is no iterator state: what step n reads follows from (seed, n) alone, so a resumed run reads on exactly,
+and the batch of a step is the same at any number of data-parallel ranks.
 """
 
 import hashlib
@@ -14,14 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-
-from deepspeed_compress.training.data.documents import CHUNK_CHARS, documents
+from deepspeed_compress.training.data.corpus import CHUNK_CHARS, documents
 from deepspeed_compress.training.data.tokenizer import end_token, load_tokenizer
 from deepspeed_compress.errors import DataError
+from collections.abc import Iterator
+from itertools import pairwise
 
 FORMAT = 1
 Progress = Callable[[str, int, int], None]
@@ -150,3 +153,69 @@ def _token_file(directory: Path, key: str) -> Path:
 
 def _index_file(directory: Path, key: str) -> Path:
     return directory / f"{key}.json"
+
+
+Segment = tuple[int, int]
+"""First token and end of a stretch of text that a window may not leave."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Stretches of a token cache, cut into windows of `length` tokens."""
+
+    cache: TokenCache
+    segments: tuple[Segment, ...]
+    length: int
+
+    def read(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of the windows that begin at `starts` (n,), as (n, length)."""
+        return np.asarray(self.cache.tokens[starts[:, None] + np.arange(self.length)], dtype=np.int64)
+
+
+def split_windows(cache: TokenCache, length: int, held_out: float) -> tuple[Windows, Windows]:
+    """(train, held out): the last `held_out` of each file is never trained on.
+
+    Raises DataError when either part has no window of `length` tokens.
+    """
+    cuts = [(start, end - int((end - start) * held_out), end) for start, end in pairwise(cache.bounds)]
+    train = _windows(cache, [(start, cut) for start, cut, _ in cuts], length, "train")
+    evaluation = _windows(cache, [(cut, end) for _, cut, end in cuts], length, "held-out")
+    return train, evaluation
+
+
+def step_starts(windows: Windows, count: int, seed: int, step: int) -> NDArray[np.int64]:
+    """First tokens of the `count` windows of a step, (count,), drawn uniformly with replacement."""
+    positions = np.array([end - start - windows.length + 1 for start, end in windows.segments])
+    last = positions.cumsum()
+    drawn = np.random.default_rng((seed, step)).integers(last[-1], size=count)
+    segment = np.searchsorted(last, drawn, side="right")
+    first = np.array([start for start, _ in windows.segments])
+    return np.asarray(first[segment] + drawn - (last - positions)[segment], dtype=np.int64)
+
+
+def eval_starts(windows: Windows, batches: int, batch_size: int) -> NDArray[np.int64]:
+    """First tokens of the held-out windows, (batches or fewer, batch_size): disjoint, spread evenly.
+
+    Raises DataError when the held-out text has fewer than `batch_size` windows.
+    """
+    places = np.fromiter(_disjoint(windows), dtype=np.int64)
+    batches = min(batches, places.size // batch_size)
+    if batches == 0:
+        hint = "write a larger --held-out or a smaller --seq-len, or give more text"
+        raise DataError(f"held-out text has {places.size} windows, one batch needs {batch_size}; {hint}")
+    chosen = np.linspace(0, places.size - 1, batches * batch_size).round().astype(np.int64)
+    return places[chosen].reshape(batches, batch_size)
+
+
+def _disjoint(windows: Windows) -> Iterator[int]:
+    for start, end in windows.segments:
+        yield from range(start, end - windows.length + 1, windows.length)
+
+
+def _windows(cache: TokenCache, segments: list[Segment], length: int, name: str) -> Windows:
+    kept = tuple((start, end) for start, end in segments if end - start >= length)
+    if not kept:
+        total = sum(end - start for start, end in segments)
+        hint = "write a smaller --seq-len, another --held-out, or give more text"
+        raise DataError(f"{name} text: {total} tokens, no file with {length} together (--seq-len); {hint}")
+    return Windows(cache, kept, length)

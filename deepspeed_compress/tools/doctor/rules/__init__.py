@@ -1,11 +1,12 @@
-"""The rules: a module for each thing that may hold a run back, with a table at its end."""
+"""The rules: a module for each thing that may hold a run back, in which each check stands below its words."""
 
-from deepspeed_compress.tools.doctor.finding import Rule
+from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import effect, guard, learning, memory, ranks, time, traffic
+from deepspeed_compress.tools.rules import rules_of
 
 __all__ = ["RULES"]
 
 _MODULES = (learning, guard, effect, time, traffic, ranks, memory)
 
-RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
+RULES: tuple[DoctorRule, ...] = tuple(rules_of(_MODULES, DoctorRule))
 """In the order in which findings of equal severity and weight are shown: causes before what follows from them."""

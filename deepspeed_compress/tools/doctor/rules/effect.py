@@ -1,52 +1,61 @@
 """Settings that change nothing: nothing is compressed, or never, or hardly."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from deepspeed_compress.config.patches import brief
+from deepspeed_compress.config import SECTION, CompressedGradients, brief
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.finding import Finding, Rule
 from deepspeed_compress.tools.doctor.patches import with_gradients, with_section
+from deepspeed_compress.tools.doctor.rule import rule
 
 
-def _nothing(case: Case) -> Iterator[Finding]:
+@rule(
+    name="nothing-compressed",
+    severity="warning",
+    summary="how much of the gradients is exempt",
+    needs=("bytes_raw",),
+)
+def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
     parts = [raw / sent for raw, sent in zip(case.values("bytes_raw"), case.values("bytes_sent"), strict=False) if sent]
     share = sorted(parts)[len(parts) // 2] if parts else 0.0
     if share < case.limits.raw:
         return
-    remedy, wanted = _exempt(case)
-    yield Finding(
-        f"Nearly nothing is compressed: {share:.0%} of the gradient bytes sent are of parameters that are exempt.",
-        {"bytes sent": case.median("bytes_sent"), "of these uncompressed": case.median("bytes_raw")},
+    remedy, patch = _exempt(case)
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Nearly nothing is compressed: {share:.0%} of the gradient bytes sent are of parameters that are exempt",
         remedy,
-        case.span,
-        wanted,
-        share,
+        patch=patch,
+        evidence={"bytes sent": case.median("bytes_sent"), "of these uncompressed": case.median("bytes_raw")},
+        weight=share,
     )
 
 
 def _exempt(case: Case) -> tuple[str, dict[str, Any] | None]:
     """What exempts them, in the order in which it is asked."""
     section, config = case.run.section, case.run.config
-    gradients = section.gradients if section is not None else None
-    overrides = getattr(gradients, "overrides", ())
-    if config is None or gradients is None:
+    if config is None or section is None:
         return "Look at gradients.min_numel and gradients.overrides.", None
-    if least := getattr(gradients, "min_numel", 0):
-        what = f"Remove gradients.min_numel: {least} exempts every smaller parameter."
-        return what, with_gradients(config, {"min_numel": None})
-    if any(override.method == "none" for override in overrides):
-        kept = [raw for raw, one in zip(_raw_overrides(config), overrides, strict=True) if one.method != "none"]
+    gradients = section.gradients
+    if isinstance(gradients, CompressedGradients) and gradients.min_numel:
+        what = f"Remove gradients.min_numel: {gradients.min_numel} exempts every smaller parameter."
+        return what, case.patch(with_gradients, {"min_numel": None})
+    if isinstance(gradients, CompressedGradients) and any(one.method == "none" for one in gradients.overrides):
+        pairs = zip(config[SECTION]["gradients"]["overrides"], gradients.overrides, strict=True)
+        kept = [written for written, override in pairs if override.method != "none"]
         what = "Remove the overrides with method none, or make their patterns narrower."
-        return what, with_gradients(config, {"overrides": kept or None})
+        return what, case.patch(with_gradients, {"overrides": kept or None})
     return "These are parameters that stages or tensor-parallel ranks share, which no setting compresses.", None
 
 
-def _raw_overrides(config: Mapping[str, Any]) -> list[Any]:
-    return list(config["deepspeed_compress"]["gradients"]["overrides"])
-
-
-def _never(case: Case) -> Iterator[Finding]:
+@rule(
+    name="never-in-force",
+    severity=None,
+    summary="whether the chosen method was in force",
+    needs=("config",),
+)
+def never_in_force(case: Case) -> Iterator[Diagnostic]:
     """What was chosen was in force in no measured step, and no guard or adaptive choice decided so."""
     section = case.run.section
     decided = any(event["kind"] not in ("schedule", "full_sync") for event in case.run.events or ())
@@ -54,20 +63,20 @@ def _never(case: Case) -> Iterator[Finding]:
         return
     last = case.run.steps[-1]["step"]
     what, patch = _schedule(case, last)
-    yield Finding(
-        f'The chosen "{brief(section.gradients)}" was in force in none of the {last:,} steps{_so_far(case)}: {what}.',
-        {"last step": last, "in force": case.run.steps[-1].get("settings") or case.run.steps[-1]["method"]},
+    yield Diagnostic(
+        at_steps(case.run.steps[0]["step"], last),
+        f'The chosen "{brief(section.gradients)}" was in force in none of the {last:,} steps{_so_far(case)}: {what}',
         "Let the schedule end within a tenth of the run.",
-        (case.run.steps[0]["step"], last),
-        None if patch is None or case.run.config is None else with_section(case.run.config, {"schedule": patch}),
-        severity="serious" if case.run.summary is not None else "notice",
+        patch=None if patch is None else case.patch(with_section, {"schedule": patch}),
+        evidence={"last step": last, "in force": case.run.steps[-1].get("settings") or case.run.steps[-1]["method"]},
+        severity="warning" if case.run.summary is not None else "info",
     )
 
 
 def _was_in_force(case: Case) -> bool:
     """By the text of the settings where it is recorded, else by the method."""
     assert case.run.section is not None
-    wanted, phases = case.run.section.gradients, getattr(case.run.section.schedule, "phases", ())
+    wanted, phases = case.run.section.gradients, case.run.section.schedule.phases
     if phases or not any("settings" in line for line in case.run.steps):
         return bool(case.compressed)
     return any(line.get("settings") == brief(wanted) for line in case.compressed)
@@ -80,16 +89,21 @@ def _so_far(case: Case) -> str:
 def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     assert case.run.section is not None
     schedule = case.run.section.schedule
-    ramp = getattr(schedule, "ramp", None)
     if schedule.warmup_steps >= last:
         what = f"schedule.warmup_steps {schedule.warmup_steps:,} takes all of them"
         return what, {"warmup_steps": last // 10}
-    if ramp is not None:
-        return f"schedule.ramp.steps {ramp.steps:,} takes the rest", {"ramp": {"steps": max(1, last // 10)}}
+    if schedule.ramp is not None:
+        return f"schedule.ramp.steps {schedule.ramp.steps:,} takes the rest", {"ramp": {"steps": max(1, last // 10)}}
     return "the schedule never comes to it", None
 
 
-def _ratio(case: Case) -> Iterator[Finding]:
+@rule(
+    name="no-ratio",
+    severity="warning",
+    summary="whether the method saves bytes",
+    needs=("config", "ratio"),
+)
+def no_ratio(case: Case) -> Iterator[Diagnostic]:
     """Under ZeRO 1 and 2 DeepSpeed sends twice what is needed, so that a ratio of 2 comes without compression."""
     ratio, base = case.median("ratio"), 2.0 if case.stage in (1, 2) else 1.0
     section = case.run.section
@@ -99,19 +113,15 @@ def _ratio(case: Case) -> Iterator[Finding]:
         or case.median("bytes_raw") / case.median("bytes_sent") >= case.limits.raw
     ):
         return
-    config = case.run.config
-    yield Finding(
+    yield Diagnostic(
+        at_steps(*case.span),
         f"The chosen settings save nothing: DeepSpeed alone would send {ratio:.2f} times the bytes, of which "
-        f"{base:.0f} come with ZeRO {case.stage} without compression.",
-        {"ratio": ratio, "ratio of this stage without compression": base, "settings": brief(section.gradients)},
+        f"{base:.0f} come with ZeRO {case.stage} without compression",
         "Send fewer bits: blockwise with 8 bits costs no accuracy that could be measured.",
-        case.span,
-        None if config is None else with_gradients(config, {"method": "blockwise", "bits": 8}),
+        patch=case.patch(with_gradients, {"method": "blockwise", "bits": 8}),
+        evidence={
+            "ratio": ratio,
+            "ratio of this stage without compression": base,
+            "settings": brief(section.gradients),
+        },
     )
-
-
-RULES = (
-    Rule("nothing-compressed", "serious", "how much of the gradients is exempt", ("bytes_raw",), _nothing),
-    Rule("never-in-force", "serious", "whether the chosen method was in force", ("config",), _never),
-    Rule("no-ratio", "serious", "whether the method saves bytes", ("config", "ratio"), _ratio),
-)

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed_compress.config import Guard
-from deepspeed_compress.config.patches import brief
+from deepspeed_compress.config import Guard, brief
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.finding import Finding, Rule
 from deepspeed_compress.tools.doctor.ladders import softer
 from deepspeed_compress.tools.doctor.patches import slower, with_gradients, with_section
+from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.run import Line
 
 _COOLDOWN = 50
@@ -17,7 +17,13 @@ _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 
 
-def _often(case: Case) -> Iterator[Finding]:
+@rule(
+    name="guard-fires-often",
+    severity="warning",
+    summary="how often the guard fired, and whether settings came back",
+    needs=("events",),
+)
+def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
     """So many anomalies that settings cannot come back between two of them, or settings that never came back. What
     happens in the dense steps at the start is no doing of compression."""
     dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
@@ -29,19 +35,19 @@ def _often(case: Case) -> Iterator[Finding]:
     between, away = (last - first + 1) / len(anomalies), _away(case, first)
     if between > _cooldown(case) and away < 0.5:
         return
-    remedy, wanted = _calmer(case)
-    yield Finding(
+    remedy, patch = _calmer(case)
+    yield Diagnostic(
+        at_steps(first, anomalies[-1]["step"]),
         f"The guard fires every {between:.0f} steps, and the chosen settings are out of force for {away:.0%} of the "
-        "steps since the first time.",
-        {
+        "steps since the first time",
+        remedy,
+        patch=patch,
+        evidence={
             "anomalies": len(anomalies),
             "part of the steps since without the settings": away,
-            "reasons": _told(anomalies),
+            "reasons": _reasons(anomalies),
         },
-        remedy,
-        (first, anomalies[-1]["step"]),
-        wanted,
-        max(away, min(1.0, _cooldown(case) / between / 2)),
+        weight=max(away, min(1.0, _cooldown(case) / between / 2)),
     )
 
 
@@ -56,8 +62,8 @@ def _away(case: Case, first: int) -> float:
 
 
 def _cooldown(case: Case) -> int:
-    guard = getattr(case.run.section, "guard", None)
-    return int(getattr(guard, "cooldown_steps", _COOLDOWN))
+    guard = None if case.run.section is None else case.run.section.guard
+    return _COOLDOWN if guard is None else guard.cooldown_steps
 
 
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
@@ -67,22 +73,22 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
     if config is not None and tight:
         keys = ", ".join(f"guard.{key}" for key in tight)
         what = f"Leave out {keys}: their defaults take only for an anomaly what no healthy run does."
-        return what, with_section(config, {"guard": dict.fromkeys(tight)})
-    patch = softer(section.gradients) if section is not None else None
-    wanted = with_gradients(config, patch) if config is not None and patch is not None else None
+        return what, case.patch(with_section, {"guard": dict.fromkeys(tight)})
+    change = softer(section.gradients) if section is not None else None
     return (
         "Send more of the gradient, so that compression stays within what training bears; if gradients explode without "
         "compression too, lower the learning rate.",
-        wanted,
+        None if change is None else case.patch(with_gradients, change),
     )
 
 
 def _tighter(guard: Guard) -> list[str]:
     """Bounds that are below their defaults."""
-    return [key for key in _BOUNDS if getattr(guard, key) < Guard.model_fields[key].default]
+    written, usual = guard.model_dump(), Guard().model_dump()
+    return [key for key in _BOUNDS if written[key] < usual[key]]
 
 
-def _told(events: list[Line]) -> list[str]:
+def _reasons(events: list[Line]) -> list[str]:
     return [f"step {event['step']}: {event.get('reason', '')}" for event in events[:_SHOWN]]
 
 
@@ -90,19 +96,25 @@ def _not_finite(event: Line) -> bool:
     return any(word in str(event.get("reason", "")).lower() for word in ("finite", "nan", "inf "))
 
 
-def _skipped(case: Case) -> Iterator[Finding]:
+@rule(
+    name="skipped-steps",
+    severity="warning",
+    summary="how many steps were skipped",
+    needs=("events|grad_norm",),
+)
+def skipped_steps(case: Case) -> Iterator[Diagnostic]:
     steps, late = _skipped_steps(case), case.run.steps[-1]["step"] - case.limits.skipped_from
     share = len(steps) / late if late > 0 else 0.0
     if share <= case.limits.skipped or len(steps) < case.limits.anomalies:
         return
-    remedy, wanted = _finite_again(case.run.config)
-    yield Finding(
-        f"{share:.0%} of the steps were skipped, because their gradients were not finite.",
-        {"skipped steps seen": len(steps), "the first of them": steps[:_SHOWN]},
+    remedy, patch = _finite_again(case)
+    yield Diagnostic(
+        at_steps(steps[0], steps[-1]),
+        f"{share:.0%} of the steps were skipped, because their gradients were not finite",
         remedy,
-        (steps[0], steps[-1]),
-        wanted,
-        min(1.0, share),
+        patch=patch,
+        evidence={"skipped steps seen": len(steps), "the first of them": steps[:_SHOWN]},
+        weight=min(1.0, share),
     )
 
 
@@ -114,20 +126,17 @@ def _skipped_steps(case: Case) -> list[int]:
     return sorted(step for step in found if step > case.limits.skipped_from)
 
 
-def _finite_again(config: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any] | None]:
+def _finite_again(case: Case) -> tuple[str, Mapping[str, Any] | None]:
+    config = case.run.config
     if config is None:
         return "Use bf16 in place of fp16, or a lower learning rate.", None
     fp16 = config.get("fp16")
     if isinstance(fp16, Mapping) and fp16.get("enabled"):
-        wanted = {**config, "bf16": {"enabled": True}}
-        wanted.pop("fp16")
-        return "Use bf16, which needs no loss scale, where the hardware has it; else lower the learning rate.", wanted
-    return "Halve the learning rate, and look for bad data: without fp16 no loss scale explains it.", slower(config)
+        what = "Use bf16, which needs no loss scale, where the hardware has it; else lower the learning rate."
+        return what, case.patch(_in_bf16)
+    what = "Halve the learning rate, and look for bad data: without fp16 no loss scale explains it."
+    return what, case.patch(slower)
 
 
-RULES = (
-    Rule(
-        "guard-fires-often", "serious", "how often the guard fired, and whether settings came back", ("events",), _often
-    ),
-    Rule("skipped-steps", "serious", "how many steps were skipped", ("events|grad_norm",), _skipped),
-)
+def _in_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "fp16"} | {"bf16": {"enabled": True}}

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed_compress.config import CompressedGradients, GradientsConfig
+from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.finding import Finding, Rule, Severity
 from deepspeed_compress.tools.doctor.ladders import forgets, softer
 from deepspeed_compress.tools.doctor.patches import slower, with_gradients
+from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.trends import quarters, turn
 
 _NEAR = 5
@@ -23,25 +26,30 @@ class Sign:
 
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
-    severity: Severity = "critical"
+    severity: Severity = "error"
 
 
-def _too_strong(case: Case) -> Iterator[Finding]:
+@rule(
+    name="compression-too-strong",
+    severity=None,
+    summary="what is withheld of the gradients, their cosine, the loss beside the baseline",
+    needs=("config", "residual_norm|cosine|baseline"),
+)
+def compression_too_strong(case: Case) -> Iterator[Diagnostic]:
     section = case.run.section
     if section is None or section.gradients.method == "none":
         return
     signs = [sign for find in _SIGNS for sign in find(case, section.gradients)]
     if not signs:
         return
-    patch = softer(section.gradients)
-    wanted = None if patch is None or case.run.config is None else with_gradients(case.run.config, patch)
-    yield Finding(
+    change = softer(section.gradients)
+    yield Diagnostic(
+        at_steps(*case.span),
         f"Compression is too strong for the model to learn well: {signs[0].text}",
-        {key: value for sign in signs for key, value in sign.figures.items()} | _settings(case),
         "Send more of the gradient, and feed back what is not sent; if that is not enough, begin with dense steps "
         "(schedule.warmup_steps).",
-        case.span,
-        wanted,
+        patch=None if change is None else case.patch(with_gradients, change),
+        evidence={key: value for sign in signs for key, value in sign.figures.items()} | _settings(case),
         severity=signs[0].severity,
     )
 
@@ -51,38 +59,39 @@ def _settings(case: Case) -> dict[str, Any]:
     return {"settings": shown} if shown else {}
 
 
-def _lost_for_ever(case: Case, gradients: Any) -> Iterator[Sign]:
+def _lost_for_ever(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     if forgets(gradients) and case.compressed:
-        share = f"{100 - 100 * gradients.density:.6g} %" if hasattr(gradients, "density") else "most"
+        share = f"{100 - 100 * gradients.density:.6g} %" if isinstance(gradients, SparseConfig) else "most"
         yield Sign(
-            f"{gradients.method} without error feedback, so that {share} of each gradient is lost for ever.",
+            f"{gradients.method} without error feedback, so that {share} of each gradient is lost for ever",
             {"gradients sent, times fewer bytes": case.median("ratio")},
         )
 
 
-def _withheld(case: Case, gradients: Any) -> Iterator[Sign]:
+def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     """Residuals that many steps' gradients went into. What waits by wish (`every`) waits for that long."""
     if gradients.method in OWN_MOMENTUM:
         return
     lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
-    limit = case.limits.delay + max((one.every for one in getattr(gradients, "overrides", ())), default=1) - 1
+    overrides = gradients.overrides if isinstance(gradients, CompressedGradients) else ()
+    limit = case.limits.delay + max((one.every for one in overrides), default=1) - 1
     late = [line["residual_norm"] / line["grad_norm"] for line in lines][len(lines) // 2 :]
     if len(lines) >= case.limits.lines and statistics.median(late) >= limit:
         yield Sign(
             f"what waits to be sent is {statistics.median(late):.0f} times a gradient, so gradients arrive about so "
-            "many steps late.",
+            "many steps late",
             {"residual norm / gradient norm": statistics.median(late)},
         )
 
 
-def _growing(case: Case, gradients: Any) -> Iterator[Sign]:
+def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     residuals = case.values("residual_norm")
     if gradients.method in OWN_MOMENTUM or len(residuals) < case.limits.lines or not all(residuals):
         return
     growth, norms = _late_growth(residuals), case.values("grad_norm")
     if growth >= case.limits.growth * max(1.0, _late_growth(norms) if len(norms) >= case.limits.lines else 1.0):
         yield Sign(
-            f"residuals grow with every step, {growth:.1f} times from the second quarter to the last.",
+            f"residuals grow with every step, {growth:.1f} times from the second quarter to the last",
             {"residual norm, last quarter / second quarter": growth},
         )
 
@@ -93,24 +102,22 @@ def _late_growth(values: list[float]) -> float:
     return last / second if second else 1.0
 
 
-def _unlike(case: Case, gradients: Any) -> Iterator[Sign]:
+def _unlike(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     cosines = case.values("cosine")
     if gradients.method in OWN_MOMENTUM or len(cosines) < 4:
         return
     middle = statistics.median(cosines)
     if middle < case.limits.cosine:
         yield Sign(
-            f"the gradient that the step follows has a cosine of {middle:.2f} with the true one.", {"cosine": middle}
+            f"the gradient that the step follows has a cosine of {middle:.2f} with the true one", {"cosine": middle}
         )
 
 
-def _behind(case: Case, gradients: Any) -> Iterator[Sign]:
+def _behind(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
     gap = _loss_gap(case)
     if gap is not None and gap > case.limits.loss_gap:
-        severity: Severity = "critical" if gap > 5 * case.limits.loss_gap else "serious"
-        yield Sign(
-            f"the loss is {gap:.1%} above that of the baseline.", {"loss above baseline": f"{gap:.2%}"}, severity
-        )
+        severity: Severity = "error" if gap > 5 * case.limits.loss_gap else "warning"
+        yield Sign(f"the loss is {gap:.1%} above that of the baseline", {"loss above baseline": f"{gap:.2%}"}, severity)
 
 
 def _loss_gap(case: Case) -> float | None:
@@ -134,19 +141,24 @@ def _beyond_noise(gaps: list[float]) -> bool:
 _SIGNS = (_lost_for_ever, _withheld, _growing, _unlike, _behind)
 
 
-def _diverged(case: Case) -> Iterator[Finding]:
+@rule(
+    name="diverging",
+    severity="error",
+    summary="whether the loss is finite and falls",
+    needs=("losses",),
+)
+def diverging(case: Case) -> Iterator[Diagnostic]:
     found = _not_finite(case) or _risen(case)
     if found is None:
         return
     began, what, figures = found
-    config = case.run.config
-    yield Finding(
-        f"The loss {what}, from step {began} on.",
-        {"first sign at step": began, **figures, **_events_around(case, began)},
+    yield Diagnostic(
+        at_steps(began, case.run.losses[-1][0]),
+        f"The loss {what}, from step {began} on",
         "Halve the learning rate, or lengthen its warm-up; if an uncompressed run with the same one is stable, send "
         "more of the gradient instead.",
-        (began, case.run.losses[-1][0]),
-        None if config is None else slower(config),
+        patch=case.patch(slower),
+        evidence={"first sign at step": began, **figures, **_events_around(case, began)},
     )
 
 
@@ -178,23 +190,5 @@ def _events_around(case: Case, began: int) -> dict[str, Any]:
     """The events nearest to the beginning, in their order."""
     nearest = sorted(case.run.events or (), key=lambda event: abs(event["step"] - began))[:_NEAR]
     nearest.sort(key=lambda event: event["step"])
-    told = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
-    return {"events around it": told} if told else {}
-
-
-RULES = (
-    Rule(
-        "compression-too-strong",
-        "critical",
-        "what is withheld of the gradients, their cosine, the loss beside the baseline",
-        ("config", "residual_norm|cosine|baseline"),
-        _too_strong,
-    ),
-    Rule(
-        "diverging",
-        "critical",
-        "whether the loss is finite and falls",
-        ("losses",),
-        _diverged,
-    ),
-)
+    shown = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]
+    return {"events around it": shown} if shown else {}

@@ -1,24 +1,32 @@
 """Memory: what residuals take, and whether the peak grows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from deepspeed_compress.config import SECTION
+from deepspeed_compress.config import SECTION, CompressedGradients
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case
-from deepspeed_compress.tools.doctor.finding import Finding, Rule
 from deepspeed_compress.tools.doctor.patches import with_gradients
+from deepspeed_compress.tools.doctor.rule import rule
 
 _SIZES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02}
 _SMALLER = {"fp32": "bf16", "bf16": "int8"}
 
 
-def _residuals(case: Case) -> Iterator[Finding]:
-    section, config = case.run.section, case.run.config
+@rule(
+    name="large-residuals",
+    severity=None,
+    summary="what part of the memory residuals take",
+    needs=("memory_bytes", "config"),
+)
+def large_residuals(case: Case) -> Iterator[Diagnostic]:
+    section = case.run.section
     assert section is not None, "the rule needs the configuration"
-    key = "memory" if hasattr(section.gradients, "memory") else "error_feedback"
-    kept, peak = getattr(section.gradients, key, None), max(case.values("memory_bytes", case.run.steps))
+    gradients, key = section.gradients, "memory" if section.gradients.method in OWN_MOMENTUM else "error_feedback"
+    kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
+    peak = max(case.values("memory_bytes", case.run.steps))
     if kept is None or kept.device == "cpu":
         return
     size = _residual_bytes(case, section.gradients.method, _SIZES[kept.dtype])
@@ -26,19 +34,20 @@ def _residuals(case: Case) -> Iterator[Finding]:
         return
     smaller = _SMALLER.get(kept.dtype)
     change = {"dtype": smaller} if smaller else {"device": "cpu"}
-    yield Finding(
-        f"Residuals take about {size / peak:.0%} of the memory, in {kept.dtype}.",
-        {"residuals, bytes": size, "peak memory, bytes": peak, f"gradients.{key}.dtype": kept.dtype},
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Residuals take about {size / peak:.0%} of the memory, in {kept.dtype}",
         f"Keep them in {smaller}." if smaller else "Keep them in host memory.",
-        case.span,
-        None if config is None else with_gradients(config, {key: {**_written(config, key), **change}}),
-        size / peak,
-        "serious" if kept.dtype == "fp32" else "notice",
+        patch=case.patch(_with_memory, key, change),
+        evidence={"residuals, bytes": size, "peak memory, bytes": peak, f"gradients.{key}.dtype": kept.dtype},
+        weight=size / peak,
+        severity="warning" if kept.dtype == "fp32" else "info",
     )
 
 
-def _written(config: Any, key: str) -> dict[str, Any]:
-    return dict(config[SECTION].get("gradients", {}).get(key) or {})
+def _with_memory(config: Mapping[str, Any], key: str, change: Mapping[str, str]) -> dict[str, Any]:
+    written = config[SECTION].get("gradients", {}).get(key) or {}
+    return with_gradients(config, {key: {**written, **change}})
 
 
 def _residual_bytes(case: Case, method: str, element: float) -> float:
@@ -52,25 +61,25 @@ def _residual_bytes(case: Case, method: str, element: float) -> float:
     return elements * element * copies * (2 if method == "dgc" else 1)
 
 
-def _growing(case: Case) -> Iterator[Finding]:
+@rule(
+    name="memory-grows",
+    severity="warning",
+    summary="whether peak memory keeps growing",
+    needs=("memory_bytes",),
+)
+def memory_grows(case: Case) -> Iterator[Diagnostic]:
     peaks = [float(line["memory_bytes"]) for line in case.run.steps if line.get("memory_bytes") is not None]
     ends = [peaks[min(len(peaks) - 1, part * len(peaks) // 4)] for part in (1, 2, 3, 4)]
     steady = all(later - before >= case.limits.memory_steady * before for before, later in pairwise(ends))
     if steady and ends[-1] >= (1 + case.limits.memory_growth) * ends[0]:
         first, last = case.run.steps[len(case.run.steps) // 4]["step"], case.run.steps[-1]["step"]
-        yield Finding(
-            f"Peak memory grows all the time, by {ends[-1] / ends[0] - 1:.0%} from step {first} to step {last}.",
-            {f"peak memory, bytes, after {part} quarters": end for part, end in zip((1, 2, 3, 4), ends, strict=True)},
+        yield Diagnostic(
+            at_steps(first, last),
+            f"Peak memory grows all the time, by {ends[-1] / ends[0] - 1:.0%} from step {first} to step {last}",
             "Look for what keeps tensors of every step: losses collected without .item(), outputs, growing caches. "
             "This package allocates nothing after the first compressed step.",
-            (first, last),
+            evidence={
+                f"peak memory, bytes, after {part} quarters": end for part, end in zip((1, 2, 3, 4), ends, strict=True)
+            },
             weight=min(1.0, ends[-1] / ends[0] - 1),
         )
-
-
-RULES = (
-    Rule(
-        "large-residuals", "serious", "what part of the memory residuals take", ("memory_bytes", "config"), _residuals
-    ),
-    Rule("memory-grows", "serious", "whether peak memory keeps growing", ("memory_bytes",), _growing),
-)

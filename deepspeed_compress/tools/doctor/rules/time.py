@@ -3,74 +3,93 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config import FeedbackGradients, GradientsConfig
+from deepspeed_compress.config.methods import BlockwiseConfig, PercentileConfig
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import Case, Times
-from deepspeed_compress.tools.doctor.finding import Finding, Rule
 from deepspeed_compress.tools.doctor.ladders import BLOCKS, stronger
 from deepspeed_compress.tools.doctor.patches import accumulated, with_gradients, with_stage
+from deepspeed_compress.tools.doctor.rule import rule
 
 Config = Mapping[str, Any]
 Remedy = tuple[str, dict[str, Any] | None]
 
 
-def _communication(case: Case) -> Iterator[Finding]:
+@rule(
+    name="communication-bound",
+    severity="warning",
+    summary="how much of a step is waiting for messages",
+    needs=("times", "config"),
+)
+def communication_bound(case: Case) -> Iterator[Diagnostic]:
     times = case.times
     assert times is not None, "the rule needs times"
     share = times.wait / times.step
     if share > case.limits.wait and not _wasted(case):
-        remedy, wanted = _less_communication(case)
+        remedy, patch = _less_communication(case)
         figures = {"waiting, ms of a step": times.wait, "step, ms": times.step, "waiting, part of a step": share}
-        yield Finding(
-            f"Communication holds the run back: {share:.0%} of a step is waiting for messages.",
-            {**figures, "bytes a rank sends in a step": sum(case.traffic.values())},
+        yield Diagnostic(
+            at_steps(*case.span),
+            f"Communication holds the run back: {share:.0%} of a step is waiting for messages",
             remedy,
-            case.span,
-            wanted,
-            share,
+            patch=patch,
+            evidence={**figures, "bytes a rank sends in a step": sum(case.traffic.values())},
+            weight=share,
         )
 
 
 def _less_communication(case: Case) -> Remedy:
     """The first of these that fits: reduce once a step, send less, or reduce less often."""
-    config, section = case.run.config, case.run.section
-    if config is None or section is None:
+    section = case.run.section
+    if section is None:
         return (
             "Compress more, accumulate more micro-batches, or sum inside each node first (gradients.hierarchy).",
             None,
         )
-    patch, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
+    change, small = stronger(section.gradients), case.waited_bytes < case.limits.small_message
     if case.stage == 2 and case.accumulation > 1:
-        return "Use ZeRO 1, which reduces gradients once a step, where ZeRO 2 does in every micro-batch.", with_stage(
-            config, 1
+        return "Use ZeRO 1, which reduces gradients once a step, where ZeRO 2 does in every micro-batch.", case.patch(
+            with_stage, 1
         )
-    if patch is not None and not small:
+    if change is not None and not small:
         return (
             "Compress gradients more; where several ranks share a node, gradients.hierarchy saves as much again.",
-            with_gradients(config, patch),
+            case.patch(with_gradients, change),
         )
     why = "These messages are so small that they wait for latency, not for bytes." if small else ""
-    return _less_often(config, case.stage, why)
+    return _less_often(case, why)
 
 
-def _less_often(config: Config, stage: int, why: str) -> Remedy:
+def _less_often(case: Case, why: str) -> Remedy:
     where = "gradients.hierarchy, where several ranks share a node, or a method that sends less (docs/methods.md)"
-    if stage < 2:
+    if case.stage < 2:
         text = (
             f"{why} Accumulate twice as many micro-batches, so that a step waits half as often for the same tokens; or "
         )
-        return f"{text}{where}.".strip(), accumulated(config)
+        return f"{text}{where}.".strip(), case.patch(accumulated)
     return f"{why} Use larger micro-batches, or {where}.".strip(), None
 
 
-def _slow_kernels(case: Case) -> Iterator[Finding]:
+@rule(
+    name="slow-kernels",
+    severity="warning",
+    summary="how fast gradients are encoded",
+    needs=("times", "config"),
+)
+def slow_kernels(case: Case) -> Iterator[Diagnostic]:
     rate = _slow_rate(case)
     times = case.times
     if rate is not None and times is not None:
-        yield Finding(
-            f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, where C++ reaches several.",
-            {"encoding, ms of a step": times.compress, "bytes encoded in a second": rate, **_cost_figures(times)},
+        yield Diagnostic(
+            at_steps(*case.span),
+            f"Compression runs without compiled kernels: it encodes {rate / 1e9:.2f} GB/s, where C++ reaches several",
             "Install g++ (or set CXX) and ninja, and do not set DEEPSPEED_COMPRESS_KERNELS=torch. No key of the "
             "configuration changes this.",
-            case.span,
+            evidence={
+                "encoding, ms of a step": times.compress,
+                "bytes encoded in a second": rate,
+                **_cost_figures(times),
+            },
             weight=times.cost / times.step,
         )
 
@@ -90,32 +109,37 @@ def _cost_figures(times: Times) -> dict[str, Any]:
     return {"encoding and decoding, ms": times.cost, "encoding and decoding, part of a step": times.cost / times.step}
 
 
-def _compression(case: Case) -> Iterator[Finding]:
+@rule(
+    name="compression-bound",
+    severity="warning",
+    summary="how much of a step is encoding and decoding",
+    needs=("times",),
+)
+def compression_bound(case: Case) -> Iterator[Diagnostic]:
     """Encoding takes long, but for all that is known it saves more than it takes."""
     times, section = case.times, case.run.section
     assert times is not None, "the rule needs times"
     share = times.cost / times.step
     if share <= case.limits.cost or _slow_rate(case) is not None or _wasted(case):
         return
-    remedy, patch = _cheaper(section.gradients if section is not None else None)
-    wanted = None if patch is None or case.run.config is None else with_gradients(case.run.config, patch)
-    yield Finding(
-        f"Compression itself holds the run back: {share:.0%} of a step is encoding and decoding.",
-        {**_cost_figures(times), "step, ms": times.step},
+    remedy, change = _cheaper(section.gradients if section is not None else None)
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Compression itself holds the run back: {share:.0%} of a step is encoding and decoding",
         remedy,
-        case.span,
-        wanted,
-        share,
+        patch=None if change is None else case.patch(with_gradients, change),
+        evidence={**_cost_figures(times), "step, ms": times.step},
+        weight=share,
     )
 
 
-def _cheaper(gradients: Any) -> tuple[str, dict[str, Any] | None]:
+def _cheaper(gradients: GradientsConfig | None) -> tuple[str, dict[str, Any] | None]:
     """What takes time in encoding, in the order of what it takes."""
     if gradients is None or gradients.method not in BLOCKS:
         return "Use a method that goes through memory once: blockwise, 4 bits.", {"method": "blockwise", "bits": 4}
-    if getattr(gradients, "rotation", None) is not None:
+    if isinstance(gradients, FeedbackGradients) and gradients.rotation is not None:
         return "Leave the rotation out.", {"rotation": None}
-    if getattr(gradients, "rounding", None) == "stochastic":
+    if isinstance(gradients, BlockwiseConfig | PercentileConfig) and gradients.rounding == "stochastic":
         return "Round to nearest; error feedback keeps what is lost.", {"rounding": "nearest"}
     return "Give each rank more cores, or larger micro-batches, so that a step computes longer.", None
 
@@ -145,24 +169,30 @@ def _wasted(case: Case) -> float:
     return max(estimated, measured) if estimated > limits.gain or measured > limits.own_gain else 0.0
 
 
-def _pays(case: Case) -> Iterator[Finding]:
+@rule(
+    name="compression-does-not-pay",
+    severity="warning",
+    summary="whether fewer bytes save what encoding takes",
+    needs=("times",),
+)
+def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
     times, section, wasted = case.times, case.run.section, _wasted(case)
     if times is None or not wasted:
         return
     heavy = section is not None and section.gradients.method not in BLOCKS
-    patch = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
+    change = {"method": "blockwise", "bits": 8} if heavy else {"method": "none"}
     slower = _slower_than_baseline(case)
-    yield Finding(
-        "Compression does not pay: encoding and decoding take longer than fewer bytes save on this network.",
-        {
+    yield Diagnostic(
+        at_steps(*case.span),
+        "Compression does not pay: encoding and decoding take longer than fewer bytes save on this network",
+        "Use blockwise with 8 bits, which takes least." if heavy else "Do not compress gradients on this network.",
+        patch=None if section is None else case.patch(with_gradients, change),
+        evidence={
             **_cost_figures(times),
             "step, ms": times.step,
             **({"step beside the baseline": 1 + slower} if slower else {}),
         },
-        "Use blockwise with 8 bits, which takes least." if heavy else "Do not compress gradients on this network.",
-        case.span,
-        None if case.run.config is None or section is None else with_gradients(case.run.config, patch),
-        min(1.0, wasted),
+        weight=min(1.0, wasted),
     )
 
 
@@ -171,17 +201,3 @@ def _slower_than_baseline(case: Case) -> float:
     times = case.times
     theirs = Case(case.baseline).step_ms if case.baseline is not None else None
     return times.step / theirs - 1 if times is not None and theirs else 0.0
-
-
-RULES = (
-    Rule(
-        "communication-bound",
-        "serious",
-        "how much of a step is waiting for messages",
-        ("times", "config"),
-        _communication,
-    ),
-    Rule("slow-kernels", "serious", "how fast gradients are encoded", ("times", "config"), _slow_kernels),
-    Rule("compression-bound", "serious", "how much of a step is encoding and decoding", ("times",), _compression),
-    Rule("compression-does-not-pay", "serious", "whether fewer bytes save what encoding takes", ("times",), _pays),
-)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import OTHER_KINDS, Case
-from deepspeed_compress.tools.doctor.finding import Finding, Rule
 from deepspeed_compress.tools.doctor.patches import with_section
+from deepspeed_compress.tools.doctor.rule import rule
 
 _TITLES = {
     "bytes_sent": "gradients",
@@ -15,35 +16,46 @@ _TITLES = {
 }
 
 
-def _weights(case: Case) -> Iterator[Finding]:
+@rule(
+    name="weights-uncompressed",
+    severity="warning",
+    summary="whether weights outweigh compressed gradients",
+    needs=("times", "config"),
+)
+def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
     """Uncompressed weights outweigh the rest, and take time that matters at the rate seen with gradients."""
     size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
     share = size / (sum(case.traffic.values()) or 1.0)
     if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain:
         return
     bits = 8 if case.stage == 3 else 4
-    config = case.run.config
-    yield Finding(
+    yield Diagnostic(
+        at_steps(*case.span),
         f"Uncompressed weights are {share:.0%} of what a rank sends; at the rate of the gradients they take about "
-        f"{taken:.0%} of a step.",
-        {**_sizes(case), "time for weights, part of a step": taken},
+        f"{taken:.0%} of a step",
         f"Compress weights too: {bits} bits cost next to nothing in accuracy.",
-        case.span,
-        None if config is None or case.stage == 0 else with_section(config, {"weights": {"bits": bits}}),
-        taken,
+        patch=None if case.stage == 0 else case.patch(with_section, {"weights": {"bits": bits}}),
+        evidence={**_sizes(case), "time for weights, part of a step": taken},
+        weight=taken,
     )
 
 
-def _others(case: Case) -> Iterator[Finding]:
+@rule(
+    name="other-traffic",
+    severity="info",
+    summary="whether other traffic outweighs gradients and weights",
+    needs=("times",),
+)
+def other_traffic(case: Case) -> Iterator[Diagnostic]:
     share = sum(case.traffic.get(kind, 0.0) for kind in OTHER_KINDS) / (sum(case.traffic.values()) or 1.0)
     taken = _part_of_step(case, OTHER_KINDS)
     if share >= case.limits.most and taken >= case.limits.wait:
-        yield Finding(
-            f"{share:.0%} of what a rank sends is neither gradients nor weights, so compressing these more is no help.",
-            {**_sizes(case), "time for it at the rate of the gradients, part of a step": taken},
+        yield Diagnostic(
+            at_steps(*case.span),
+            f"{share:.0%} of what a rank sends is neither gradients nor weights, so compressing these more is no help",
             "Put ranks that share layers on one node, or divide the model among fewer: parallelism.tensor and "
             "parallelism.pipeline smaller, ZeRO in their place.",
-            case.span,
+            evidence={**_sizes(case), "time for it at the rate of the gradients, part of a step": taken},
             weight=taken,
         )
 
@@ -63,15 +75,3 @@ def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
 
 def _sizes(case: Case) -> dict[str, float]:
     return {f"bytes of {_TITLES[kind]}": size for kind, size in case.traffic.items()}
-
-
-RULES = (
-    Rule(
-        "weights-uncompressed",
-        "serious",
-        "whether weights outweigh compressed gradients",
-        ("times", "config"),
-        _weights,
-    ),
-    Rule("other-traffic", "notice", "whether other traffic outweighs gradients and weights", ("times",), _others),
-)

@@ -1,6 +1,6 @@
-"""The rules: a module for each family, with a table at its end."""
+"""The rules: a module for each family, in which each check stands below its words."""
 
-from deepspeed_compress.tools.lint.rule import Rule
+from deepspeed_compress.tools.lint.rule import LintRule
 from deepspeed_compress.tools.lint.rules import (
     accelerate,
     auto,
@@ -24,6 +24,7 @@ from deepspeed_compress.tools.lint.rules import (
     types,
     zero,
 )
+from deepspeed_compress.tools.rules import rules_of
 
 _MODULES = (
     syntax,
@@ -49,6 +50,4 @@ _MODULES = (
     run,
 )
 
-RULES: tuple[Rule, ...] = tuple(
-    sorted((rule for module in _MODULES for rule in module.RULES), key=lambda rule: rule.code)
-)
+RULES: tuple[LintRule, ...] = tuple(sorted(rules_of(_MODULES, LintRule), key=lambda rule: rule.code))

@@ -3,13 +3,12 @@
 import json
 from collections.abc import Iterator
 
+from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
+from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, named_file, settings
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.embedded import NAME, PLACES, SECTION, file_name, named_file, settings
-from deepspeed_compress.tools.lint.hit import Hit
-from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, raises
+from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
 from deepspeed_compress.tools.lint.rules.common import show
 
-_FAMILY = "accelerate"
 _PRECISION = "mixed_precision"
 _LAUNCHED = frozenset(
     {
@@ -32,7 +31,29 @@ _LAUNCHED = frozenset(
 _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 
-def _beside_file(document: Document, context: Context) -> Iterator[Hit]:
+def _launch(mixed_precision: str | None = None, **section: object) -> str:
+    """Text of a configuration of Accelerate, as JSON, which it reads too."""
+    precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
+    keys = {"distributed_type": "DEEPSPEED", "num_processes": 1, **precision, SECTION: section}
+    return json.dumps(keys, indent=2) + "\n"
+
+
+@rule(
+    code="DSC730",
+    name="accelerate-settings-beside-file",
+    severity="error",
+    family="accelerate",
+    summary="A configuration of Accelerate names a file and has settings that belong into it.",
+    reason=(
+        "With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision "
+        "in its own configuration (accelerate/utils/dataclasses.py)."
+    ),
+    wrong=_launch(deepspeed_config_file="configs/zero0_int4.json", zero_stage=3),
+    right=_launch(zero_stage=3, zero3_save_16bit_model=True),
+    proof=raises("will be ignored"),
+    context={"framework": "accelerate"},
+)
+def accelerate_settings_beside_file(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for all of them: it is one mistake."""
     if document.origin is None or file_name(document) is None:
         return
@@ -45,19 +66,34 @@ def _beside_file(document: Document, context: Context) -> Iterator[Hit]:
         what = f"{names} beside {NAME}, which Accelerate refuses (allowed: in that file only)"
         first = beside[0]
         path = (first.key,) if first is precision else (SECTION, first.key)
-        write = f"them into {show(file_name(document))}, and remove them here"
-        yield Hit(path, what, write, "key", span=first.key_span)
+        instead = f"them into {show(file_name(document))}, and remove them here"
+        yield Diagnostic(at_key(*path, span=first.key_span), what, write(instead))
 
 
-def _dropped(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC731",
+    name="accelerate-key-dropped",
+    severity="warning",
+    family="accelerate",
+    summary="A key of deepspeed_config that Accelerate does not pass on.",
+    reason=(
+        "Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as "
+        "optimizer, and any other key, are dropped without a word. Paths for NVMe are read and not passed on."
+    ),
+    wrong=_launch(zero_stage=2, train_micro_batch_size_per_gpu=4),
+    right=_launch(zero_stage=2),
+    proof=accepts("the setting has no effect"),
+    context={"framework": "accelerate"},
+)
+def accelerate_key_dropped(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for all of them: a configuration of DeepSpeed that was put into that of Accelerate."""
     dropped = [member for member in settings(document) if _is_dropped(document, member)]
     if dropped:
         several = len(dropped) > 1
         keys, them = ", ".join(show(member.key) for member in dropped), "them" if several else "it"
         what = f"Accelerate passes {keys} on to nobody: DeepSpeed never sees {them}"
-        write = f"{them} into a configuration of DeepSpeed, named by {NAME}, or remove {them}"
-        yield Hit((SECTION, dropped[0].key), what, write, "key", span=dropped[0].key_span)
+        instead = f"{them} into a configuration of DeepSpeed, named by {NAME}, or remove {them}"
+        yield Diagnostic(at_key(SECTION, dropped[0].key, span=dropped[0].key_span), what, write(instead))
 
 
 def _is_dropped(document: Document, member: Member) -> bool:
@@ -66,62 +102,24 @@ def _is_dropped(document: Document, member: Member) -> bool:
     return member.key not in PLACES and member.key not in _LAUNCHED
 
 
-def _missing(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC732",
+    name="accelerate-file-missing",
+    severity="warning",
+    family="accelerate",
+    summary="The file that a configuration of Accelerate names is not found.",
+    reason=(
+        "Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, "
+        "beside the file, and in the directories above it there is none."
+    ),
+    wrong=_launch(deepspeed_config_file="no/such/ds_config.json"),
+    right=_launch(zero_stage=2),
+    proof=raises("Expected a string path to an existing deepspeed config"),
+    context={"framework": "accelerate"},
+)
+def accelerate_file_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
     name = file_name(document) if document.origin is not None else None
     member = next((member for member in settings(document) if member.key == NAME), None)
     if name is not None and member is not None and named_file(document) is None:
         what = f"{show(name)} is no file, neither here nor beside this one nor above it"
-        yield Hit((SECTION, NAME), what, "the path of a configuration", span=member.value.span)
-
-
-def _launch(mixed_precision: str | None = None, **section: object) -> str:
-    """Text of a configuration of Accelerate, as JSON, which it reads too."""
-    precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
-    keys = {"distributed_type": "DEEPSPEED", "num_processes": 1, **precision, SECTION: section}
-    return json.dumps(keys, indent=2) + "\n"
-
-
-RULES = (
-    Rule(
-        "DSC730",
-        "accelerate-settings-beside-file",
-        "error",
-        _FAMILY,
-        "A configuration of Accelerate names a file and has settings that belong into it.",
-        "With deepspeed_config_file Accelerate stops at ZeRO, clipping, accumulation, offloading and mixed_precision "
-        "in its own configuration (accelerate/utils/dataclasses.py).",
-        _launch(deepspeed_config_file="configs/zero0_int4.json", zero_stage=3),
-        _launch(zero_stage=3, zero3_save_16bit_model=True),
-        _beside_file,
-        raises("will be ignored"),
-        {"framework": "accelerate"},
-    ),
-    Rule(
-        "DSC731",
-        "accelerate-key-dropped",
-        "warning",
-        _FAMILY,
-        "A key of deepspeed_config that Accelerate does not pass on.",
-        "Accelerate knows a dozen keys of this section (accelerate/utils/launch.py); sections of DeepSpeed such as "
-        "optimizer, and any other key, are dropped without a word. Paths for NVMe are read and not passed on.",
-        _launch(zero_stage=2, train_micro_batch_size_per_gpu=4),
-        _launch(zero_stage=2),
-        _dropped,
-        accepts("the setting has no effect"),
-        {"framework": "accelerate"},
-    ),
-    Rule(
-        "DSC732",
-        "accelerate-file-missing",
-        "warning",
-        _FAMILY,
-        "The file that a configuration of Accelerate names is not found.",
-        "Accelerate opens the name from the directory that it is started in (accelerate/utils/deepspeed.py); here, "
-        "beside the file, and in the directories above it there is none.",
-        _launch(deepspeed_config_file="no/such/ds_config.json"),
-        _launch(zero_stage=2),
-        _missing,
-        raises("Expected a string path to an existing deepspeed config"),
-        {"framework": "accelerate"},
-    ),
-)
+        yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))

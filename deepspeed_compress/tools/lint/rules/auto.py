@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.edits import fix, remove, replace
-from deepspeed_compress.tools.lint.hit import Hit, Path
+from deepspeed_compress.tools.lint.fixes import fix, remove, replace
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, known_values
-from deepspeed_compress.tools.lint.rule import Context, Rule, ignores, raises
+from deepspeed_compress.tools.lint.rule import Context, ignores, raises, rule
 from deepspeed_compress.tools.lint.rules.common import (
     AUTO,
     config,
@@ -19,7 +19,6 @@ from deepspeed_compress.tools.lint.rules.common import (
     zero,
 )
 
-_FAMILY = "auto"
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _BY_BOTH: frozenset[Path] = frozenset(
     {
@@ -61,7 +60,27 @@ def _meant_for_deepspeed(document: Document, context: Context) -> bool:
     return context.framework == "deepspeed" and document.get("autotuning", "enabled") is not True
 
 
-def _unresolved(document: Document, context: Context) -> Iterator[Hit]:
+def _accelerate(**keys: object) -> str:
+    usual = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
+    return config(**usual, **keys)
+
+
+@rule(
+    code="DSC700",
+    name="unresolved-auto",
+    severity="error",
+    family="auto",
+    summary='"auto" where DeepSpeed needs a value.',
+    reason=(
+        "Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first "
+        "step, as with gradient_clipping."
+    ),
+    wrong=config(train_batch_size="auto"),
+    right=config(train_batch_size=8),
+    proof=raises("TypeError"),
+    context={"framework": "deepspeed"},
+)
+def unresolved_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
     if not _meant_for_deepspeed(document, context):
         return
     paths = [path for path, _, member in known_values(document, strict=False) if member.value.value == AUTO]
@@ -69,17 +88,49 @@ def _unresolved(document: Document, context: Context) -> Iterator[Hit]:
     for path in paths:
         if document.get(*path) == AUTO and path[0] not in _OWN_SECTIONS and path[-1] not in _ITS_OWN:
             what = f'"auto" at {name(path)} is used as it is: DeepSpeed fills in nothing (allowed: a value)'
-            yield Hit(path, what, "a value, or use Hugging Face")
+            yield Diagnostic(at(*path), what, write("a value, or use Hugging Face"))
 
 
-def _defaulted(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC701",
+    name="auto-means-default",
+    severity="warning",
+    family="auto",
+    summary='"auto" where DeepSpeed takes its default.',
+    reason=(
+        'The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements '
+        "then, whatever the model."
+    ),
+    wrong=zero(2, reduce_bucket_size="auto"),
+    right=zero(2, reduce_bucket_size=500000000),
+    proof=ignores(),
+    context={"framework": "deepspeed"},
+)
+def auto_means_default(document: Document, context: Context) -> Iterator[Diagnostic]:
     for path, _, member in known_values(document, strict=True):
         if member.value.value == AUTO and _meant_for_deepspeed(document, context) and path[1:2] != ("zenflow",):
             what = f'"auto" at {name(path)} means the default to DeepSpeed, as if the key were missing'
-            yield Hit(path, what, "a value, or remove the key", fix=fix("Remove it", remove(document, path)))
+            yield Diagnostic(
+                at(*path), what, write("a value, or remove the key"), fix=fix("Remove it", remove(document, path))
+            )
 
 
-def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC702",
+    name="auto-not-filled",
+    severity="error",
+    family="auto",
+    summary='"auto" where Hugging Face does not fill it in.',
+    reason=(
+        'Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills '
+        "in betas and eps besides (transformers/integrations/deepspeed.py)."
+    ),
+    wrong=_accelerate(wall_clock_breakdown="auto"),
+    right=_accelerate(wall_clock_breakdown=False),
+    proof=raises("not found in kwargs"),
+    context={"framework": "accelerate"},
+)
+def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for all of them: a block of keys at the wrong place has many."""
     filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
@@ -88,78 +139,28 @@ def _not_filled(document: Document, context: Context) -> Iterator[Hit]:
     if left:
         who = "the Trainer" if context.framework == "hf" else "Accelerate"
         what = f'{who} does not fill in "auto" at {", ".join(map(name, left))}, and stops'
-        yield Hit(left[0], what, "a value, or remove the key")
+        yield Diagnostic(at(*left[0]), what, write("a value, or remove the key"))
 
 
-def _misspelled(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC703",
+    name="auto-misspelled",
+    severity="error",
+    family="auto",
+    summary='"Auto" or "AUTO" in the place of "auto".',
+    reason=(
+        "Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the "
+        "models of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text."
+    ),
+    wrong=config(train_batch_size="Auto"),
+    right=config(train_batch_size=8),
+    proof=raises("TypeError"),
+)
+def auto_misspelled(document: Document, context: Context) -> Iterator[Diagnostic]:
     known = [path for strict in (True, False) for path, key, _ in known_values(document, strict=strict)]
     known += [(part, "params", key) for part in ("optimizer", "scheduler") for key in params(document, part)]
     for path in known:
         value = document.get(*path)
         if value != AUTO and means_auto(value) and path[-1] not in _NAMES:
             what = f'{show(value)} is not the word that Hugging Face replaces (allowed: "auto")'
-            yield Hit(path, what, '"auto"', fix=fix("Write auto", replace(document, path, AUTO)))
-
-
-def _accelerate(**keys: object) -> str:
-    usual = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
-    return config(**usual, **keys)
-
-
-RULES = (
-    Rule(
-        "DSC700",
-        "unresolved-auto",
-        "error",
-        _FAMILY,
-        '"auto" where DeepSpeed needs a value.',
-        "Only Hugging Face replaces the word. DeepSpeed calculates with it (runtime/config.py) or fails at the first "
-        "step, as with gradient_clipping.",
-        config(train_batch_size="auto"),
-        config(train_batch_size=8),
-        _unresolved,
-        raises("TypeError"),
-        {"framework": "deepspeed"},
-    ),
-    Rule(
-        "DSC701",
-        "auto-means-default",
-        "warning",
-        _FAMILY,
-        '"auto" where DeepSpeed takes its default.',
-        'The models of DeepSpeed drop keys whose value is "auto" (runtime/config_utils.py): buckets have 5e8 elements '
-        "then, whatever the model.",
-        zero(2, reduce_bucket_size="auto"),
-        zero(2, reduce_bucket_size=500000000),
-        _defaulted,
-        ignores(),
-        {"framework": "deepspeed"},
-    ),
-    Rule(
-        "DSC702",
-        "auto-not-filled",
-        "error",
-        _FAMILY,
-        '"auto" where Hugging Face does not fill it in.',
-        'Accelerate stops at an "auto" that it has no value for (accelerate/utils/dataclasses.py); the Trainer fills '
-        "in betas and eps besides (transformers/integrations/deepspeed.py).",
-        _accelerate(wall_clock_breakdown="auto"),
-        _accelerate(wall_clock_breakdown=False),
-        _not_filled,
-        raises("not found in kwargs"),
-        {"framework": "accelerate"},
-    ),
-    Rule(
-        "DSC703",
-        "auto-misspelled",
-        "error",
-        _FAMILY,
-        '"Auto" or "AUTO" in the place of "auto".',
-        "Hugging Face compares with the word in small letters (transformers/integrations/deepspeed.py), and so do the "
-        "models of DeepSpeed, which drop it (runtime/config_utils.py): any other spelling reaches DeepSpeed as text.",
-        config(train_batch_size="Auto"),
-        config(train_batch_size=8),
-        _misspelled,
-        raises("TypeError"),
-    ),
-)
+            yield Diagnostic(at(*path), what, write('"auto"'), fix=fix("Write auto", replace(document, path, AUTO)))

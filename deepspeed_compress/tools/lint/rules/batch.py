@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deepspeed_compress.diagnostics import Diagnostic, at, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Hit
-from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, raises
+from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
 from deepspeed_compress.tools.lint.rules.common import config, integer, number, show, stages, tensor_size
 
-_FAMILY = "batch"
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
@@ -54,38 +53,103 @@ def _left_out(document: Document) -> bool:
     return document.get(_TRAIN) is None and document.get(_MICRO) is None
 
 
-def _missing(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC202",
+    name="batch-missing",
+    severity="error",
+    family="batch",
+    summary="No batch size is given.",
+    reason=(
+        "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in "
+        'only what is there as "auto"; Lightning adds both sizes.'
+    ),
+    wrong='{"gradient_accumulation_steps": 2}\n',
+    right=config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
+    proof=raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
+    context={"framework": "deepspeed"},
+)
+def batch_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
     if _left_out(document) and context.framework is not None and context.framework not in _BY_PROGRAM:
         what = f"neither {_TRAIN} nor {_MICRO} is given (allowed: one of them, or both)"
-        yield Hit((_MICRO,), what, f'"{_MICRO}": 1, for instance')
+        yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance'))
 
 
-def _left_to_program(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC210",
+    name="batch-left-to-program",
+    severity="warning",
+    family="batch",
+    summary="No batch size is given, and what reads the file is not known.",
+    reason=(
+        "Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by "
+        "itself needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, "
+        "hf or accelerate this is the error DSC202."
+    ),
+    wrong='{"gradient_accumulation_steps": 2}\n',
+    right=config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
+    proof=raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
+)
+def batch_left_to_program(document: Document, context: Context) -> Iterator[Diagnostic]:
     if _left_out(document) and context.framework is None:
         what = f"neither {_TRAIN} nor {_MICRO} is given, and DeepSpeed stops unless the program adds one"
-        yield Hit((_MICRO,), what, f'"{_MICRO}": 1, for instance, or lint with --framework')
+        yield Diagnostic(at(_MICRO), what, write(f'"{_MICRO}": 1, for instance, or lint with --framework'))
 
 
-def _not_positive(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC203",
+    name="batch-not-positive",
+    severity="error",
+    family="batch",
+    summary="A batch size is zero or negative.",
+    reason="DeepSpeed asserts positive sizes (runtime/config.py).",
+    wrong=config(train_micro_batch_size_per_gpu=0),
+    right=config(train_micro_batch_size_per_gpu=1),
+    proof=raises("has to be greater than 0"),
+)
+def batch_not_positive(document: Document, context: Context) -> Iterator[Diagnostic]:
     for key in _KEYS:
         value = number(document.get(key))
         if value is not None and value <= 0:
-            yield Hit((key,), f"{show(value)} is not positive (allowed: 1 or more)", "1 or more")
+            yield Diagnostic(at(key), f"{show(value)} is not positive (allowed: 1 or more)", write("1 or more"))
 
 
-def _fraction(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC206",
+    name="batch-fraction",
+    severity="error",
+    family="batch",
+    summary="A batch size is a fraction.",
+    reason="DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.",
+    wrong=config(train_micro_batch_size_per_gpu=1.5),
+    right=config(train_micro_batch_size_per_gpu=2),
+    proof=accepts("half a sample cannot be loaded"),
+)
+def batch_fraction(document: Document, context: Context) -> Iterator[Diagnostic]:
     for key in _KEYS:
         value = number(document.get(key))
         if value is not None and value > 0 and value != int(value):
-            yield Hit((key,), f"{show(value)} is a fraction (allowed: whole numbers)", show(max(round(value), 1)))
+            yield Diagnostic(
+                at(key), f"{show(value)} is a fraction (allowed: whole numbers)", write(show(max(round(value), 1)))
+            )
 
 
-def _indivisible(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC201",
+    name="batch-indivisible",
+    severity="error",
+    family="batch",
+    summary="train_batch_size is no multiple of the other two, whatever the number of ranks.",
+    reason="DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).",
+    wrong=config(train_batch_size=10, train_micro_batch_size_per_gpu=4),
+    right=config(train_batch_size=12, train_micro_batch_size_per_gpu=4),
+    proof=raises("Check batch related parameters"),
+)
+def batch_indivisible(document: Document, context: Context) -> Iterator[Diagnostic]:
     sizes = _sizes(document)
     if sizes is not None and sizes.train is not None and sizes.train % sizes.product:
         given = " x ".join(key for key in _KEYS[1:] if document.get(key) is not None)
         what = f"{sizes.train} is not a multiple of {given}, {sizes.product} (allowed: multiples)"
-        yield Hit((_TRAIN,), what, _multiple(sizes.train, sizes.product))
+        yield Diagnostic(at(_TRAIN), what, write(_multiple(sizes.train, sizes.product)))
 
 
 def _multiple(size: int, unit: int) -> str:
@@ -94,14 +158,41 @@ def _multiple(size: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _too_small(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC204",
+    name="batch-smaller-than-world",
+    severity="error",
+    family="batch",
+    summary="train_batch_size is smaller than the number of data-parallel ranks.",
+    reason="The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).",
+    wrong=config(train_batch_size=1),
+    right=config(train_batch_size=2),
+    proof=raises("has to be greater than 0"),
+    context={"world_size": 2},
+)
+def batch_smaller_than_world(document: Document, context: Context) -> Iterator[Diagnostic]:
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is not None and sizes.train is not None and ranks is not None and sizes.train < ranks:
         what = f"{sizes.train} is less than the {ranks} data-parallel ranks (allowed: at least one sample a rank)"
-        yield Hit((_TRAIN,), what, _multiple(sizes.train, ranks * sizes.product))
+        yield Diagnostic(at(_TRAIN), what, write(_multiple(sizes.train, ranks * sizes.product)))
 
 
-def _triangle(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC200",
+    name="batch-triangle",
+    severity="error",
+    family="batch",
+    summary="The batch sizes do not fit the number of ranks.",
+    reason=(
+        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size; "
+        "DeepSpeed asserts it (runtime/config.py)."
+    ),
+    wrong=config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1),
+    right=config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4),
+    proof=raises("Check batch related parameters"),
+    context={"world_size": 2},
+)
+def batch_triangle(document: Document, context: Context) -> Iterator[Diagnostic]:
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is None or ranks is None or sizes.train is None or not _mismatch(sizes, ranks):
         return
@@ -109,7 +200,7 @@ def _triangle(document: Document, context: Context) -> Iterator[Hit]:
     if unexplained:
         parts = " x ".join(f"{key} {show(document.get(key))}" for key in _KEYS[1:] if document.get(key) is not None)
         what = f"{sizes.train} does not fit {parts + ' x ' if parts else ''}{ranks} data-parallel ranks"
-        yield Hit((_TRAIN,), what, _fitting(sizes, ranks))
+        yield Diagnostic(at(_TRAIN), what, write(_fitting(sizes, ranks)))
 
 
 def _mismatch(sizes: _Sizes, ranks: int) -> bool:
@@ -128,191 +219,96 @@ def _whole_world(sizes: _Sizes, ranks: int, context: Context) -> bool:
     return ranks != context.world_size and sizes.train == sizes.product * (context.world_size or 0)
 
 
-def _pipeline_world(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC205",
+    name="batch-counts-pipeline-ranks",
+    severity="error",
+    family="batch",
+    summary="train_batch_size counts the ranks of all pipeline stages.",
+    reason=(
+        "The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by "
+        "that of the stages (runtime/pipe/engine.py)."
+    ),
+    wrong=config(
+        train_batch_size=4,
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=2,
+        deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
+    ),
+    right=config(
+        train_batch_size=2,
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=2,
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
+        deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
+    ),
+    proof=raises("Check batch related parameters"),
+    context={"world_size": 2},
+)
+def batch_counts_pipeline_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
     sizes, ranks = _sizes(document), _counted_ranks(document, context)
     if sizes is None or ranks is None or not _mismatch(sizes, ranks) or not _whole_world(sizes, ranks, context):
         return
     what = f"{sizes.train} counts all {context.world_size} ranks, of which only {ranks} are data-parallel"
-    yield Hit((_TRAIN,), what, str(sizes.product * ranks))
+    yield Diagnostic(at(_TRAIN), what, write(str(sizes.product * ranks)))
 
 
-def _tensor_counted(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC207",
+    name="batch-counts-tensor-ranks",
+    severity="warning",
+    family="batch",
+    summary="With AutoTP, train_batch_size counts ranks that see the same samples.",
+    reason=(
+        "The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the "
+        "product is taken with all ranks, and engine.train_batch_size() is too large by the tensor-parallel size."
+    ),
+    wrong=config(train_batch_size=2, tensor_parallel={"autotp_size": 2}),
+    right=config(train_micro_batch_size_per_gpu=1, tensor_parallel={"autotp_size": 2}),
+    proof=accepts("the batch is smaller than the file says, by the tensor-parallel size"),
+    context={"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}},
+)
+def batch_counts_tensor_ranks(document: Document, context: Context) -> Iterator[Diagnostic]:
     size, sizes = tensor_size(document), _sizes(document)
     if size > 1 and sizes is not None and sizes.train is not None and stages(document) == 1:
         what = f"with autotp_size {size} DeepSpeed counts every rank, but {size} ranks see the same samples"
-        write = f'"{_MICRO}" and "{_STEPS}" only, and {size} times as many steps for the same batch'
-        yield Hit((_TRAIN,), what, write)
+        instead = f'"{_MICRO}" and "{_STEPS}" only, and {size} times as many steps for the same batch'
+        yield Diagnostic(at(_TRAIN), what, write(instead))
 
 
-def _sequence(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC208",
+    name="sequence-parallel-divides-world",
+    severity="error",
+    family="batch",
+    summary="sequence_parallel_size does not divide the number of ranks.",
+    reason="DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).",
+    wrong=config(train_batch_size=4, sequence_parallel_size=3),
+    right=config(train_batch_size=4, sequence_parallel_size=2),
+    proof=accepts("the data-parallel size is taken for 1.33"),
+    context={"world_size": 4},
+)
+def sequence_parallel_divides_world(document: Document, context: Context) -> Iterator[Diagnostic]:
     size, data = integer(document.get("sequence_parallel_size")), document.get("data_parallel_size")
     if context.world_size is not None and size is not None and data is None and (size < 1 or context.world_size % size):
         what = f"{size} does not divide {context.world_size} ranks"
-        yield Hit(("sequence_parallel_size",), what, f"a divisor of {context.world_size}")
+        yield Diagnostic(at("sequence_parallel_size"), what, write(f"a divisor of {context.world_size}"))
 
 
-def _mesh(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC209",
+    name="mesh-is-not-world",
+    severity="error",
+    family="batch",
+    summary="data_parallel_size x sequence_parallel_size is not the number of ranks.",
+    reason="DeepSpeed makes a mesh of the two sizes (deepspeed/__init__.py); ranks outside of it fail.",
+    wrong=config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=1),
+    right=config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=2),
+    proof=raises("Error"),
+    context={"world_size": 4},
+)
+def mesh_is_not_world(document: Document, context: Context) -> Iterator[Diagnostic]:
     size, data = integer(document.get("sequence_parallel_size")), integer(document.get("data_parallel_size"))
     if size and data and context.world_size is not None and size * data != context.world_size:
         what = f"{data} x sequence_parallel_size {size} is not the {context.world_size} ranks of the job"
-        yield Hit(("data_parallel_size",), what, f"sizes whose product is {context.world_size}")
-
-
-RULES = (
-    Rule(
-        "DSC200",
-        "batch-triangle",
-        "error",
-        _FAMILY,
-        "The batch sizes do not fit the number of ranks.",
-        "train_batch_size must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size; "
-        "DeepSpeed asserts it (runtime/config.py).",
-        config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1),
-        config(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4),
-        _triangle,
-        raises("Check batch related parameters"),
-        {"world_size": 2},
-    ),
-    Rule(
-        "DSC201",
-        "batch-indivisible",
-        "error",
-        _FAMILY,
-        "train_batch_size is no multiple of the other two, whatever the number of ranks.",
-        "DeepSpeed divides, rounds down and then asserts that the product is right (runtime/config.py).",
-        config(train_batch_size=10, train_micro_batch_size_per_gpu=4),
-        config(train_batch_size=12, train_micro_batch_size_per_gpu=4),
-        _indivisible,
-        raises("Check batch related parameters"),
-    ),
-    Rule(
-        "DSC202",
-        "batch-missing",
-        "error",
-        _FAMILY,
-        "No batch size is given.",
-        "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu (runtime/config.py). Hugging Face fills in "
-        'only what is there as "auto"; Lightning adds both sizes.',
-        '{"gradient_accumulation_steps": 2}\n',
-        config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-        _missing,
-        raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
-        {"framework": "deepspeed"},
-    ),
-    Rule(
-        "DSC203",
-        "batch-not-positive",
-        "error",
-        _FAMILY,
-        "A batch size is zero or negative.",
-        "DeepSpeed asserts positive sizes (runtime/config.py).",
-        config(train_micro_batch_size_per_gpu=0),
-        config(train_micro_batch_size_per_gpu=1),
-        _not_positive,
-        raises("has to be greater than 0"),
-    ),
-    Rule(
-        "DSC204",
-        "batch-smaller-than-world",
-        "error",
-        _FAMILY,
-        "train_batch_size is smaller than the number of data-parallel ranks.",
-        "The share of a rank is rounded down to zero, which DeepSpeed refuses (runtime/config.py).",
-        config(train_batch_size=1),
-        config(train_batch_size=2),
-        _too_small,
-        raises("has to be greater than 0"),
-        {"world_size": 2},
-    ),
-    Rule(
-        "DSC205",
-        "batch-counts-pipeline-ranks",
-        "error",
-        _FAMILY,
-        "train_batch_size counts the ranks of all pipeline stages.",
-        "The stages of a pipeline work on the same samples: the data-parallel size is the number of ranks divided by "
-        "that of the stages (runtime/pipe/engine.py).",
-        config(
-            train_batch_size=4,
-            train_micro_batch_size_per_gpu=1,
-            gradient_accumulation_steps=2,
-            deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
-        ),
-        config(
-            train_batch_size=2,
-            train_micro_batch_size_per_gpu=1,
-            gradient_accumulation_steps=2,
-            optimizer={"type": "SGD", "params": {"lr": 0.1}},
-            deepspeed_compress={"parallelism": {"pipeline": 2}, "gradients": {"method": "none"}},
-        ),
-        _pipeline_world,
-        raises("Check batch related parameters"),
-        {"world_size": 2},
-    ),
-    Rule(
-        "DSC206",
-        "batch-fraction",
-        "error",
-        _FAMILY,
-        "A batch size is a fraction.",
-        "DeepSpeed multiplies what it is given (runtime/config.py); the data loader fails later.",
-        config(train_micro_batch_size_per_gpu=1.5),
-        config(train_micro_batch_size_per_gpu=2),
-        _fraction,
-        accepts("half a sample cannot be loaded"),
-    ),
-    Rule(
-        "DSC207",
-        "batch-counts-tensor-ranks",
-        "warning",
-        _FAMILY,
-        "With AutoTP, train_batch_size counts ranks that see the same samples.",
-        "The configuration is read before the tensor-parallel groups exist (deepspeed/__init__.py), so that the "
-        "product is taken with all ranks, and engine.train_batch_size() is too large by the tensor-parallel size.",
-        config(train_batch_size=2, tensor_parallel={"autotp_size": 2}),
-        config(train_micro_batch_size_per_gpu=1, tensor_parallel={"autotp_size": 2}),
-        _tensor_counted,
-        accepts("the batch is smaller than the file says, by the tensor-parallel size"),
-        {"world_size": 2, "model": {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}},
-    ),
-    Rule(
-        "DSC208",
-        "sequence-parallel-divides-world",
-        "error",
-        _FAMILY,
-        "sequence_parallel_size does not divide the number of ranks.",
-        "DeepSpeed divides the one by the other and goes on with a fraction of ranks (runtime/config.py).",
-        config(train_batch_size=4, sequence_parallel_size=3),
-        config(train_batch_size=4, sequence_parallel_size=2),
-        _sequence,
-        accepts("the data-parallel size is taken for 1.33"),
-        {"world_size": 4},
-    ),
-    Rule(
-        "DSC209",
-        "mesh-is-not-world",
-        "error",
-        _FAMILY,
-        "data_parallel_size x sequence_parallel_size is not the number of ranks.",
-        "DeepSpeed makes a mesh of the two sizes (deepspeed/__init__.py); ranks outside of it fail.",
-        config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=1),
-        config(train_batch_size=4, sequence_parallel_size=2, data_parallel_size=2),
-        _mesh,
-        raises("Error"),
-        {"world_size": 4},
-    ),
-    Rule(
-        "DSC210",
-        "batch-left-to-program",
-        "warning",
-        _FAMILY,
-        "No batch size is given, and what reads the file is not known.",
-        "Programs that make the configuration complete are usual: Lightning, templates of the autotuner. DeepSpeed by "
-        "itself needs one of the two sizes (runtime/config.py), and so does Hugging Face: with --framework deepspeed, "
-        "hf or accelerate this is the error DSC202.",
-        '{"gradient_accumulation_steps": 2}\n',
-        config(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
-        _left_to_program,
-        raises("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"),
-    ),
-)
+        yield Diagnostic(at("data_parallel_size"), what, write(f"sizes whose product is {context.world_size}"))

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.diagnostics import Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Path
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.strings import to_json
 

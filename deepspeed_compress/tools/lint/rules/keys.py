@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at_key, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.edits import fix, move, rename
-from deepspeed_compress.tools.lint.hit import Fix, Hit, Path
+from deepspeed_compress.tools.lint.fixes import fix, move, rename
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, Section, closest, places, unknown_keys
-from deepspeed_compress.tools.lint.rule import Context, Rule, ignores, raises
+from deepspeed_compress.tools.lint.rule import Context, ignores, raises, rule
 from deepspeed_compress.tools.lint.rules.common import config, hugging_face, name, trained, zero
 
-_FAMILY = "keys"
 _SAME_AS = {
     "fp32_allreduce": '"communication_data_type": "fp32"',
     "allreduce_always_fp32": '"communication_data_type": "fp32"',
@@ -63,7 +62,7 @@ _MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 
 
-def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Hit]:
+def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Diagnostic]:
     """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
     strange: dict[Path, list[str]] = {}
     if others := _of_another_program(document, strict):
@@ -75,7 +74,7 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
         elif place is not None or _elsewhere(path, section) or _unread(section, context):
             continue
         elif key in _SAME_AS:
-            yield Hit(path, f'"{key}" is no key of {_called(section.path)}', _SAME_AS[key], "key")
+            yield Diagnostic(at_key(*path), f'"{key}" is no key of {_title(section.path)}', write(_SAME_AS[key]))
         elif meant := _close(key, section):
             yield _misspelled(document, path, section, meant)
         else:
@@ -98,13 +97,29 @@ def _for_inference(document: Document) -> list[str]:
     return [key for key in document.data if key in _INFERENCE]
 
 
-def _inference(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC104",
+    name="inference-keys",
+    severity="warning",
+    family="keys",
+    summary="Keys of DeepSpeed's inference engine.",
+    reason=(
+        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
+        "in one for training its keys have no effect."
+    ),
+    wrong=config(replace_with_kernel_inject=True),
+    right=config(),
+    proof=ignores(),
+)
+def inference_keys(document: Document, context: Context) -> Iterator[Diagnostic]:
     found = _for_inference(document)
     if found:
         several = len(found) > 1
         what = f"{', '.join(found)} {'are keys' if several else 'is a key'} of deepspeed.init_inference"
         what += f", and deepspeed.initialize ignores {'them' if several else 'it'}"
-        yield Hit((found[0],), what, "nothing for training; for inference this file is not examined further", "key")
+        yield Diagnostic(
+            at_key(found[0]), what, write("nothing for training; for inference this file is not examined further")
+        )
 
 
 def _of_another_program(document: Document, strict: bool) -> list[str]:
@@ -118,7 +133,7 @@ def _unread(section: Section, context: Context) -> bool:
     return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
-def _called(section: Path) -> str:
+def _title(section: Path) -> str:
     return name(section) or "the configuration"
 
 
@@ -127,17 +142,17 @@ def _close(key: str, section: Section) -> str | None:
     return closest(key, section.keys if section.path else {**section.keys, OUR_SECTION: None})
 
 
-def _misspelled(document: Document, path: Path, section: Section, close: str) -> Hit:
-    what = f'"{path[-1]}" is no key of {_called(section.path)} (did you mean "{close}"?)'
-    return Hit(path, what, f'"{close}", if you meant that', "key", _renamed(document, path, close))
+def _misspelled(document: Document, path: Path, section: Section, close: str) -> Diagnostic:
+    what = f'"{path[-1]}" is no key of {_title(section.path)} (did you mean "{close}"?)'
+    return Diagnostic(at_key(*path), what, write(f'"{close}", if you meant that'), fix=_renamed(document, path, close))
 
 
-def _strange(section: Path, keys: list[str]) -> Hit:
+def _strange(section: Path, keys: list[str]) -> Diagnostic:
     shown = ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN))
-    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_called(section)}"
+    what = f"{shown} {'is no key' if len(keys) == 1 else 'are no keys'} of {_title(section)}"
     many = "the configuration of DeepSpeed into a file of its own, if this is one of another program"
-    write = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
-    return Hit((*section, keys[0]), what, write, "key")
+    instead = many if len(keys) > _MANY else f"nothing: remove the key{'s' * (len(keys) > 1)}"
+    return Diagnostic(at_key(*section, keys[0]), what, write(instead))
 
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
@@ -160,12 +175,14 @@ def _has_method(value: object) -> bool:
     return isinstance(value, dict) and "method" in value
 
 
-def _ours_by_another_name(document: Document, path: Path) -> Hit:
+def _ours_by_another_name(document: Document, path: Path) -> Diagnostic:
     what = f'"{path[-1]}" is not the name of the section that compresses, and is ignored'
-    return Hit(path, what, f'"{OUR_SECTION}": rename it', "key", _renamed(document, path, OUR_SECTION))
+    return Diagnostic(
+        at_key(*path), what, write(f'"{OUR_SECTION}": rename it'), fix=_renamed(document, path, OUR_SECTION)
+    )
 
 
-def _misplaced(document: Document, *, strict: bool) -> Iterator[Hit]:
+def _misplaced(document: Document, *, strict: bool) -> Iterator[Diagnostic]:
     """One finding for all keys of a section that belong into the same other one: a block that was copied."""
     groups: dict[tuple[Path, ...], list[Path]] = {}
     for path, section in _unknown_keys(document, strict):
@@ -184,7 +201,7 @@ def _elsewhere(path: Path, section: Section) -> list[tuple[str, ...]]:
     return [] if closest(str(path[-1]), section.keys, _NEARLY) else places(path)
 
 
-def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: list[Path]) -> Hit:
+def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: list[Path]) -> Diagnostic:
     path, several = paths[0], len(paths) > 1
     where = [name(place) or "the outermost object" for place in found]
     keys = ", ".join(f'"{path[-1]}"' for path in paths)
@@ -192,96 +209,85 @@ def _misplaced_hit(document: Document, section: Path, found: list[Path], paths: 
     what = f"{keys} {are} of {name(section) or 'the outermost object'}, but of {' and '.join(where)}"
     target: Path = (*found[0], path[-1])
     moved = fix(f"Move to {name(target)}", move(document, path, target), safe=False) if len(found) == 1 else None
-    return Hit(path, what, f"{'them' if several else 'it'} inside {' or '.join(where)}", "key", moved)
+    return Diagnostic(
+        at_key(*path), what, write(f"{'them' if several else 'it'} inside {' or '.join(where)}"), fix=moved
+    )
 
 
-def _ours_elsewhere(document: Document, path: Path, place: Path) -> Hit:
+def _ours_elsewhere(document: Document, path: Path, place: Path) -> Diagnostic:
     inside = name(path[:-1]) or "the outermost object"
     what = f'"{path[-1]}" is no key of {inside}, where it compresses nothing'
     moved = fix(f"Move to {name(place)}", move(document, path, place), safe=False)
-    return Hit(path, what, f"it as {name(place)}, not inside {inside}: move it", "key", moved)
+    return Diagnostic(at_key(*path), what, write(f"it as {name(place)}, not inside {inside}: move it"), fix=moved)
 
 
-def _unknown_ignored(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC100",
+    name="unknown-key",
+    severity="warning",
+    family="keys",
+    summary="A key that DeepSpeed does not know, where it ignores such keys.",
+    reason=(
+        "DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing "
+        "error leaves the default in force. Keys that start with _, $ or # are taken for remarks."
+    ),
+    wrong=config(gradient_clippping=1.0),
+    right=config(gradient_clipping=1.0),
+    proof=ignores(),
+)
+def unknown_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     yield from _unknown(document, context, strict=False)
 
 
-def _unknown_refused(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC101",
+    name="unknown-key-refused",
+    severity="error",
+    family="keys",
+    summary="A key that DeepSpeed does not know, where it refuses such keys.",
+    reason=(
+        "Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys "
+        "(runtime/config_utils.py)."
+    ),
+    wrong=zero(2, overlap_com=True),
+    right=zero(2, overlap_comm=True),
+    proof=raises("extra_forbidden"),
+)
+def unknown_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
     yield from _unknown(document, context, strict=True)
 
 
-def _misplaced_ignored(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC102",
+    name="misplaced-key",
+    severity="warning",
+    family="keys",
+    summary="A key of another section, where DeepSpeed ignores it.",
+    reason=(
+        "offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization "
+        "(runtime/zero/config.py)."
+    ),
+    wrong=trained(offload_optimizer={"device": "cpu"}),
+    right=zero(2, offload_optimizer={"device": "cpu"}),
+    proof=ignores(),
+)
+def misplaced_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     yield from _misplaced(document, strict=False)
 
 
-def _misplaced_refused(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _misplaced(document, strict=True)
-
-
-RULES = (
-    Rule(
-        "DSC100",
-        "unknown-key",
-        "warning",
-        _FAMILY,
-        "A key that DeepSpeed does not know, where it ignores such keys.",
-        "DeepSpeed asks for the keys that it knows and never looks at the others (runtime/config.py), so that a typing "
-        "error leaves the default in force. Keys that start with _, $ or # are taken for remarks.",
-        config(gradient_clippping=1.0),
-        config(gradient_clipping=1.0),
-        _unknown_ignored,
-        ignores(),
-    ),
-    Rule(
-        "DSC101",
-        "unknown-key-refused",
-        "error",
-        _FAMILY,
-        "A key that DeepSpeed does not know, where it refuses such keys.",
-        "Sections that are models, such as zero_optimization, fp16 and bf16, forbid other keys "
-        "(runtime/config_utils.py).",
-        zero(2, overlap_com=True),
-        zero(2, overlap_comm=True),
-        _unknown_refused,
-        raises("extra_forbidden"),
-    ),
-    Rule(
-        "DSC102",
-        "misplaced-key",
-        "warning",
-        _FAMILY,
-        "A key of another section, where DeepSpeed ignores it.",
-        "offload_optimizer in the outermost object, for instance, offloads nothing: it is a key of zero_optimization "
-        "(runtime/zero/config.py).",
-        trained(offload_optimizer={"device": "cpu"}),
-        zero(2, offload_optimizer={"device": "cpu"}),
-        _misplaced_ignored,
-        ignores(),
-    ),
-    Rule(
-        "DSC103",
-        "misplaced-key-refused",
-        "error",
-        _FAMILY,
-        "A key of another section, where DeepSpeed refuses it.",
+@rule(
+    code="DSC103",
+    name="misplaced-key-refused",
+    severity="error",
+    family="keys",
+    summary="A key of another section, where DeepSpeed refuses it.",
+    reason=(
         "aio in zero_optimization, for instance, is a section of its own in the outermost object "
-        "(runtime/swap_tensor/aio_config.py).",
-        zero(3, aio={"block_size": 1048576}),
-        zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
-        _misplaced_refused,
-        raises("extra_forbidden"),
+        "(runtime/swap_tensor/aio_config.py)."
     ),
-    Rule(
-        "DSC104",
-        "inference-keys",
-        "warning",
-        _FAMILY,
-        "Keys of DeepSpeed's inference engine.",
-        "deepspeed.init_inference has a configuration of its own (inference/config.py), with another tensor_parallel; "
-        "in one for training its keys have no effect.",
-        config(replace_with_kernel_inject=True),
-        config(),
-        _inference,
-        ignores(),
-    ),
+    wrong=zero(3, aio={"block_size": 1048576}),
+    right=zero(3, also={"aio": {"block_size": 1048576}, "checkpoint": {"writer": {"type": "python"}}}),
+    proof=raises("extra_forbidden"),
 )
+def misplaced_key_refused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    yield from _misplaced(document, strict=True)

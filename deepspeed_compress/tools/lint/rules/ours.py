@@ -6,10 +6,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from deepspeed_compress.diagnostics import Diagnostic, Path
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Hit, Path
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, Rule, raises, warns
+from deepspeed_compress.tools.lint.rule import Context, raises, rule, warns
 from deepspeed_compress.tools.lint.rules.common import (
     section,
     trained,
@@ -17,27 +17,10 @@ from deepspeed_compress.tools.lint.rules.common import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig, Parallelism, Problem
+    from deepspeed_compress.config import CompressConfig, Parallelism
 
 
-_FAMILY = "compress"
-
-
-def _hits(document: Document, problems: list["Problem"]) -> Iterator[Hit]:
-    for problem in problems:
-        yield Hit(_path(document, problem.pointer), problem.what, problem.write)
-
-
-def _path(document: Document, pointer: str) -> Path:
-    """The place that a JSON pointer means: numbers are indices in arrays."""
-    path: Path = ()
-    for part in pointer.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        path = (*path, int(key) if isinstance(document.get(*path), list) and key.isdigit() else key)
-    return path
-
-
-def _wrong(document: Document, context: Context) -> dict[str, list["Problem"]]:
+def _wrong(document: Document, context: Context) -> dict[str, list[Diagnostic]]:
     """What `config` finds, by the rule that reports it."""
     if OUR_SECTION not in document.data:
         return {"invalid": [], "parallelism": [], "file": [], "unsupported": []}
@@ -59,16 +42,57 @@ def _wrong(document: Document, context: Context) -> dict[str, list["Problem"]]:
     }
 
 
-def _invalid(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _hits(document, _wrong(document, context)["invalid"])
+def with_section(**keys: object) -> dict[str, object]:
+    """Our section as an example has it."""
+    return {OUR_SECTION: keys}
 
 
-def _parallelism(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _hits(document, _wrong(document, context)["parallelism"])
+@rule(
+    code="DSC900",
+    name="compress-invalid",
+    severity="error",
+    family="compress",
+    summary="The section deepspeed_compress is invalid.",
+    reason='What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.',
+    wrong=trained(**with_section(gradients={"method": "blockwise", "bits": 5})),
+    right=trained(**with_section(gradients={"method": "blockwise", "bits": 4})),
+    proof=raises("ConfigError"),
+)
+def compress_invalid(document: Document, context: Context) -> Iterator[Diagnostic]:
+    yield from _wrong(document, context)["invalid"]
 
 
-def _against_file(document: Document, context: Context) -> Iterator[Hit]:
-    yield from _hits(document, _wrong(document, context)["file"])
+@rule(
+    code="DSC901",
+    name="compress-parallelism",
+    severity="error",
+    family="compress",
+    summary="parallelism contradicts DeepSpeed's keys or the number of ranks.",
+    reason="It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.",
+    wrong=zero(2, also=with_section(parallelism={"zero_stage": 1})),
+    right=trained(**with_section(parallelism={"zero_stage": 1})),
+    proof=raises("disagrees with"),
+)
+def compress_parallelism(document: Document, context: Context) -> Iterator[Diagnostic]:
+    yield from _wrong(document, context)["parallelism"]
+
+
+@rule(
+    code="DSC902",
+    name="compress-against-file",
+    severity="error",
+    family="compress",
+    summary="A method cannot be right with the rest of the file.",
+    reason=(
+        "Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and "
+        "DeMo bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks."
+    ),
+    wrong=zero(3, also=with_section(weights={"method": "sign"})),
+    right=zero(1, also=with_section(weights={"method": "sign"})),
+    proof=raises("cannot be combined with"),
+)
+def compress_against_file(document: Document, context: Context) -> Iterator[Diagnostic]:
+    yield from _wrong(document, context)["file"]
 
 
 def _parsed_parallelism(document: Document) -> "Parallelism | None":
@@ -96,105 +120,56 @@ def parsed_section(document: Document) -> "CompressConfig | None":
         return None
 
 
-def _notices(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC903",
+    name="compress-no-effect",
+    severity="warning",
+    family="compress",
+    summary="A setting of deepspeed_compress has no effect, or costs more than it gives.",
+    reason="What training warns of (CompressWarning).",
+    wrong=trained(**with_section(gradients={"method": "topk", "error_feedback": None})),
+    right=trained(**with_section(gradients={"method": "topk", "error_feedback": {}})),
+    proof=warns("loses for ever what is not sent"),
+)
+def compress_no_effect(document: Document, context: Context) -> Iterator[Diagnostic]:
     parsed = parsed_section(document)
     if parsed is not None:
         from deepspeed_compress.config import find_notices
 
-        yield from _hits(document, find_notices(parsed))
+        yield from find_notices(parsed)
 
 
-def _unsupported(document: Document, context: Context) -> Iterator[Hit]:
-    found = _hits(document, _wrong(document, context)["unsupported"])
-    yield from (hit for hit in found if hit.path != _AUTOCAST)
+@rule(
+    code="DSC904",
+    name="compress-unsupported",
+    severity="error",
+    family="compress",
+    summary="A feature of DeepSpeed that cannot be compressed.",
+    reason="Such engines are refused (UnsupportedError): their gradients take other ways.",
+    wrong=zero(3, zero_quantized_gradients=True, also=with_section()),
+    right=zero(3, also=with_section()),
+    proof=raises("UnsupportedError"),
+)
+def compress_unsupported(document: Document, context: Context) -> Iterator[Diagnostic]:
+    found = _wrong(document, context)["unsupported"]
+    yield from (one for one in found if one.place.path != _AUTOCAST)
 
 
-def _scaled_autocast(document: Document, context: Context) -> Iterator[Hit]:
-    found = _hits(document, _wrong(document, context)["unsupported"])
-    yield from (hit for hit in found if hit.path == _AUTOCAST)
+@rule(
+    code="DSC912",
+    name="compress-scaled-autocast",
+    severity="error",
+    family="compress",
+    summary="torch_autocast in fp16 without ZeRO beside deepspeed_compress.",
+    reason="The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.",
+    wrong=trained(torch_autocast={"enabled": True, "dtype": "fp16"}, **with_section()),
+    right=trained(torch_autocast={"enabled": True, "dtype": "bf16"}, **with_section()),
+    proof=raises("torch_autocast in fp16 without ZeRO"),
+)
+def compress_scaled_autocast(document: Document, context: Context) -> Iterator[Diagnostic]:
+    found = _wrong(document, context)["unsupported"]
+    yield from (one for one in found if one.place.path == _AUTOCAST)
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
 """`config.unsupported` finds it; it has a rule of its own."""
-
-
-def with_section(**keys: object) -> dict[str, object]:
-    """Our section as an example has it."""
-    return {OUR_SECTION: keys}
-
-
-RULES = (
-    Rule(
-        "DSC900",
-        "compress-invalid",
-        "error",
-        _FAMILY,
-        "The section deepspeed_compress is invalid.",
-        'What `ds-compress check` reports: unknown keys, wrong values, "auto", settings that contradict each other.',
-        trained(**with_section(gradients={"method": "blockwise", "bits": 5})),
-        trained(**with_section(gradients={"method": "blockwise", "bits": 4})),
-        _invalid,
-        raises("ConfigError"),
-    ),
-    Rule(
-        "DSC901",
-        "compress-parallelism",
-        "error",
-        _FAMILY,
-        "parallelism contradicts DeepSpeed's keys or the number of ranks.",
-        "It is written into DeepSpeed's own keys, so that both must agree, and ZeRO 2 and 3 exclude pipelines.",
-        zero(2, also=with_section(parallelism={"zero_stage": 1})),
-        trained(**with_section(parallelism={"zero_stage": 1})),
-        _parallelism,
-        raises("disagrees with"),
-    ),
-    Rule(
-        "DSC902",
-        "compress-against-file",
-        "error",
-        _FAMILY,
-        "A method cannot be right with the rest of the file.",
-        "Without ZeRO no weights are gathered, and differences of weights can be sent with ZeRO 1 and 2 only. DGC and "
-        "DeMo bring a momentum of their own, so that the optimizer must have none. Nodes must divide the ranks.",
-        zero(3, also=with_section(weights={"method": "sign"})),
-        zero(1, also=with_section(weights={"method": "sign"})),
-        _against_file,
-        raises("cannot be combined with"),
-    ),
-    Rule(
-        "DSC903",
-        "compress-no-effect",
-        "warning",
-        _FAMILY,
-        "A setting of deepspeed_compress has no effect, or costs more than it gives.",
-        "What training warns of (CompressWarning).",
-        trained(**with_section(gradients={"method": "topk", "error_feedback": None})),
-        trained(**with_section(gradients={"method": "topk", "error_feedback": {}})),
-        _notices,
-        warns("loses for ever what is not sent"),
-    ),
-    Rule(
-        "DSC904",
-        "compress-unsupported",
-        "error",
-        _FAMILY,
-        "A feature of DeepSpeed that cannot be compressed.",
-        "Such engines are refused (UnsupportedError): their gradients take other ways.",
-        zero(3, zero_quantized_gradients=True, also=with_section()),
-        zero(3, also=with_section()),
-        _unsupported,
-        raises("UnsupportedError"),
-    ),
-    Rule(
-        "DSC912",
-        "compress-scaled-autocast",
-        "error",
-        _FAMILY,
-        "torch_autocast in fp16 without ZeRO beside deepspeed_compress.",
-        "The gradient scaler of torch works outside of DeepSpeed there, and the engine is refused.",
-        trained(torch_autocast={"enabled": True, "dtype": "fp16"}, **with_section()),
-        trained(torch_autocast={"enabled": True, "dtype": "bf16"}, **with_section()),
-        _scaled_autocast,
-        raises("torch_autocast in fp16 without ZeRO"),
-    ),
-)

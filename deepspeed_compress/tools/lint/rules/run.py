@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.hit import Hit
 from deepspeed_compress.tools.lint.keys import OUR_SECTION, closest
-from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, unproved
+from deepspeed_compress.tools.lint.rule import Context, accepts, rule, unproved
 from deepspeed_compress.tools.lint.rules.common import (
     config,
     hugging_face,
@@ -22,16 +22,10 @@ from deepspeed_compress.tools.lint.rules.common import (
 from deepspeed_compress.tools.lint.rules.ours import parsed_section, with_section
 
 if TYPE_CHECKING:
-    from deepspeed_compress.config import CompressConfig
-
-
-_FAMILY = "compress"
-
+    from deepspeed_compress.config import CompressConfig, MemoryConfig
 
 _FASTEST = 1000
 """Gbit/s at which sending gradients takes about as long as a GPU needs to compress them: links inside a node."""
-
-
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
@@ -48,27 +42,84 @@ def _data_parallel(document: Document, context: Context) -> int | None:
     return ranks if rest == 0 else None
 
 
-def _single_rank(document: Document, context: Context) -> Iterator[Hit]:
+_ONE = {"train_micro_batch_size_per_gpu": 1}
+
+
+@rule(
+    code="DSC905",
+    name="compress-single-rank",
+    severity="warning",
+    family="compress",
+    summary="Compression with one data-parallel rank.",
+    reason="Gradients are exchanged between data-parallel ranks only.",
+    wrong=trained(**_ONE, **with_section()),
+    right=trained(**_ONE, **with_section(gradients={"method": "none"})),
+    proof=accepts("nothing is sent, and so nothing is compressed"),
+    context={"world_size": 1},
+)
+def compress_single_rank(document: Document, context: Context) -> Iterator[Diagnostic]:
     if _active(document) and _data_parallel(document, context) == 1:
         what = f"with one data-parallel rank of {context.world_size} there are no gradients to exchange"
-        yield Hit((OUR_SECTION,), what, '"method": "none", or start more ranks', "key")
+        yield Diagnostic(at_key(OUR_SECTION), what, write('"method": "none", or start more ranks'))
 
 
-def _node_size(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC906",
+    name="compress-node-size",
+    severity="warning",
+    family="compress",
+    summary="hierarchy.ranks_per_node is not the number of ranks of a node.",
+    reason="The first level would cross nodes, or the second stay inside one.",
+    wrong=trained(**_ONE, **with_section(gradients={"hierarchy": {"ranks_per_node": 2}})),
+    right=trained(**_ONE, **with_section(gradients={"hierarchy": None})),
+    proof=accepts("messages cross the network uncompressed"),
+    context={"world_size": 4, "ranks_per_node": 4},
+)
+def compress_node_size(document: Document, context: Context) -> Iterator[Diagnostic]:
     path = (OUR_SECTION, "gradients", "hierarchy", "ranks_per_node")
     size, node = integer(document.get(*path)), context.ranks_per_node
     if size is not None and node is not None and size != node:
-        yield Hit(path, f"{size} is not the {node} ranks that a node has", str(node))
+        yield Diagnostic(at(*path), f"{size} is not the {node} ranks that a node has", write(str(node)))
 
 
-def _long_warmup(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC907",
+    name="compress-warmup-exceeds-total",
+    severity="warning",
+    family="compress",
+    summary="All steps of training are uncompressed.",
+    reason="schedule.warmup_steps are sent as they are.",
+    wrong=trained(
+        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        **with_section(schedule={"warmup_steps": 200}),
+    ),
+    right=trained(
+        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        **with_section(schedule={"warmup_steps": 20}),
+    ),
+    proof=accepts("nothing is ever compressed"),
+)
+def compress_warmup_exceeds_total(document: Document, context: Context) -> Iterator[Diagnostic]:
     path = (OUR_SECTION, "schedule", "warmup_steps")
     warmup, total = integer(document.get(*path)), integer(document.get("scheduler", "params", "total_num_steps"))
     if _active(document) and warmup is not None and total is not None and 0 < total <= warmup:
-        yield Hit(path, f"{warmup} steps are uncompressed, and training has {total}", f"less than {total}")
+        yield Diagnostic(
+            at(*path), f"{warmup} steps are uncompressed, and training has {total}", write(f"less than {total}")
+        )
 
 
-def _ignored_names(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC908",
+    name="compress-ignores-unknown-rule",
+    severity="warning",
+    family="compress",
+    summary="lint.ignore names no rule.",
+    reason="A typing error would leave the rule in force.",
+    wrong=trained(**with_section(lint={"ignore": ["unknown-keys"]})),
+    right=trained(**with_section(lint={"ignore": ["unknown-key"]})),
+    proof=accepts("the linter reports what was to be ignored"),
+)
+def compress_ignores_unknown_rule(document: Document, context: Context) -> Iterator[Diagnostic]:
     from deepspeed_compress.tools.lint.rules import RULES
 
     names = {name: None for rule in RULES for name in (rule.code, rule.name)}
@@ -78,17 +129,59 @@ def _ignored_names(document: Document, context: Context) -> Iterator[Hit]:
         family = isinstance(given, str) and len(given) >= 3 and any(name.startswith(given) for name in names)
         if isinstance(given, str) and given != "ALL" and not family:
             close = closest(given, names)
-            write = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
-            yield Hit((*path, index), f'"{given}" is no rule of the linter', write)
+            instead = f'"{close}", if you meant that' if close else "a code such as DSC100, or a name"
+            yield Diagnostic(at(*path, index), f'"{given}" is no rule of the linter', write(instead))
 
 
-def _fast_network(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC909",
+    name="compress-fast-network",
+    severity="warning",
+    family="compress",
+    summary="Compression cannot pay at this bandwidth.",
+    reason=(
+        "Compressing and restoring reads and writes each element several times, which takes about as long as sending "
+        "it over a link of this speed."
+    ),
+    wrong=trained(**with_section()),
+    right=trained(),
+    proof=accepts("steps become no shorter"),
+    context={"bandwidth": 3600.0},
+)
+def compress_fast_network(document: Document, context: Context) -> Iterator[Diagnostic]:
     if _active(document) and context.bandwidth is not None and context.bandwidth >= _FASTEST:
         what = f"at {context.bandwidth:g} Gbit/s gradients are sent about as fast as they are compressed"
-        yield Hit((OUR_SECTION,), what, "nothing: remove the section, or measure with and without it", "key")
+        yield Diagnostic(
+            at_key(OUR_SECTION), what, write("nothing: remove the section, or measure with and without it")
+        )
 
 
-def _no_residual_memory(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC910",
+    name="compress-residual-memory",
+    severity="warning",
+    family="compress",
+    summary="Residuals do not fit into the memory of the GPU.",
+    reason=(
+        "Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is "
+        "counted here."
+    ),
+    wrong=zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32"}})),
+    right=zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32", "device": "cpu"}})),
+    proof=unproved("it takes a GPU with little memory"),
+    context={
+        "gpu_memory": 24 * 2**30,
+        "world_size": 8,
+        "model": {
+            "hidden_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+        },
+    },
+)
+def compress_residual_memory(document: Document, context: Context) -> Iterator[Diagnostic]:
     parsed, elements = parsed_section(document), _elements(context.model)
     if parsed is None or elements is None or context.gpu_memory is None:
         return
@@ -102,16 +195,19 @@ def _no_residual_memory(document: Document, context: Context) -> Iterator[Hit]:
             f"residuals in {memory.dtype} take {residuals / 2**30:.1f} GiB, and weights, gradients and optimizer leave "
             f"{(context.gpu_memory - needed) / 2**30:.1f} GiB of {context.gpu_memory / 2**30:.0f}"
         )
-        yield Hit((OUR_SECTION, "gradients", key), what, f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
+        yield Diagnostic(
+            at(OUR_SECTION, "gradients", key), what, write(f'"{key}": {{"device": "cpu"}}, or "dtype": "int8"')
+        )
 
 
-def _memory(parsed: "CompressConfig") -> tuple[str, Any]:
+def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
     """The memory of the method for gradients, and its key."""
-    for key in ("error_feedback", "memory"):
-        memory = getattr(parsed.gradients, key, None)
-        if memory is not None and hasattr(memory, "dtype"):
-            return key, memory
-    return "error_feedback", None
+    from deepspeed_compress.config import CompressedGradients
+    from deepspeed_compress.config.schedules import OWN_MOMENTUM
+
+    gradients = parsed.gradients
+    key = "memory" if gradients.method in OWN_MOMENTUM else "error_feedback"
+    return key, gradients.residuals if isinstance(gradients, CompressedGradients) else None
 
 
 def _elements(model: Mapping[str, Any] | None) -> int | None:
@@ -144,123 +240,21 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
     return 2 * weights + 2 * gradients + 12 * states
 
 
-def _install(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC911",
+    name="compress-needs-install",
+    severity="info",
+    family="compress",
+    summary="Hugging Face must be told to compress.",
+    reason="The Trainer and Accelerate call deepspeed.initialize, which deepspeed_compress.install() extends.",
+    wrong=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}, **with_section()),
+    right=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}),
+    proof=accepts("gradients travel uncompressed unless the program calls deepspeed_compress.install()"),
+    context={"framework": "accelerate"},
+)
+def compress_needs_install(document: Document, context: Context) -> Iterator[Diagnostic]:
     if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
-        yield Hit(
-            (OUR_SECTION,), what, "deepspeed_compress.install() into the program, ahead of everything else", "key"
+        yield Diagnostic(
+            at_key(OUR_SECTION), what, write("deepspeed_compress.install() into the program, ahead of everything else")
         )
-
-
-_ONE = {"train_micro_batch_size_per_gpu": 1}
-
-
-RULES = (
-    Rule(
-        "DSC905",
-        "compress-single-rank",
-        "warning",
-        _FAMILY,
-        "Compression with one data-parallel rank.",
-        "Gradients are exchanged between data-parallel ranks only.",
-        trained(**_ONE, **with_section()),
-        trained(**_ONE, **with_section(gradients={"method": "none"})),
-        _single_rank,
-        accepts("nothing is sent, and so nothing is compressed"),
-        {"world_size": 1},
-    ),
-    Rule(
-        "DSC906",
-        "compress-node-size",
-        "warning",
-        _FAMILY,
-        "hierarchy.ranks_per_node is not the number of ranks of a node.",
-        "The first level would cross nodes, or the second stay inside one.",
-        trained(**_ONE, **with_section(gradients={"hierarchy": {"ranks_per_node": 2}})),
-        trained(**_ONE, **with_section(gradients={"hierarchy": None})),
-        _node_size,
-        accepts("messages cross the network uncompressed"),
-        {"world_size": 4, "ranks_per_node": 4},
-    ),
-    Rule(
-        "DSC907",
-        "compress-warmup-exceeds-total",
-        "warning",
-        _FAMILY,
-        "All steps of training are uncompressed.",
-        "schedule.warmup_steps are sent as they are.",
-        trained(
-            scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-            **with_section(schedule={"warmup_steps": 200}),
-        ),
-        trained(
-            scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-            **with_section(schedule={"warmup_steps": 20}),
-        ),
-        _long_warmup,
-        accepts("nothing is ever compressed"),
-    ),
-    Rule(
-        "DSC908",
-        "compress-ignores-unknown-rule",
-        "warning",
-        _FAMILY,
-        "lint.ignore names no rule.",
-        "A typing error would leave the rule in force.",
-        trained(**with_section(lint={"ignore": ["unknown-keys"]})),
-        trained(**with_section(lint={"ignore": ["unknown-key"]})),
-        _ignored_names,
-        accepts("the linter reports what was to be ignored"),
-    ),
-    Rule(
-        "DSC909",
-        "compress-fast-network",
-        "warning",
-        _FAMILY,
-        "Compression cannot pay at this bandwidth.",
-        "Compressing and restoring reads and writes each element several times, which takes about as long as sending "
-        "it over a link of this speed.",
-        trained(**with_section()),
-        trained(),
-        _fast_network,
-        accepts("steps become no shorter"),
-        {"bandwidth": 3600.0},
-    ),
-    Rule(
-        "DSC910",
-        "compress-residual-memory",
-        "warning",
-        _FAMILY,
-        "Residuals do not fit into the memory of the GPU.",
-        "Error feedback remembers an element for every gradient that a rank sends. Activations come on top of what is "
-        "counted here.",
-        zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32"}})),
-        zero(2, also=with_section(gradients={"error_feedback": {"dtype": "fp32", "device": "cpu"}})),
-        _no_residual_memory,
-        unproved("it takes a GPU with little memory"),
-        {
-            "gpu_memory": 24 * 2**30,
-            "world_size": 8,
-            "model": {
-                "hidden_size": 4096,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 32,
-                "intermediate_size": 11008,
-                "vocab_size": 32000,
-            },
-        },
-    ),
-    Rule(
-        "DSC911",
-        "compress-needs-install",
-        "info",
-        _FAMILY,
-        "Hugging Face must be told to compress.",
-        "The Trainer and Accelerate call deepspeed.initialize, which deepspeed_compress.install() extends.",
-        config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}, **with_section()),
-        config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}),
-        _install,
-        accepts("gradients travel uncompressed unless the program calls deepspeed_compress.install()"),
-        {"framework": "accelerate"},
-    ),
-)

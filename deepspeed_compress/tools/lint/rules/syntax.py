@@ -2,33 +2,69 @@
 
 from collections.abc import Iterator, Sequence
 
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document, Extension, Node
-from deepspeed_compress.tools.lint.edits import fix, remove
-from deepspeed_compress.tools.lint.hit import Fix, Hit, Path
+from deepspeed_compress.tools.lint.fixes import fix, remove
 from deepspeed_compress.tools.lint.placeholders import TEMPLATE, placeholders, shown
-from deepspeed_compress.tools.lint.rule import Context, Rule, accepts, raises
+from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
 from deepspeed_compress.tools.lint.rules.common import config, hugging_face, show
 
-_FAMILY = "syntax"
 
-
-def _errors(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC001",
+    name="syntax-error",
+    severity="error",
+    family="syntax",
+    summary="The file is neither JSON nor HJSON.",
+    reason=(
+        "DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all."
+    ),
+    wrong='{"train_batch_size": 8, "fp16": {"enabled": false}\n',
+    right=config(fp16={"enabled": False}),
+    proof=raises("HjsonDecodeError"),
+)
+def syntax_error(document: Document, context: Context) -> Iterator[Diagnostic]:
     yield from document.problems
 
 
-def _not_an_object(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC003",
+    name="not-an-object",
+    severity="error",
+    family="syntax",
+    summary="The outermost value is not an object.",
+    reason="deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).",
+    wrong="[8]\n",
+    right=config(),
+    proof=raises("AttributeError|TypeError"),
+)
+def not_an_object(document: Document, context: Context) -> Iterator[Diagnostic]:
     root = document.root
     if root is not None and root.kind != "object":
         what = f"the outermost value is {show(root.value)} (allowed: an object)"
-        yield Hit((), what, "the settings between braces", span=root.span)
+        yield Diagnostic(at(span=root.span), what, write("the settings between braces"))
 
 
-def _duplicates(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC002",
+    name="duplicate-key",
+    severity="error",
+    family="syntax",
+    summary="A key stands twice in one object.",
+    reason=(
+        "DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, "
+        "so that the same file may train differently there."
+    ),
+    wrong='{"train_batch_size": 8, "train_batch_size": 16}\n',
+    right=config(),
+    proof=raises("Duplicate keys in DeepSpeed config"),
+)
+def duplicate_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     if document.root is not None:
         yield from _duplicates_in(document, document.root, ())
 
 
-def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Hit]:
+def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Diagnostic]:
     first: dict[str, object] = {}
     for member in node.members:
         place = (*path, member.key)
@@ -37,7 +73,7 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Hit]:
             removal = remove(document, place, member) if member.value.value == first[member.key] else ()
             what = f'key "{member.key}" stands here a second time (allowed: once)'
             correction = fix("Remove the second of two equal keys", removal)
-            yield Hit(place, what, "one of the two only", "key", correction, member.key_span)
+            yield Diagnostic(at_key(*place, span=member.key_span), what, write("one of the two only"), fix=correction)
         first.setdefault(member.key, member.value.value)
         yield from _duplicates_in(document, member.value, place)
     for index, item in enumerate(node.items):
@@ -47,7 +83,22 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Hit]:
 _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces around the settings"}
 
 
-def _only_hjson(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC004",
+    name="hjson-only-syntax",
+    severity="error",
+    family="syntax",
+    summary="Syntax that DeepSpeed reads and Hugging Face does not.",
+    reason=(
+        "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers and Accelerate open the "
+        "file with Python's json (accelerate/utils/deepspeed.py) and refuse these."
+    ),
+    wrong='{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}\n',
+    right=config(gradient_clipping=1.0, zero_optimization={"stage": 0}),
+    proof=raises("JSONDecodeError|Expecting|Illegal|not a valid base64|neither"),
+    context={"framework": "accelerate"},
+)
+def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for each kind of syntax, at the first place of it."""
     if not hugging_face(context):
         return
@@ -56,7 +107,7 @@ def _only_hjson(document: Document, context: Context) -> Iterator[Hit]:
         words = _NAMES.get(kind, f"a {kind.replace('-', ' ')}".replace("a un", "an un"))
         words += f", {len(found)} times," if len(found) > 1 else ""
         what = f"{words} is HJSON, which DeepSpeed reads and Hugging Face refuses (allowed: JSON)"
-        yield Hit((), what, "JSON", fix=_as_json(found), span=found[0].span)
+        yield Diagnostic(at(span=found[0].span), what, write("JSON"), fix=_as_json(found))
 
 
 def _as_json(extensions: Sequence[Extension]) -> Fix | None:
@@ -65,99 +116,44 @@ def _as_json(extensions: Sequence[Extension]) -> Fix | None:
     return fix(fixes[0].title, *(one.edits for one in fixes)) if fixes else None
 
 
-def _swallowed(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code="DSC005",
+    name="unquoted-string-takes-line",
+    severity="warning",
+    family="syntax",
+    summary="A string without quotes takes the comma behind it.",
+    reason="In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.",
+    wrong="{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: first,\n    project: llm\n  }\n}\n",
+    right='{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: "first",\n    project: llm\n  }\n}\n',
+    proof=accepts("the group would be named with the comma"),
+)
+def unquoted_string_takes_line(document: Document, context: Context) -> Iterator[Diagnostic]:
     """HJSON takes a string without quotes to the end of its line."""
     for extension in document.extensions:
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):
             what = f"without quotes the value is the rest of the line: {show(text)} (allowed: a string in quotes)"
-            yield Hit((), what, f'"{text.split(",")[0].strip()}" in quotes', span=extension.span)
+            yield Diagnostic(at(span=extension.span), what, write(f'"{text.split(",")[0].strip()}" in quotes'))
 
 
-def _template(document: Document, context: Context) -> Iterator[Hit]:
+@rule(
+    code=TEMPLATE,
+    name="template",
+    severity="info",
+    family="syntax",
+    summary="A template, into which a script puts values.",
+    reason=(
+        "Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of "
+        "it can be examined."
+    ),
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}\n',
+    right=config(zero_optimization={"stage": 0}),
+    proof=raises("Input should be"),
+)
+def template(document: Document, context: Context) -> Iterator[Diagnostic]:
     found = placeholders(document)
     if found:
         first = shown(document, found[0])
         many = f"{first} and {len(found) - 1} more stand" if len(found) > 1 else f"{first} stands"
         what = f"{many} for a value that a script puts in: what depends on it is not examined"
-        yield Hit((), what, "values, or lint the file that the script makes", span=found[0])
-
-
-RULES = (
-    Rule(
-        "DSC001",
-        "syntax-error",
-        "error",
-        _FAMILY,
-        "The file is neither JSON nor HJSON.",
-        "DeepSpeed reads the file with hjson (runtime/config.py) and stops at the first error; the linter names all.",
-        '{"train_batch_size": 8, "fp16": {"enabled": false}\n',
-        config(fp16={"enabled": False}),
-        _errors,
-        raises("HjsonDecodeError"),
-    ),
-    Rule(
-        "DSC002",
-        "duplicate-key",
-        "error",
-        _FAMILY,
-        "A key stands twice in one object.",
-        "DeepSpeed refuses duplicate keys (runtime/config_utils.py). Hugging Face takes the last one without a word, "
-        "so that the same file may train differently there.",
-        '{"train_batch_size": 8, "train_batch_size": 16}\n',
-        config(),
-        _duplicates,
-        raises("Duplicate keys in DeepSpeed config"),
-    ),
-    Rule(
-        "DSC003",
-        "not-an-object",
-        "error",
-        _FAMILY,
-        "The outermost value is not an object.",
-        "deepspeed.initialize asks the configuration for keys at once (deepspeed/__init__.py).",
-        "[8]\n",
-        config(),
-        _not_an_object,
-        raises("AttributeError|TypeError"),
-    ),
-    Rule(
-        "DSC004",
-        "hjson-only-syntax",
-        "error",
-        _FAMILY,
-        "Syntax that DeepSpeed reads and Hugging Face does not.",
-        "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers and Accelerate open the "
-        "file with Python's json (accelerate/utils/deepspeed.py) and refuse these.",
-        '{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}\n',
-        config(gradient_clipping=1.0, zero_optimization={"stage": 0}),
-        _only_hjson,
-        raises("JSONDecodeError|Expecting|Illegal|not a valid base64|neither"),
-        {"framework": "accelerate"},
-    ),
-    Rule(
-        "DSC005",
-        "unquoted-string-takes-line",
-        "warning",
-        _FAMILY,
-        "A string without quotes takes the comma behind it.",
-        "In HJSON a string without quotes ends with its line; a comma or a comment behind it becomes part of it.",
-        "{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: first,\n    project: llm\n  }\n}\n",
-        '{\n  train_batch_size: 8\n  wandb: {\n    enabled: false\n    group: "first",\n    project: llm\n  }\n}\n',
-        _swallowed,
-        accepts("the group would be named with the comma"),
-    ),
-    Rule(
-        TEMPLATE,
-        "template",
-        "info",
-        _FAMILY,
-        "A template, into which a script puts values.",
-        "Names such as ZERO_STAGE, ${stage} and {{ stage }} stand for values. One finding for a file: what is made of "
-        "it can be examined.",
-        '{"train_batch_size": 8, "zero_optimization": {"stage": "ZERO_STAGE"}}\n',
-        config(zero_optimization={"stage": 0}),
-        _template,
-        raises("Input should be"),
-    ),
-)
+        yield Diagnostic(at(span=found[0]), what, write("values, or lint the file that the script makes"))

@@ -1,0 +1,79 @@
+"""Numbers as people read them, everywhere in one form: sizes, times, ratios, shares, counts."""
+
+import math
+from typing import Any
+
+__all__ = [
+    "UNKNOWN",
+    "change",
+    "finite",
+    "gibibytes",
+    "megabytes",
+    "milliseconds",
+    "rounded",
+    "short",
+    "shown",
+    "size",
+    "span",
+]
+
+UNKNOWN = "-"
+"""In place of a number that is not there."""
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON can express it: None for what is not finite, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown(value: float | None, form: str, scale: float = 1.0, suffix: str = "") -> str:
+    """`value` times `scale` in a table, before `suffix`; `UNKNOWN` where it is None or not finite."""
+    return UNKNOWN if value is None or not math.isfinite(value) else format(scale * value, form) + suffix
+
+
+def size(count: float) -> str:
+    """Bytes in a sentence: "1,024 bytes", "1.250 MB", "250 MB"."""
+    if count < 1e5:
+        return f"{count:,.0f} bytes"
+    return megabytes(count) if count < 1e7 else f"{count / 1e6:,.0f} MB"
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:,.3f} MB"
+
+
+def gibibytes(count: float, digits: int = 2) -> str:
+    return f"{count / 2**30:,.{digits}f} GiB"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.1f} ms"
+
+
+def change(share: float | None) -> str:
+    """A difference to what it is compared with: 0.01 is "+1.00%"."""
+    return shown(share, "+.2%")
+
+
+def span(first: int, last: int) -> str:
+    """Steps `first` to `last`."""
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def short(value: float) -> str:
+    """Four digits, on an axis: "12.5k", "3M"."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if letter == 'k' else factor):.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def rounded(value: float) -> str:
+    """Any figure in a sentence: "1,234", "0.01235"."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

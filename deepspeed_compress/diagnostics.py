@@ -1,0 +1,151 @@
+"""What is wrong with a configuration or a run: the one record of the section's validation, the linter and the doctor.
+
+Nothing here imports anything but the standard library: the linter starts with it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = [
+    "SEVERITIES",
+    "Diagnostic",
+    "Edit",
+    "Fix",
+    "Path",
+    "Place",
+    "Severity",
+    "Span",
+    "at",
+    "at_key",
+    "at_steps",
+    "pointer",
+    "write",
+]
+
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The gravest first."""
+
+Path = tuple[str | int, ...]
+"""Keys and indices from the outermost object of a configuration to a value."""
+
+
+def pointer(path: Iterable[str | int]) -> str:
+    """JSON pointer (RFC 6901) of a path of keys and indices."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters `start` up to `end` (not included) of a text."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Puts `text` in the place of `span`."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Edits of a text that carry a remedy out. `safe`: DeepSpeed does afterwards what the user had asked for."""
+
+    title: str
+    edits: tuple[Edit, ...]
+    safe: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is wrong: in a configuration, or in steps of a run."""
+
+    path: Path = ()
+    """May lead to a key that is missing: the nearest object around it is shown then."""
+    on: Literal["key", "value"] = "value"
+    """Which of the two at `path` is meant."""
+    span: Span | None = None
+    """Characters of `text`. A check gives them where no path leads, as for a syntax error; the linter adds the rest."""
+    steps: tuple[int, int] | None = None
+    """The first and the last optimizer step that the evidence is of."""
+    file: str = ""
+    text: str = field(default="", repr=False)
+    """What is in the file."""
+
+    @property
+    def region(self) -> Span:
+        """The characters of `span`, else the beginning of the text."""
+        return self.span or Span(0, 0)
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Line and column of the first character, from 1."""
+        return self._position(self.region.start)
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Line and column behind the last character, from 1."""
+        return self._position(self.region.end)
+
+    def _position(self, offset: int) -> tuple[int, int]:
+        return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
+
+
+def at(*path: str | int, span: Span | None = None) -> Place:
+    """The value at `path`, or the characters of `span`."""
+    return Place(path, span=span)
+
+
+def at_key(*path: str | int, span: Span | None = None) -> Place:
+    """The key at the end of `path`."""
+    return Place(path, "key", span)
+
+
+def at_steps(first: int, last: int) -> Place:
+    """Optimizer steps of a run."""
+    return Place(steps=(first, last))
+
+
+def write(instead: str) -> str:
+    """The usual remedy: `Write "stage": 3.` or `Write nothing: remove the key.`"""
+    return f"Write {instead}."
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One thing that is wrong.
+
+    A check gives the first fields; what runs the rules adds the code, the name and the severity of the rule.
+
+    Example: `Diagnostic(at("zero_optimization", "stage"), "4 is no stage (allowed: 0 to 3)", write("0, 1, 2 or 3"))`.
+    """
+
+    place: Place
+    message: str
+    """What is wrong, with the value and what is allowed, without a full stop at its end."""
+    remedy: str
+    """What to do about it: a sentence, or several."""
+    fix: Fix | None = None
+    """Edits of the file that carry the remedy out."""
+    patch: Mapping[str, Any] | None = None
+    """A JSON merge patch (RFC 7396) of the configuration that does."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that show it, by what they are."""
+    severity: Severity = "error"
+    weight: float = 1.0
+    """What part of a step, of the bytes or of the memory it is about, up to 1: of equals the heavier comes first."""
+    code: str = ""
+    name: str = ""
+
+    @property
+    def pointer(self) -> str:
+        """JSON pointer of the place; empty for syntax errors and for what is missing at the top."""
+        return pointer(self.place.path)
+
+    def __str__(self) -> str:
+        return f"{self.pointer or '/'}: {self.message}. {self.remedy}"

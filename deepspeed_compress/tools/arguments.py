@@ -1,0 +1,47 @@
+"""Types of arguments for argparse, which says their errors after the name of the option."""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+__all__ = ["integer_from", "positive_integer", "positive_number", "share"]
+
+
+def integer_from(least: int) -> Callable[[str], int]:
+    """A type of integers of at least `least`."""
+    return partial(_integer, least=least, wanted=f"an integer from {least} up")
+
+
+def positive_integer(text: str) -> int:
+    """An integer of at least 1."""
+    return _integer(text, 1, "a positive integer")
+
+
+def _integer(text: str, least: int, wanted: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return number
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    return _number(text, float("inf"), "a positive number")
+
+
+def share(text: str) -> float:
+    """A number between 0 and 1, both left out."""
+    return _number(text, 1.0, "a number between 0 and 1")
+
+
+def _number(text: str, below: float, wanted: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < below:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return number

@@ -1,0 +1,122 @@
+"""The rows of a benchmark: left by ranks on emulated hosts or of a launcher, kept in a JSON file."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress import __version__
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench.hosts import Cluster, Run
+from deepspeed_compress.tools.files import write_json
+
+__all__ = [
+    "Emit",
+    "Log",
+    "Row",
+    "check_launched",
+    "new_document",
+    "rank_main",
+    "read_document",
+    "run_on_hosts",
+    "save_document",
+]
+
+Row = dict[str, Any]
+
+
+def new_document(rows: Sequence[Row] = ()) -> Row:
+    """A document of this machine."""
+    versions = {package: version(package) for package in ("torch", "deepspeed", "transformers")}
+    return {
+        "environment": {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cores": os.cpu_count(),
+            "deepspeed_compress": __version__,
+            **versions,
+        },
+        "rows": list(rows),
+    }
+
+
+def read_document(path: Path) -> Row:
+    """The document at `path`, or a new one. Raises ConfigError when the file holds something else."""
+    if not path.is_file():
+        return new_document()
+    try:
+        document: Row = json.loads(path.read_text(encoding="utf-8"))
+        complete = all("workload" in row and "contender" in row for row in document["rows"])
+    except (ValueError, KeyError, TypeError):
+        complete = False
+    if not complete:
+        raise ConfigError(f"--output {path}: holds no measurements of steps; name another file")
+    return document
+
+
+def save_document(document: Row, path: Path) -> None:
+    """Write it whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, document)
+
+
+PROGRESS = "progress: "
+"""What lines for the user begin with; the rest of the output is DeepSpeed's."""
+
+Emit = Callable[[Row], None]
+Log = Callable[[str], None]
+
+
+def check_launched() -> None:
+    """Raises ConfigError unless a launcher started this process: alone it has nothing to communicate with."""
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "there is one process only: write --emulate HOSTS,RATE, such as --emulate 2,1gbit, or start with "
+            "torchrun --no-python --nproc-per-node N ds-compress bench ..."
+        )
+
+
+def run_on_hosts(hosts: int, module: str, job: Row, timeout: float) -> tuple[list[Row], str | None]:
+    """Run `module` (see `rank_main`) with `job` on every host: the rows that it got to, and what failed, or None."""
+    with tempfile.TemporaryDirectory() as directory, Cluster(hosts) as cluster:
+        description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
+        description.write_text(json.dumps(job), encoding="utf-8")
+        command = [sys.executable, "-m", module, str(description), str(result)]
+        run = cluster.run(command, timeout=timeout, on_line=_forward_progress)
+        rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
+    _report_failure(run)
+    return rows, run.failure
+
+
+def rank_main(measure: Callable[[Any, Emit, Log], None]) -> None:
+    """The program on a host: `measure(job, emit, log)`, whose rows rank 0 appends to the result file."""
+    job, result = (Path(argument) for argument in sys.argv[1:])
+    measure(json.loads(job.read_text(encoding="utf-8")), partial(_append, result), _print_progress)
+
+
+def _append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def _print_progress(text: str) -> None:
+    print(PROGRESS + text, flush=True)
+
+
+def _forward_progress(line: str) -> None:
+    if line.startswith(PROGRESS):
+        print("  " + line.removeprefix(PROGRESS), end="", flush=True)
+
+
+def _report_failure(run: Run) -> None:
+    if run.failure is None:
+        return
+    for host, output in enumerate(run.outputs):
+        print(f"--- host {host}, last lines\n{output[-2000:]}", file=sys.stderr)
+    print(f"error: {run.failure} after {run.seconds:.0f} s; what it measured before is kept", file=sys.stderr)

@@ -1,0 +1,135 @@
+"""What `bench step` shows: tables of times and of bytes, and bars."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_compress.config.numbers import shown
+from deepspeed_compress.tools.bench.rows import Row
+from deepspeed_compress.tools.bench.workload import COMPUTE_ONLY, stage_of
+from deepspeed_compress.tools.plots import plot_bars
+
+__all__ = ["plot_steps", "print_steps", "same_work", "step_table", "title"]
+
+WIDTH = 132
+"""Where the output is no terminal."""
+
+Cells = Callable[[Row], list[str]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A table: its columns, and their cells for a contender and for compute alone."""
+
+    caption: str
+    columns: tuple[str, ...]
+    cells: Cells
+    compute_only: Cells
+
+
+def print_steps(rows: Sequence[Row]) -> None:
+    """Tables of times and of sizes for every workload and number of ranks."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for work in dict.fromkeys(same_work(row) for row in rows):
+        for form in FORMS:
+            console.print(step_table([row for row in rows if same_work(row) == work], form))
+
+
+def same_work(row: Row) -> str:
+    """Equal for rows that may be compared."""
+    return json.dumps([row["ranks"], row["workload"]], sort_keys=True)
+
+
+def title(row: Row) -> str:
+    """What all rows of a table have in common."""
+    work, layout = row["workload"], ""
+    if work["tensor"] * work["pipeline"] > 1:
+        layout = f", pipeline {work['pipeline']} x tensor {work['tensor']}"
+    batch = f"{work['accumulation']} x {work['micro_batch']} x {work['seq_len']} tokens"
+    return f"{work['model']} in {work['precision']} on {row['ranks']} ranks{layout}, {batch}"
+
+
+def step_table(rows: Sequence[Row], form: Form) -> Table:
+    """One table; rows of one rate stand together, after the step of compute alone."""
+    table = Table(title=title(rows[0]), caption=form.caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("rate", "ZeRO", "method", *form.columns):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for index, row in enumerate(rows):
+        rate, stage = row["rate"] or "-", stage_of(row["contender"]["ds_config"])
+        if index == 0 or rows[index - 1]["rate"] != row["rate"]:
+            table.add_section()
+            table.add_row(rate, "-", COMPUTE_ONLY, *form.compute_only(row))
+        table.add_row(rate, "-" if stage is None else str(stage), row["contender"]["name"], *form.cells(row))
+    return table
+
+
+def _time_cells(row: Row) -> list[str]:
+    split = row["split_ms"] or {}
+    ratios = [shown(row[name], ".2f") for name in ("of_compute_only", "speedup")]
+    return [*_seconds(row["step_s"]), *ratios, *(shown(split.get(name), ".1f") for name in PHASES)]
+
+
+def _size_cells(row: Row) -> list[str]:
+    sizes = row["bytes"]
+    sent = [shown(sizes.get(name), ",.3f", 1e-6) for name in SENT]
+    memory = [shown(_mean(row[name]), ",.1f", 1e-6) for name in ("peak_bytes", "residual_bytes")]
+    return [*sent, shown(sizes.get("difference_percent"), "+.2f"), *memory]
+
+
+def _compute_only_times(row: Row) -> list[str]:
+    return [*_seconds(row["compute_only_s"]), *[""] * (2 + len(PHASES))]
+
+
+def _compute_only_sizes(row: Row) -> list[str]:
+    return [*[""] * (len(SENT) + 1), shown(_mean(row["compute_only_peak_bytes"]), ",.1f", 1e-6), ""]
+
+
+def _seconds(found: Row) -> list[str]:
+    return [f"{found[name]:.3f}" for name in ("median", "min", "max")]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def plot_steps(rows: Sequence[Row], file: Path) -> None:
+    """Bars of the ratio to compute alone, a method a group of bars, a rate a colour; one chart for every workload."""
+    charts = [[row for row in rows if same_work(row) == work] for work in dict.fromkeys(map(same_work, rows))]
+    bars = [(title(chart[0]), _ratios(chart)) for chart in charts]
+    plot_bars(bars, "step time / compute alone (1 = a free network)", file)
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """By rate and method."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        stage = stage_of(row["contender"]["ds_config"])
+        name = row["contender"]["name"]
+        label = name if stage is None or f"zero{stage}" in name else f"{name}, ZeRO {stage}"
+        found.setdefault(row["rate"] or "this network", {})[label] = row["of_compute_only"]
+    return found
+
+
+PHASES = ("compute", "compress", "communicate", "decompress")
+SENT = ("interface", "headers", "payload", "predicted")
+FORMS = (
+    Form(
+        "seconds of a step: median and range; its ratio to compute alone, DeepSpeed alone over it; its parts in ms",
+        ("seconds", "min", "max", "/ compute", "speed-up", "compute", "compress", "wait", "decompress"),
+        _time_cells,
+        _compute_only_times,
+    ),
+    Form(
+        "MB that a host sends in a step; payload against prediction in %; MB of memory",
+        (*SENT, "diff", "peak", "residuals"),
+        _size_cells,
+        _compute_only_sizes,
+    ),
+)

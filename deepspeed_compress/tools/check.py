@@ -1,0 +1,62 @@
+"""`ds-compress check`: every error of the section, or how it is understood."""
+
+import argparse
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deepspeed_compress.config import (
+    SECTION,
+    check_world,
+    expand,
+    find_problems,
+    parse_section,
+    read_ds_config,
+)
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the errors, or the section with its defaults; the exit code is 1 when there are errors."""
+    ds_config = read_ds_config(options.config)
+    problems = find_problems(ds_config, options.world_size)
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        print(f"{options.config}: {len(problems)} error{'s' if len(problems) > 1 else ''}")
+        return 1
+    _print_resolved(ds_config, options.world_size)
+    return 0
+
+
+def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        section = parse_section(ds_config)
+        ranks = check_world(section, world_size, ds_config) if world_size is not None else None
+    table = Table("key", "value", "", title=f"{SECTION}, as it is understood")
+    written = dict(_leaves(ds_config[SECTION]))
+    for key, value in _leaves(section.model_dump(mode="json")):
+        table.add_row(key, escape(json.dumps(value)), "" if key in written else "default")
+    console = Console()
+    console.print(table)
+    expanded = expand(ds_config, section)
+    for key in sorted(key for key in expanded if expanded[key] != ds_config.get(key)):
+        console.print(f"DeepSpeed gets {key}: {json.dumps(expanded[key])}", markup=False)
+    if ranks is not None:
+        console.print(f"data-parallel size: {ranks} of {world_size} ranks")
+    for warning in caught:
+        console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
+
+
+def _leaves(value: object, key: str = "") -> list[tuple[str, object]]:
+    """Pointers and values of everything that is not a (non-empty) object."""
+    if not isinstance(value, Mapping) or not value:
+        return [(key, value)]
+    return [leaf for name, child in value.items() for leaf in _leaves(child, f"{key}/{name}")]

@@ -1,0 +1,31 @@
+"""How diagnostics are written: for people at a terminal, and for programs.
+
+report    what is reported of one run of a tool
+terminal  full, concise, statistics
+machine   json, in the form of each tool; github; sarif
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from deepspeed_compress.tools.outputs.machine import github, json_array, sarif
+from deepspeed_compress.tools.outputs.report import Report, plural
+from deepspeed_compress.tools.outputs.terminal import concise, full, statistics
+
+__all__ = ["Report", "plural", "render"]
+
+_FORMATS: Mapping[str, Callable[[Report], str]] = MappingProxyType(
+    {
+        "full": full,
+        "concise": concise,
+        "statistics": statistics,
+        "json": json_array,
+        "github": github,
+        "sarif": sarif,
+    }
+)
+
+
+def render(report: Report, name: str) -> str:
+    """`report` in the format `name`."""
+    return _FORMATS[name](report)

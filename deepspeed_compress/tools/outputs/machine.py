@@ -1,0 +1,166 @@
+"""Diagnostics for programs: JSON in the form of each tool, commands of GitHub Actions, SARIF."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Place, Severity
+from deepspeed_compress.tools.outputs.report import Report, lines, message
+from deepspeed_compress.tools.rules import Rule
+
+Keys = Mapping[str, Callable[[Diagnostic], object]]
+"""Keys of an object, and their values."""
+
+LINT_KEYS: Keys = {
+    "path": lambda one: one.place.file,
+    "line": lambda one: one.place.start[0],
+    "column": lambda one: one.place.start[1],
+    "end_line": lambda one: one.place.end[0],
+    "end_column": lambda one: one.place.end[1],
+    "code": lambda one: one.code,
+    "name": lambda one: one.name,
+    "severity": lambda one: one.severity,
+    "pointer": lambda one: one.pointer,
+    "message": lambda one: one.message,
+    "advice": lambda one: one.remedy,
+    "fix": lambda one: one.fix and _fix_object(one.fix),
+}
+"""docs/lint.md"""
+DOCTOR_SEVERITIES: Mapping[Severity, str] = {"error": "critical", "warning": "serious", "info": "notice"}
+DOCTOR_KEYS: Keys = {
+    "name": lambda one: one.name,
+    "severity": lambda one: DOCTOR_SEVERITIES[one.severity],
+    "symptom": lambda one: f"{one.message}.",
+    "evidence": lambda one: dict(one.evidence),
+    "steps": lambda one: list(one.place.steps or ()),
+    "remedy": lambda one: one.remedy,
+    "patch": lambda one: one.patch,
+    "page": lambda one: page(one),
+}
+"""docs/doctor.md"""
+
+
+def page(diagnostic: Diagnostic) -> str:
+    """Where a finding of the doctor is explained."""
+    return f"docs/doctor.md#{diagnostic.name}"
+
+
+def objects(diagnostics: Iterable[Diagnostic], keys: Keys) -> list[dict[str, object]]:
+    """Each as an object with `keys`."""
+    return [{key: value(one) for key, value in keys.items()} for one in diagnostics]
+
+
+def to_json(value: object) -> str:
+    """`value` as JSON, which has no NaN and no infinity: they become their names."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_finite(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_array(report: Report) -> str:
+    """An array of objects, as the linter has them."""
+    return to_json(objects(report.diagnostics, LINT_KEYS))
+
+
+def _fix_object(fix: Fix) -> dict[str, object]:
+    return {"title": fix.title, "safe": fix.safe, "edits": [_edit_object(edit) for edit in fix.edits]}
+
+
+def _edit_object(edit: Edit) -> dict[str, object]:
+    return {"start": edit.span.start, "end": edit.span.end, "text": edit.text}
+
+
+_GITHUB_LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "notice"}
+_IN_TEXT = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_IN_PROPERTY = {**_IN_TEXT, ":": "%3A", ",": "%2C"}
+
+
+def github(report: Report) -> str:
+    """Commands from which GitHub Actions makes annotations of a pull request."""
+    return lines(_command(one) for one in report.diagnostics)
+
+
+def _command(one: Diagnostic) -> str:
+    (line, column), (end_line, end_column) = one.place.start, one.place.end
+    properties: dict[str, object] = {"file": one.place.file, "line": line}
+    # GitHub takes columns only of what is on one line.
+    properties |= {"col": column, "endColumn": end_column} if line == end_line else {"endLine": end_line}
+    properties["title"] = f"{one.code} {one.name}"
+    written = ",".join(f"{key}={_escape(str(value), _IN_PROPERTY)}" for key, value in properties.items())
+    return f"::{_GITHUB_LEVELS[one.severity]} {written}::{_escape(_text(one), _IN_TEXT)}"
+
+
+def _text(one: Diagnostic) -> str:
+    return f"{message(one)}. {one.remedy}"
+
+
+def _escape(text: str, table: Mapping[str, str]) -> str:
+    return "".join(table.get(char, char) for char in text)
+
+
+_SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_SARIF_LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
+
+
+def sarif(report: Report) -> str:
+    """SARIF 2.1.0, the format of code scanning: a log of one run, with the rules that found something."""
+    codes = list(dict.fromkeys(one.code for one in report.diagnostics))
+    rules = {rule.code: rule for rule in report.rules}
+    run = {
+        "tool": {"driver": {"name": "ds-compress lint", "rules": [_rule(rules[code]) for code in codes]}},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(one, codes.index(one.code)) for one in report.diagnostics],
+    }
+    return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.summary},
+        "fullDescription": {"text": rule.reason},
+        "defaultConfiguration": {"level": _SARIF_LEVELS[rule.severity or "error"]},
+        "properties": {"tags": [rule.family]},
+    }
+
+
+def _result(one: Diagnostic, rule: int) -> dict[str, Any]:
+    artifact = {"uri": _uri(one.place.file)}
+    place = {"physicalLocation": {"artifactLocation": artifact, "region": _region(one.place)}}
+    result = {
+        "ruleId": one.code,
+        "ruleIndex": rule,
+        "level": _SARIF_LEVELS[one.severity],
+        "message": {"text": _text(one)},
+        "locations": [place],
+    }
+    return result if one.fix is None else {**result, "fixes": [_sarif_fix(one.fix, artifact)]}
+
+
+def _region(place: Place) -> dict[str, int]:
+    (line, column), (end_line, end_column) = place.start, place.end
+    return {"startLine": line, "startColumn": column, "endLine": end_line, "endColumn": end_column}
+
+
+def _sarif_fix(fix: Fix, artifact: dict[str, str]) -> dict[str, Any]:
+    change = {"artifactLocation": artifact, "replacements": [_replacement(edit) for edit in fix.edits]}
+    return {"description": {"text": fix.title}, "artifactChanges": [change]}
+
+
+def _replacement(edit: Edit) -> dict[str, Any]:
+    region = {"charOffset": edit.span.start, "charLength": edit.span.end - edit.span.start}
+    return {"deletedRegion": region, "insertedContent": {"text": edit.text}}
+
+
+def _uri(path: str) -> str:
+    """A path as a relative or absolute URI."""
+    return f"file://{quote(path)}" if path.startswith("/") else quote(path)

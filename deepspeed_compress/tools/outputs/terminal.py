@@ -1,0 +1,86 @@
+"""Diagnostics for people at a terminal, in colour or without, in texts that cannot do anything to it."""
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from deepspeed_compress.diagnostics import Diagnostic, Severity
+from deepspeed_compress.tools.outputs.report import Report, lines, message, option
+
+_BOLD, _BLUE = "1", "34"
+_STYLES: Mapping[Severity, str] = {"error": "1;31", "warning": "1;33", "info": "1;36"}
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_BEFORE, _WIDTH = 60, 120
+"""Of longer lines, so much is shown before the place, and in all."""
+
+
+def concise(report: Report) -> str:
+    """One line for each: `path:line:column: DSC123 name: what is wrong (at /pointer)`; and a summary."""
+    return lines((*(_headline(one, report.colour) for one in report.diagnostics), *report.closing))
+
+
+def full(report: Report) -> str:
+    """Each with its line, a caret under the place, and the remedy; and a summary."""
+    return "".join(f"{_block(one, report.colour)}\n" for one in report.diagnostics) + lines(report.closing)
+
+
+def statistics(report: Report) -> str:
+    """How often each rule found something, the most frequent first, and a summary. A star: `--fix` corrects some."""
+    by_code: dict[str, list[Diagnostic]] = defaultdict(list)
+    for one in report.diagnostics:
+        by_code[one.code].append(one)
+    ordered = sorted(by_code.values(), key=lambda found: (-len(found), found[0].code))
+    return lines((*(_count(found, report.colour) for found in ordered), *report.closing))
+
+
+def _headline(one: Diagnostic, colour: bool) -> str:
+    """All but the remedy."""
+    line, column = one.place.start
+    place = _paint(f"{_visible(one.place.file)}:{line}:{column}:", _BOLD, colour)
+    rule = _paint(f"{one.code} {one.name}:", _STYLES[one.severity], colour)
+    return f"{place} {rule} {_visible(message(one))}"
+
+
+def _block(one: Diagnostic, colour: bool) -> str:
+    line, _ = one.place.start
+    number, gutter = _paint(f"{line:>4} |", _BLUE, colour), _paint("     |", _BLUE, colour)
+    source, caret = _source(one)
+    shown = (f"{number} {source}", f"{gutter} {_paint(caret, _STYLES[one.severity], colour)}") if source.strip() else ()
+    remedy = f"{_visible(one.remedy)}{f' ({option(one)} does it)' if one.fix else ''}"
+    return lines((_headline(one, colour), *shown, f"{_paint('     =', _BLUE, colour)} {remedy}"))
+
+
+def _source(one: Diagnostic) -> tuple[str, str]:
+    """The line of the place, and a line with carets under it."""
+    text, span = one.place.text, one.place.region
+    start = text.rfind("\n", 0, span.start) + 1
+    end = text.find("\n", span.start)
+    end = len(text) if end < 0 else end
+    first = max(start, span.start - _BEFORE) if end - start > _WIDTH else start
+    last = min(end, first + _WIDTH)
+    carets = "^" * max(1, min(span.end, last) - span.start)
+    before = _visible(text[first : span.start])
+    return _visible(text[first:last].rstrip("\r")), _blank(before) + carets
+
+
+def _count(found: Sequence[Diagnostic], colour: bool) -> str:
+    one = found[0]
+    star = "[*]" if any(option(each) == "--fix" for each in found) else "[ ]"
+    return f"{len(found):>5}  {_paint(one.code, _STYLES[one.severity], colour)}  {star}  {one.severity:<7}  {one.name}"
+
+
+def _paint(text: str, style: str, colour: bool) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m" if colour else text
+
+
+def _visible(text: str) -> str:
+    """`text` on one line, without characters that move the cursor or turn text around."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _blank(text: str) -> str:
+    """White space as wide as `text`."""
+    return "".join(
+        "\t" if char == "\t" else "  " if unicodedata.east_asian_width(char) in "WF" else " " for char in text
+    )

@@ -1,0 +1,145 @@
+"""What all pictures share: matplotlib when it is there, axes in one style, labels that do not cover each other."""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["INSTALL", "Label", "can_plot", "check_plotting", "label_points", "plain_decades", "plot_bars", "style_axes"]
+
+INSTALL = "pip install 'deepspeed-compress[plot]'"
+COLOURS = ("#0b5394", "#e69138", "#38761d", "#a61c00", "#674ea7", "#76a5af", "#b45f06")
+GREY, GRID = "#8c959f", "#eaeef2"
+BAR, GAP = 0.22, 0.35
+"""Inches: height of a bar, and the space between two groups."""
+WIDTH = 9.0
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_plotting(option: str) -> None:
+    """Raises UnsupportedError when matplotlib, which `option` needs, is missing."""
+    if not can_plot():
+        raise UnsupportedError(f"{option} needs matplotlib; write: {INSTALL}")
+
+
+def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
+    """A title on the left, small ticks, a pale grid (None: no grid), no frame; a legend where something has a name."""
+    if title:
+        axes.set_title(title, fontsize=10, loc="left")
+    axes.tick_params(labelsize=8)
+    axes.set_axisbelow(True)
+    if grid is not None:
+        axes.grid(color=grid, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def plain_decades(axes: Any, limits: tuple[float, float] | None = None) -> None:
+    """Make the horizontal axis logarithmic, with plain numbers, from and to `limits` (None: its own)."""
+    axes.set_xscale("log")
+    low, high = limits or axes.get_xlim()
+    marks = [digit * 10.0**power for power in range(-9, 7) for digit in (1, 2, 5)]
+    inside = [mark for mark in marks if low <= mark <= high]
+    axes.set_xticks(inside, [f"{mark:g}" for mark in inside])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(low, high)
+
+
+BarChart = Mapping[str, Mapping[str, float]]
+"""Values by series, which has a colour, and by group of bars."""
+
+
+def plot_bars(charts: Sequence[tuple[str, BarChart]], axis: str, file: Path) -> None:
+    """Write horizontal bars with their values to the PNG `file`: titles and charts, one below the other."""
+    from matplotlib.figure import Figure
+
+    heights = [len(_groups(chart)) * (len(chart) * BAR + GAP) + 1.0 for _, chart in charts]
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
+    for place, (title, chart) in enumerate(charts):
+        _draw_bars(figure.add_subplot(grid[place, 0]), title, chart, axis)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def _groups(chart: BarChart) -> list[str]:
+    return list(dict.fromkeys(name for series in chart.values() for name in series))
+
+
+def _draw_bars(axes: Any, title: str, chart: BarChart, axis: str) -> None:
+    """On a logarithmic axis where the values differ much."""
+    names, values = _groups(chart), [value for series in chart.values() for value in series.values()]
+    step = len(chart) * BAR + GAP
+    for index, (label, series) in enumerate(chart.items()):
+        places = [names.index(name) * step + index * BAR for name in series]
+        bars = axes.barh(places, list(series.values()), 0.9 * BAR, color=COLOURS[index % len(COLOURS)], label=label)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    if max(values) > 8 * min(values):
+        plain_decades(axes, (0.9 * min(1.0, *values), 1.7 * max(values)))
+    else:
+        axes.set_xlim(0, 1.15 * max(values))
+    middle = (len(chart) - 1) * BAR / 2
+    axes.set_yticks([place * step + middle for place in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xlabel(axis, fontsize=9)
+    style_axes(axes, title)
+
+
+@dataclass(frozen=True)
+class Label:
+    """`text`, which belongs to the point (`x`, `y`) of the data."""
+
+    text: str
+    x: float
+    y: float
+
+
+def label_points(axes: Any, labels: Sequence[Label], fontsize: float = 8) -> None:
+    """Write each label at the nearest free place, joined to its point by a thin line. The axes have their final limits
+    and place: the figure has been drawn once.
+
+    Places are tried in growing circles; what is taken are the labels so far and all points, in pixels.
+    """
+    from matplotlib.transforms import Bbox
+
+    renderer, pixels = axes.figure.canvas.get_renderer(), axes.figure.dpi / 72
+    centres = [tuple(axes.transData.transform((label.x, label.y))) for label in labels]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
+    line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
+    for label, centre in zip(labels, centres, strict=True):
+        text = axes.annotate(
+            label.text, (label.x, label.y), (0, 0), textcoords="offset points", fontsize=fontsize, arrowprops=line
+        )
+        text.set_in_layout(False)
+        size = text.get_window_extent(renderer)
+        box = _free_place(centre, (size.width, size.height), taken, axes.get_window_extent())
+        text.set_position(((box.x0 - centre[0]) / pixels, (box.y0 - centre[1]) / pixels))
+        taken.append(box)
+
+
+def _free_place(centre: tuple[float, ...], size: tuple[float, float], taken: Sequence[Any], frame: Any) -> Any:
+    """The first place around `centre` that lies in `frame` and overlaps nothing; the nearest one if there is none."""
+    places = list(_places(centre, size))
+    inside = (box for box in places if frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1)
+    return next((box for box in inside if not any(box.overlaps(other) for other in taken)), places[0])
+
+
+def _places(centre: tuple[float, ...], size: tuple[float, float]) -> Iterator[Any]:
+    from matplotlib.transforms import Bbox
+
+    (x, y), (width, height) = centre, size
+    for distance, angle in product(range(8, 200, 6), range(0, 360, 30)):
+        dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+        # The label's edge, not its middle, keeps the distance.
+        left = x + distance * dx + width * (dx - 1) / 2
+        yield Bbox.from_bounds(left, y + distance * dy + height * (dy - 1) / 2, width, height)

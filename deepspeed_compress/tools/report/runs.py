@@ -1,0 +1,174 @@
+"""Runs as reports see them: one table of columns a run, by optimizer step, whoever wrote the files that it left."""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.errors import DataError
+from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, in_order, read_directory
+
+__all__ = ["SOURCES", "Columns", "Run", "load_runs"]
+
+Columns = dict[str, dict[int, Any]]
+
+_LOGGED = "compression_"
+"""In front of our names in the logs of Trainer and of DeepSpeed's monitors."""
+_CSV = "Train_Samples_"
+
+
+def _columns(lines: Iterable[Mapping[str, Any]], names: Mapping[str, str] = MappingProxyType({})) -> Columns:
+    """Values of `lines` by step, renamed by `names`."""
+    columns: Columns = {}
+    for line in lines:
+        for key, value in line.items():
+            finite = value is not None and not (isinstance(value, float) and not math.isfinite(value))
+            if finite and key not in ("step", "run"):
+                columns.setdefault(names.get(key, key), {})[int(line["step"])] = value
+    return columns
+
+
+def _metrics(files: RunDirectory) -> Columns:
+    columns = _columns(files.metrics, {"step_time_s": "step_ms"})
+    columns["step_ms"] = {step: 1e3 * seconds for step, seconds in columns.get("step_ms", {}).items()}
+    return columns
+
+
+def _trainer_log(files: RunDirectory) -> Columns:
+    return _columns(files.trainer_log, {"loss": "train_loss", "train_loss": "mean_train_loss"})
+
+
+def _statistics(files: RunDirectory) -> Columns:
+    columns = _columns(files.statistics)
+    # Older lines name the method alone.
+    columns.setdefault("settings", columns.get("method", {}))
+    return columns
+
+
+def _guarded_loss(files: RunDirectory) -> Columns:
+    """Of single steps, where nobody has logged anything better."""
+    return {"train_loss": _statistics(files).get("loss", {})}
+
+
+def _trainer_statistics(files: RunDirectory) -> Columns:
+    """Means over the steps between two logs, for runs without statistics of every step."""
+    return _stripped(_trainer_log(files))
+
+
+def _csv_monitor(files: RunDirectory) -> Columns:
+    """DeepSpeed's CSV monitor: a file a name, by samples seen."""
+    tables = {path.stem.removeprefix(_CSV): _read_csv(path) for path in _csv_files(files)}
+    gaps = [after - before for rows in tables.values() for before, after in pairwise([0, *sorted(rows)])]
+    # The learning rate is there for every step, so the smallest distance is one step.
+    batch = min((gap for gap in gaps if gap > 0), default=1)
+    by_step = {name: {samples // batch: value for samples, value in rows.items()} for name, rows in tables.items()}
+    return by_step | _stripped(by_step)
+
+
+def _csv_files(files: RunDirectory) -> set[Path]:
+    """In the directory that the configuration names, and up to two below that of the run."""
+    settings = (files.ds_config or {}).get("csv_monitor", {})
+    named = Path(settings.get("output_path") or files.directory) / settings.get("job_name", "")
+    found = [named.glob(f"{_CSV}*.csv"), *(files.directory.glob(f"{depth}{_CSV}*.csv") for depth in ("", "*/", "*/*/"))]
+    return {path for some in found for path in some}
+
+
+def _read_csv(path: Path) -> dict[int, float]:
+    """Values by samples. Every start of the program writes the heading again, and goes on from where it stood."""
+    with path.open(encoding="utf-8", newline="") as stream:
+        rows = [row for row in csv.reader(stream) if len(row) == 2 and row[0].isdecimal()]
+    standing = in_order({"step": int(samples), "value": float(value)} for samples, value in rows)
+    return {line["step"]: line["value"] for line in standing if math.isfinite(line["value"])}
+
+
+def _stripped(columns: Columns) -> Columns:
+    ours = {name: values for name, values in columns.items() if name.startswith(_LOGGED)}
+    return {name.removeprefix(_LOGGED): values for name, values in ours.items()}
+
+
+SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
+    _metrics,
+    _statistics,
+    _trainer_log,
+    _trainer_statistics,
+    _guarded_loss,
+    _csv_monitor,
+)
+"""In order of preference: a column comes whole from the first that has it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """`role`: "run" or "baseline", which is the name of its colour too. `columns`: values by step, named as in
+    `StepStatistics`."""
+
+    name: str
+    role: str
+    files: RunDirectory
+    columns: Columns
+    events: tuple[Mapping[str, Any], ...]
+
+    def column(self, key: str) -> dict[int, Any]:
+        """Values by step, in order of steps; empty when no file of the run has them."""
+        return dict(sorted(self.columns.get(key, {}).items()))
+
+    @property
+    def first_step(self) -> int:
+        return min(self._steps)
+
+    @property
+    def last_step(self) -> int:
+        return max(self._steps)
+
+    @property
+    def _steps(self) -> set[int]:
+        """At least one."""
+        written = {step for values in self.columns.values() for step in values}
+        return written | {int(event["step"]) for event in self.events}
+
+    @property
+    def status(self) -> str:
+        """Whether the run has ended, as far as its files tell."""
+        trainer, steps = self.files.trainer, self.last_step
+        if self.files.summary or (trainer and trainer["global_step"] >= trainer["max_steps"]):
+            return f"finished, {steps:,} steps"
+        if trainer:
+            return f"still going: step {steps:,} of {trainer['max_steps']:,}"
+        if (self.files.directory / METRICS).is_file():
+            return f"still going: {steps:,} steps so far"
+        return f"{steps:,} steps so far (its files do not tell whether it has ended)"
+
+
+def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:
+    """The baseline, if any, then the run; finished or not. Raises DataError when a directory holds no run."""
+    if baseline is None:
+        return [_load(run_dir, run_dir.resolve().name, "run")]
+    former, name = _distinct_names(baseline.resolve(), run_dir.resolve())
+    return [_load(baseline, former, "baseline"), _load(run_dir, name, "run")]
+
+
+def _distinct_names(first: Path, second: Path) -> tuple[str, str]:
+    """The last parts of two paths, as many as tell them apart: none/seed0 and int4/seed0."""
+    for count in range(1, min(len(first.parts), len(second.parts))):
+        names = "/".join(first.parts[-count:]), "/".join(second.parts[-count:])
+        if names[0] != names[1]:
+            return names
+    return str(first), str(second)
+
+
+def _load(directory: Path, name: str, role: str) -> Run:
+    files = read_directory(directory)
+    columns: Columns = {}
+    for source in SOURCES:
+        columns = source(files) | {key: values for key, values in columns.items() if values}
+    if not any(columns.values()):
+        raise DataError(
+            f"{directory}: holds no run (none of metrics.jsonl, compression.jsonl, trainer_state.json, checkpoint-*, "
+            "Train_Samples_*.csv with lines in it); give the output directory of a run, or the monitor.path of its "
+            "section"
+        )
+    return Run(name, role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"]))))

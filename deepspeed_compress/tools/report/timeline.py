@@ -1,0 +1,156 @@
+"""What happens over the steps of a run: its events, and the settings that are in force."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, groupby
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.config.numbers import span
+from deepspeed_compress.tools.report.runs import Run
+
+__all__ = [
+    "SHOWN",
+    "SYMBOLS",
+    "Marker",
+    "SettingsInterval",
+    "SettingsTimeline",
+    "Symbol",
+    "event_head",
+    "event_rows",
+    "markers",
+    "setting_colours",
+    "settings_timelines",
+    "steps_by_setting",
+]
+
+SHOWN = 300
+"""Rows of the table of events: the last ones."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """`outline`: of a symbol around (0, 0), as an SVG path; `marker`: the same in matplotlib."""
+
+    title: str
+    colour: str
+    outline: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class Marker:
+    """An event at `step`; `text` is what a pointer on it shows."""
+
+    step: int
+    symbol: Symbol
+    text: str
+
+
+_TRIANGLE, _SQUARE = "M0-4.6 4.6 3.6H-4.6Z", "M-3.6-3.6H3.6V3.6H-3.6Z"
+_DIAMOND, _DOT = "M0-4.8 4.8 0 0 4.8-4.8 0Z", "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0-6.8 0Z"
+
+_ROLLBACK = Symbol("roll-back", "purple", _SQUARE, "s")
+_CHANGE = Symbol("change of settings", "run", _DOT, "o")
+SYMBOLS: Mapping[str, Symbol] = MappingProxyType(
+    {
+        "anomaly": Symbol("anomaly", "red", _TRIANGLE, "^"),
+        "rollback": _ROLLBACK,
+        "checkpoint_rollback": _ROLLBACK,
+        "full_sync": Symbol("full synchronisation", "green", _DIAMOND, "D"),
+        "schedule": _CHANGE,
+        "return": _CHANGE,
+        "adapt": _CHANGE,
+        "residuals_cleared": Symbol("residuals cleared", "yellow", _DIAMOND, "d"),
+    }
+)
+_OTHER = Symbol("other event", "muted", _DOT, "o")
+
+
+def markers(run: Run) -> tuple[Marker, ...]:
+    """Every event of `run`."""
+    return tuple(
+        Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), f"step {event['step']}: {_what(event)}")
+        for event in run.events
+    )
+
+
+def event_head() -> list[str]:
+    """Column titles of `event_rows`."""
+    return ["step", "event", "why", "settings"]
+
+
+def event_rows(run: Run) -> list[list[str]]:
+    """The last events as rows of text."""
+    return [
+        [f"{event['step']:,}", _kind(event), str(event.get("reason", "")), _settings(event)]
+        for event in run.events[-SHOWN:]
+    ]
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    return str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    return ", ".join(text for text in (_kind(event), str(event.get("reason", "")), _settings(event)) if text)
+
+
+def _settings(event: Mapping[str, Any]) -> str:
+    before, after = event.get("before"), event.get("after")
+    return str(after or "") if before == after or not before else f"{before} \N{RIGHTWARDS ARROW} {after}"
+
+
+@dataclass(frozen=True)
+class SettingsInterval:
+    """Steps `first` to `last` with one setting."""
+
+    setting: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class SettingsTimeline:
+    """The settings in force over the steps of a run."""
+
+    run: str
+    intervals: tuple[SettingsInterval, ...]
+
+
+def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
+    """One of each run that tells its settings."""
+    told = [(run, list(run.column("settings").items())) for run in runs]
+    return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in told if settings]
+
+
+def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
+    """A setting lasts from the measured step that shows it first to the last one in a row."""
+    groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
+    return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
+
+
+UNCOMPRESSED = "none"
+_COLOURS = ("run", "purple", "green", "yellow", "orange", "run-soft", "red")
+_RANGES = 6
+"""Named of one setting; more are counted."""
+
+
+def setting_colours(timelines: Sequence[SettingsTimeline]) -> dict[str, str]:
+    """The same setting has the same colour in every run; without compression it is that of baselines."""
+    settings = dict.fromkeys(interval.setting for timeline in reversed(timelines) for interval in timeline.intervals)
+    chosen = zip((setting for setting in settings if setting != UNCOMPRESSED), cycle(_COLOURS), strict=False)
+    return ({UNCOMPRESSED: "baseline"} if UNCOMPRESSED in settings else {}) | dict(chosen)
+
+
+def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
+    """Every setting, with the measured steps that had it."""
+    found: dict[str, list[str]] = {}
+    for interval in timeline.intervals:
+        found.setdefault(interval.setting, []).append(span(interval.first, interval.last))
+    return {setting: f"steps {_listed(steps)}" for setting, steps in found.items()}
+
+
+def _listed(steps: Sequence[str]) -> str:
+    left = len(steps) - _RANGES
+    return ", ".join(steps[:_RANGES]) + (f", and {left} more times" if left > 0 else "")

@@ -1,0 +1,163 @@
+"""What a run writes and shows: metrics.jsonl line by line, summary.json at the end, progress on rank 0."""
+
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.monitor import KINDS
+from deepspeed_compress.tools.files import write_text
+from deepspeed_compress.tools.run_directory import METRICS, Line, read_metrics, read_statistics
+
+__all__ = ["Display", "Metrics", "Throttled", "check_new", "compression_figures", "display", "final_figures"]
+
+
+def check_new(output_dir: Path) -> None:
+    """Raises ConfigError when `output_dir` holds a run already: a run is not overwritten by accident."""
+    if (output_dir / METRICS).is_file():
+        raise ConfigError(f"--output-dir {output_dir}: holds a run already; write --resume to go on, or choose another")
+
+
+class Metrics:
+    """Appends to metrics.jsonl on the first rank; does nothing on others. A line that cannot be written is lost, for
+    other ranks would wait for the one that stops; CompressWarning for the first."""
+
+    def __init__(self, output_dir: Path, visible: bool) -> None:
+        self.file, self.visible = output_dir / METRICS, visible
+        self._told = False
+
+    def begin(self, step: int) -> None:
+        """Keep the lines up to `step`, where the run starts or resumes; later ones will come again."""
+        if not self.visible:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_metrics(self.file.parent) if line["step"] <= step]
+        write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add(self, **values: float | None) -> None:
+        """One line."""
+        try:
+            if self.visible:
+                with self.file.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(values) + "\n")
+        except OSError as error:
+            if not self._told:
+                warnings.warn(f"{self.file} cannot be written ({error.strerror})", CompressWarning, stacklevel=2)
+            self._told = True
+
+
+def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: str | None = None) -> dict[str, Any]:
+    """The figures of summary.json which follow from what was logged.
+
+    Step times are medians: the first steps of a run are slower. The compression figures are means over the
+    monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
+    """
+    lines = read_metrics(output_dir)
+    last_eval: Line = next((line for line in reversed(lines) if "eval_loss" in line), {})
+    times = [line["step_time_s"] for line in lines if "step_time_s" in line]
+    median = statistics.median(times) if times else None
+    return {
+        "eval_loss": last_eval.get("eval_loss"),
+        "median_step_s": median,
+        "tokens_per_s": batch_tokens / median if median else None,
+        **compression_figures(read_statistics(monitor_dir, run)),
+    }
+
+
+def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
+    """Of lines of compression.jsonl: mean bytes that one rank sends in a step, of every kind that all lines have, and
+    how many times fewer all of them, and those of gradients, are than uncompressed (None when nothing is sent)."""
+    if not lines:
+        return {}
+    kinds = [name for name in lines[0] if name.startswith("bytes_")]
+    kinds = [name for name in kinds if all(line.get(name) is not None for line in lines)]
+    means = {f"{name}_per_step": statistics.fmean(line[name] for line in lines) for name in kinds}
+    sent, uncompressed = means["bytes_sent_per_step"], means["bytes_uncompressed_per_step"]
+    return {**means, **_total(lines), "compression_ratio": uncompressed / sent if sent else None}
+
+
+def _total(lines: Sequence[Line]) -> dict[str, float | None]:
+    """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
+    if any("total_ratio" not in line for line in lines):
+        return {}
+    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in KINDS)) for line in lines]
+    sent = sum(size for _, size in known)
+    return {"compression_total_ratio": sum((ratio or 0) * size for ratio, size in known) / sent if sent else None}
+
+
+class Display(Protocol):
+    """Where a long piece of work shows how far it is."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        """Work stands at `done` of `total`."""
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+
+
+class Silent:
+    """For ranks other than the first."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        pass
+
+
+class Lines:
+    """For a file or a pipe: one plain line at a time, flushed."""
+
+    def show(self, done: int, total: int, text: str) -> None:
+        print(f"{done}/{total}  {text}", flush=True)
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Bar:
+    """For a terminal."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress, self.task = progress, task
+
+    def show(self, done: int, total: int, text: str) -> None:
+        self.progress.update(self.task, completed=done, total=total, text=text)
+
+    def line(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False)
+
+
+@contextmanager
+def display(label: str, visible: bool) -> Iterator[Display]:
+    """A display named `label`; a silent one unless `visible`."""
+    console = Console()
+    if not visible:
+        yield Silent()
+    elif not console.is_terminal:
+        yield Lines()
+    else:
+        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as progress:
+            yield Bar(progress, progress.add_task(label, total=None, text=""))
+
+
+class Throttled:
+    """Shows work in bytes, as MB, every few seconds: short work stays silent."""
+
+    def __init__(self, target: Display, seconds: float = 3.0) -> None:
+        self.target, self.seconds, self.due = target, seconds, time.monotonic() + seconds
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self.due:
+            self.due = now + self.seconds
+            self.target.show(done // 1_000_000, total // 1_000_000, f"MB, {what}")

@@ -1,0 +1,46 @@
+"""Pages of the site that do not lie in docs/: the README as home, the changelog, the configurations."""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+HOME = "index.md"
+ELSEWHERE = ("CHANGELOG.md", "LICENSE", "configs")
+_SOURCE = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(?:deepspeed_compress|launch|tests)/[^)]*\)")
+_LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what lies elsewhere, by its path in the repository; README.md is the home page."""
+    places = [ROOT / name for name in ELSEWHERE]
+    found = [file for place in places for file in (sorted(place.rglob("*.*")) if place.is_dir() else [place])]
+    for file in found:
+        files.append(File.generated(config, file.relative_to(ROOT).as_posix(), abs_src_path=str(file)))
+    files.append(File.generated(config, HOME, abs_src_path=str(ROOT / "README.md")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links between files of the repository become those between pages of the site, which has no sources."""
+    place = page.file.src_uri
+    return _LINK.sub(lambda found: f"]({_relative(found[1], place)}", _SOURCE.sub(r"\1", markdown))
+
+
+def _relative(link: str, place: str) -> str:
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(_in_repository(place)), link))
+    return posixpath.relpath(_on_site(target), posixpath.dirname(place) or ".")
+
+
+def _in_repository(place: str) -> str:
+    if place == HOME:
+        return "README.md"
+    return place if place.startswith(ELSEWHERE) else f"docs/{place}"
+
+
+def _on_site(file: str) -> str:
+    return HOME if file == "README.md" else file.removeprefix("docs/")

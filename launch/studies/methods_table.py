@@ -1,0 +1,258 @@
+"""Train a small GPT-2 with every compression method, all else equal; loss, bytes and time in a table and a plot.
+
+Each run is a process whose threads are its ranks (see methods_lab). Finished runs are kept and not repeated; the table
+shows all that are there. Remove the runs of a method after a change of its code.
+
+examples, from the root of the repository:
+  python -m launch.studies.methods_table --data data/shakespeare --output-dir runs/table --jobs 2
+  python -m launch.studies.methods_table --data data/shakespeare --output-dir runs/table --only 'demo|powersgd' \\
+      --seeds 0 1 2
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from deepspeed_compress.config.numbers import shown
+from deepspeed_compress.errors import CompressError, DataError
+from deepspeed_compress.models import read_model_config
+from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
+from launch.studies.methods_lab import Spec, digest, run
+from launch.studies.methods_plot import Point, draw
+from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS
+
+ZERO_1_BITS = 48
+"""Of an element and step in 16-bit training with DeepSpeed alone: gradients are all-reduced, weights gathered."""
+ROOT = Path(__file__).parents[2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    options = _options(argv)
+    # Before the processes of the runs import torch.
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        specs = _specs(options, _prepare_data(options))
+        failures = _run_missing(options, specs)
+        rows = table_rows({name: _results(options, specs, name) for name in SETTINGS})
+    except CompressError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if rows:
+        _report(options, rows)
+    return int(failures > 0)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.studies.methods_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
+    parser.add_argument("--output-dir", type=Path, required=True, help="runs, table.md and the plot go here")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; each takes one to four cores")
+    parser.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_2m.json")
+    parser.add_argument("--ranks", type=int, choices=range(2, 17), default=4, metavar="N")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences on each rank and step (default: 4)")
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence (default: 64)")
+    return parser.parse_args(argv)
+
+
+Run = tuple[str, int]
+"""A setting and a seed."""
+
+
+def _file(options: argparse.Namespace, name: str, seed: int) -> Path:
+    path: Path = options.output_dir / name / f"seed{seed}.json"
+    return path
+
+
+def _cache_dir(options: argparse.Namespace) -> Path:
+    path: Path = options.output_dir / "tokenizer" / "tokens"
+    return path
+
+
+def _prepare_data(options: argparse.Namespace) -> str:
+    """Train the tokenizer and encode the text where that is not done yet: the key of the tokens."""
+    files, tokenizer = text_files(options.data), options.output_dir / "tokenizer"
+    if not (tokenizer / "tokenizer.json").is_file():
+        train_tokenizer(files, tokenizer, read_model_config(options.model).vocab_size)
+    key = cache_key(files, tokenizer)
+    build_cache(files, tokenizer, _cache_dir(options), key)
+    return key
+
+
+def _specs(options: argparse.Namespace, data: str) -> dict[Run, Spec]:
+    common = {"steps": options.steps, "ranks": options.ranks, "micro_batch": options.micro_batch}
+    common |= {"seq_len": options.seq_len, "model": digest(options.model), "data": data}
+    specs = {}
+    for name, setting in SETTINGS.items():
+        section = {key: value for key, value in setting.items() if key != "betas"}
+        for seed in options.seeds:
+            specs[name, seed] = Spec(section=section, betas=setting.get("betas", ADAM), seed=seed, **common)
+    return specs
+
+
+def _run_missing(options: argparse.Namespace, specs: Mapping[Run, Spec]) -> int:
+    """Run what is not there yet; the number of runs that failed."""
+    asked = [chosen for chosen in specs if chosen[0] == BASELINE or options.only.search(chosen[0])]
+    missing = [chosen for chosen in asked if _read(_file(options, *chosen), specs[chosen]) is None]
+    failures = 0
+    # A fresh process for every run: what one leaves behind must not slow the next one down.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn, max_tasks_per_child=1) as pool, Progress() as progress:
+        task = progress.add_task("runs", total=len(asked), completed=len(asked) - len(missing))
+        places = (options.model, _cache_dir(options))
+        futures = {pool.submit(_run, specs[chosen], *places, _file(options, *chosen)): chosen for chosen in missing}
+        for future in as_completed(futures):
+            name, seed = futures[future]
+            if error := future.exception():
+                failures += 1
+                progress.console.print(f"{name}, seed {seed}: {type(error).__name__}: {error}", style="red")
+            progress.update(task, advance=1, description=f"{name}, seed {seed} done")
+    return failures
+
+
+def _run(spec: Spec, model: Path, cache_dir: Path, file: Path) -> None:
+    """What the process of a run does: the file is there only when it is complete."""
+    result = {"spec": asdict(spec), **run(spec, model, cache_dir)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, result)
+
+
+def _read(file: Path, spec: Spec) -> dict[str, Any] | None:
+    """A finished run; None when it is not there. Raises DataError when it was made by another `spec`."""
+    if not file.is_file():
+        return None
+    result: dict[str, Any] = json.loads(file.read_text())
+    wanted = json.loads(json.dumps(asdict(spec)))
+    differing = [key for key, value in wanted.items() if result["spec"].get(key) != value]
+    if differing:
+        raise DataError(f"{file}: made with another {', '.join(differing)}; remove it, or use another --output-dir")
+    return result
+
+
+def _results(options: argparse.Namespace, specs: Mapping[Run, Spec], name: str) -> dict[int, dict[str, Any]]:
+    """The finished runs of a setting, by seed."""
+    found = {seed: _read(_file(options, name, seed), specs[name, seed]) for seed in options.seeds}
+    return {seed: result for seed, result in found.items() if result is not None}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: means over its seeds. `gaps`: loss above the baseline's with the same seed, in per cent."""
+
+    name: str
+    gradients: float
+    weights: float
+    with_warmup: float
+    gaps: tuple[float, ...]
+    compress_ms: float
+    decompress_ms: float
+
+    @property
+    def bits(self) -> float:
+        return self.gradients + self.weights
+
+    @property
+    def gap(self) -> float:
+        return fmean(self.gaps) if self.gaps else math.nan
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the seeds; 0 with one."""
+        return stdev(self.gaps) if len(self.gaps) > 1 else 0.0
+
+
+def table_rows(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[Row]:
+    """Rows of the settings that have results (by setting and seed), fewest bits first."""
+    base = {seed: result["eval_loss"] for seed, result in results[BASELINE].items()}
+    rows = [_row(name, by_seed, base) for name, by_seed in results.items() if by_seed]
+    return sorted(rows, key=lambda row: row.bits)
+
+
+def _row(name: str, by_seed: Mapping[int, Mapping[str, Any]], base: Mapping[int, float]) -> Row:
+    keys = ("bits_gradients", "bits_weights", "bits_with_warmup", "compress_ms", "decompress_ms")
+    gradients, weights, total, *times = (fmean(result[key] for result in by_seed.values()) for key in keys)
+    gaps = tuple(100 * (result["eval_loss"] / base[seed] - 1) for seed, result in by_seed.items() if seed in base)
+    return Row(name, gradients, weights, total, gaps, *times)
+
+
+HEAD = (
+    "setting",
+    "gradients, bits",
+    "weights, bits",
+    "fewer bytes than ZeRO 1",
+    "with dense start, bits",
+    "gap",
+    "seeds",
+    "compress, ms",
+    "decompress, ms",
+)
+
+
+def cells(row: Row) -> list[str]:
+    """`row` in the columns of `HEAD`."""
+    spread = f" ± {row.spread:.2f}" if len(row.gaps) > 1 else ""
+    gap = f"{row.gap:+.2f}{spread} %" if math.isfinite(row.gap) else "diverged" if row.gaps else "-"
+    return [
+        row.name,
+        f"{row.gradients:.3f}",
+        f"{row.weights:.3f}",
+        shown(ZERO_1_BITS / row.bits, ".1f", suffix="x"),
+        f"{row.with_warmup:.3f}",
+        gap,
+        str(len(row.gaps)),
+        f"{row.compress_ms:.1f}",
+        f"{row.decompress_ms:.1f}",
+    ]
+
+
+def _report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print the table; write it as Markdown, and the plot."""
+    title = f"{options.steps} steps, {options.ranks} ranks; bits and CPU time of a rank by parameter and step"
+    table = Table(title=title, title_justify="left")
+    for index, heading in enumerate(HEAD):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    (options.output_dir / "table.md").write_text(markdown(rows), encoding="utf-8")
+    draw(_points(rows), [options.output_dir / f"table.{suffix}" for suffix in ("png", "svg")])
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The table in Markdown."""
+    lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(cells, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _points(rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """What the plot shows, by panel: weights that are not compressed would hide what gradients cost."""
+    alone = [Point(row.name, row.gradients, row.gap, row.spread) for row in rows if "+" not in row.name]
+    both = [Point(row.name, row.bits, row.gap, row.spread) for row in rows if "+" in row.name]
+    return {"Bits of gradients, beside weights in 16 bits": alone, "Bits of gradients + weights": both}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What monitoring and steering cost: the end of a step with and without them, against the time of the whole step.
+
+    torchrun --nproc_per_node 2 launch/studies/monitoring_cost.py --steps 200
+
+Engines of the same model, one a setting, take a step in turn, so that whatever else the machine does meets all of them
+alike. The ranks wait for each other before the clock starts: a rank that is late is none of the monitor's cost.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepspeed_compress
+from deepspeed_compress.models import build_model, read_model_config
+
+SEQUENCES, TOKENS = 4, 128
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "monitor every 10": {"monitor": {"every": 10, "path": "ten"}},
+    "monitor every 1": {"monitor": {"every": 1, "path": "one"}},
+    "schedule": {"schedule": {"phases": [{"until": 0.5}, {"gradients": {"bits": 4}}], "total_steps": 10**6}},
+    "guard": {"guard": {}},
+    "adaptive, measured every 10": {"adaptive": {"probe_every": 10, "max_error": 0.05}},
+}
+"""Keys of the section, beside 4-bit gradients; with so small an error allowed, adaptation stays with 8 bits or none."""
+WARM_UP, WINDOW = 10, 10
+"""Steps: left out at the beginning, and of which the mean is taken before the median."""
+
+
+class Timed:
+    """An engine, and how long its steps and the ends of its steps took, in milliseconds."""
+
+    def __init__(self, model_file: Path, keys: dict[str, Any], directory: Path) -> None:
+        model = build_model(model_file, read_model_config(model_file), seed=0)
+        monitor = dict(keys.get("monitor", {}))
+        if "path" in monitor:
+            monitor["path"] = str(directory / monitor["path"])
+        section = {"gradients": {"bits": 4}, **keys, "monitor": monitor}
+        ds_config = {
+            "train_micro_batch_size_per_gpu": SEQUENCES,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "zero_optimization": {"stage": 2},
+            "deepspeed_compress": section,
+        }
+        self.engine = deepspeed_compress.initialize(
+            model=model, model_parameters=list(model.parameters()), config=ds_config
+        )[0]
+        self.steps: list[float] = []
+        self.ends: list[float] = []
+        self._finish = self.engine.compression.finish
+        self.engine.compression.finish = self._timed_finish
+
+    def _timed_finish(self, finished: Any) -> Any:
+        dist.barrier()
+        begin = time.perf_counter()
+        result = self._finish(finished)
+        self.ends.append(1e3 * (time.perf_counter() - begin))
+        return result
+
+    def step(self, tokens: torch.Tensor) -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
+        self.engine.step()
+        self.steps.append(1e3 * (time.perf_counter() - begin))
+
+    def end(self) -> float:
+        """Median over windows of the mean: of ten steps, one may be measured."""
+        ends = self.ends[WARM_UP:]
+        return statistics.median(
+            statistics.fmean(ends[first : first + WINDOW]) for first in range(0, len(ends), WINDOW)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_2m.json"), help="a model's config")
+    parser.add_argument("--steps", type=int, default=200, help="of each engine, a multiple of 10 (default: 200)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        timed = {name: Timed(options.model, keys, Path(directory)) for name, keys in SETTINGS.items()}
+        words = read_model_config(options.model).vocab_size
+        for _ in range(WARM_UP + options.steps):
+            tokens = torch.randint(words, (SEQUENCES, TOKENS), device=next(iter(timed.values())).engine.device)
+            for one in timed.values():
+                one.step(tokens)
+    if dist.get_rank() == 0:
+        show(timed)
+
+
+def show(timed: dict[str, Timed]) -> None:
+    without = timed["nothing"].end()
+    for name, one in timed.items():
+        step = statistics.median(one.steps[WARM_UP:])
+        cost = one.end() - without
+        print(f"{name}: step {step:.1f} ms, its end {one.end():.3f} ms, this costs {cost:.3f} ms ({cost / step:.2%})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The comparisons of runs: their settings are valid, and what they make of the figures of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.config import SECTION, find_problems
+from deepspeed_compress.tools.run_directory import METRICS, read_metrics
+from deepspeed_compress.tools.time_to_loss import curve
+from launch.studies.compare_runs import BASELINE, FILES, OF_LOSS, OF_TIME, main, traffic
+from tests.support.runs import write_lines
+
+
+@pytest.mark.parametrize("name", OF_TIME)
+def test_its_settings_are_valid(name: str) -> None:
+    ds_config = json.loads(FILES.get(name, Path("configs/zero1_int4_weights.json")).read_text())
+    assert not find_problems(ds_config | ({SECTION: OF_TIME[name]} if OF_TIME[name] else {}))
+
+
+@pytest.mark.parametrize("name", OF_LOSS)
+def test_settings_of_the_comparison_of_losses_are_valid(name: str) -> None:
+    ds_config = json.loads(Path("configs/zero2_none.json").read_text())
+    assert not find_problems({**ds_config, SECTION: ds_config[SECTION] | OF_LOSS[name]})
+
+
+def test_the_reference_is_uncompressed() -> None:
+    assert OF_TIME[BASELINE] == OF_LOSS[BASELINE] == {"gradients": {"method": "none"}}
+
+
+def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> None:
+    """Neither their bytes nor their time: the second process went on from step 2."""
+    first, second = ({"id": "a", "started": f"2026-01-0{day}", "since": since} for day, since in ((1, 0), (2, 2)))
+    sent = [(2, 10, first), (4, 1000, first), (3, 20, second), (4, 30, second)]
+    lines = [{"step": step, "bytes_sent": size, "bytes_uncompressed": 60, "run": run} for step, size, run in sent]
+    write_lines(tmp_path / "compression.jsonl", lines)
+    assert traffic(tmp_path) == (20, 3)
+    metrics = [{"step": step, "step_time_s": seconds} for step, seconds in ((1, 9.0), (2, 1.0), (3, 500.0))]
+    metrics += [{"step": 2, "eval_loss": 8.0}, {"step": 3, "step_time_s": 2.0}, {"step": 3, "eval_loss": 7.0}]
+    write_lines(tmp_path / METRICS, metrics)
+    assert curve(read_metrics(tmp_path)) == [(1.0, 8.0), (3.0, 7.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
+    model = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    (tmp_path / "model.json").write_text(json.dumps(model | {"bos_token_id": 0, "eos_token_id": 0}))
+    arguments = ["--data", str(tmp_path / "text.txt"), "--model", str(tmp_path / "model.json"), "--steps", "2"]
+    arguments += ["--output-dir", str(tmp_path / "out"), "--settings", "none", "int4", "--seeds", "0"]
+    assert main(["loss", *arguments, "--seq-len", "16"]) == 0
+    rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "│" in line]
+    assert [row[1].strip() for row in rows] == ["none", "none", "int4", "int4"]
+    assert float(rows[2][6]) > 4
+    times = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("summary.json")}
+    assert main(["loss", *arguments, "--seq-len", "16"]) == 0
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("summary.json")} == times

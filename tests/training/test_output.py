@@ -1,0 +1,103 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.errors import CompressWarning, ConfigError, DataError
+from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.tools.run_directory import read_lines, read_summary
+from deepspeed_compress.training.output import (
+    Metrics,
+    check_new,
+    final_figures,
+)
+
+
+def test_resuming_drops_the_lines_that_will_come_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, visible=True)
+    metrics.begin(0)
+    for step in (1, 2, 3):
+        metrics.add(step=step, train_loss=1.0)
+    metrics.begin(2)
+    metrics.add(step=3, train_loss=2.0)
+    assert [(line["step"], line["train_loss"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+    ]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "run", visible=False)
+    metrics.begin(0)
+    metrics.add(step=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_line_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    """The other ranks would wait for the one that writes."""
+    metrics = Metrics(tmp_path / "run", visible=True)
+    metrics.begin(0)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run").rmdir()
+    with pytest.warns(CompressWarning, match=r"metrics\.jsonl cannot be written"):
+        metrics.add(step=1)
+    metrics.add(step=2)
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    check_new(tmp_path)
+    Metrics(tmp_path, visible=True).begin(0)
+    with pytest.raises(ConfigError, match="holds a run already; write --resume"):
+        check_new(tmp_path)
+
+
+def test_figures_of_a_run(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, visible=True)
+    metrics.begin(0)
+    for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0)):
+        metrics.add(step=step, train_loss=1.0, step_time_s=seconds)
+    metrics.add(step=3, eval_loss=0.5)
+    lines = [{"step": step, "bytes_sent": 10, "bytes_uncompressed": 80} for step in (1, 2)]
+    (tmp_path / "compression.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert final_figures(tmp_path, tmp_path, batch_tokens=100) == {
+        "eval_loss": 0.5,
+        "median_step_s": 2.0,
+        "tokens_per_s": 50.0,
+        "bytes_sent_per_step": 10,
+        "bytes_uncompressed_per_step": 80,
+        "compression_ratio": 8.0,
+    }
+
+
+def test_nothing_sent_has_no_ratio(tmp_path: Path) -> None:
+    (tmp_path / "compression.jsonl").write_text('{"step": 1, "bytes_sent": 0, "bytes_uncompressed": 0}\n')
+    assert final_figures(tmp_path, tmp_path, 1)["compression_ratio"] is None
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"st')
+    assert read_lines(file) == [{"step": 1}]
+    file.write_text('{"st\n{"step": 1}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not JSON"):
+        read_lines(file)
+
+
+def test_summaries(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no summary\.json"):
+        read_summary(tmp_path)
+    write_json(tmp_path / "summary.json", {"steps": 3})
+    assert read_summary(tmp_path) == {"steps": 3}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        read_summary(tmp_path)
+
+
+def test_abandoned_steps_are_in_no_figure(tmp_path: Path) -> None:
+    """Whoever resumes cuts the file; a program that was killed before it could has not."""
+    times = [(1, 1.0), (2, 1.0), (3, 90.0), (4, 90.0), (3, 2.0)]
+    lines = [{"step": step, "step_time_s": seconds} for step, seconds in times]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert final_figures(tmp_path, tmp_path, 10)["median_step_s"] == 1.0
