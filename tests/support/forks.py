@@ -99,6 +99,8 @@ def _run(
 
     # What is imported is no garbage.
     gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _be_silent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -108,6 +110,14 @@ def _run(
         result.send((True, work(rank, *args)))
     except BaseException:
         result.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _be_silent() -> None:
+    """Beside other tests nobody captures what is written; errors go another way."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _end_with_parent() -> None:
