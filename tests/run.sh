@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that:
-# bash tests/run.sh -m "slow or not slow" runs all tests, as CI does.
+# bash tests/run.sh -m "slow or not slow" runs all tests, as CI does. With --coverage first, what the tests reach is
+# measured, in every process that they start, and shown at the end. See docs/testing.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,9 +21,15 @@ export TORCH_EXTENSIONS_DIR="$(cd "$venv" && pwd)/torch_extensions"
 find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
 
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+coverage=()
+if [ "${1:-}" = --coverage ]; then
+    shift
+    # Everything takes twice as long.
+    coverage=(--cov --cov-report=term:skip-covered --timeout 1200)
+fi
 ruff check .
 ruff format --check .
 mypy
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 [ $# -gt 0 ] || set -- -m "not slow"
-python -m pytest "$@"
+python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

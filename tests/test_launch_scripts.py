@@ -15,8 +15,6 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.support.forks import free_port
-
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("single_node", "multi_node", "slurm", "torchrun")
 CONFIG = "configs/zero2_int4.json"
@@ -264,7 +262,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
         ("slurm", {**SLURM, "RANKS": "1", "NODES_OF_JOB": "localhost"}),
     ],
 )
-def test_two_ranks_train(script: str, settings: dict[str, str], tools: Path, tmp_path: Path) -> None:
+def test_two_ranks_train(script: str, settings: dict[str, str], tools: Path, port: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     model = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
@@ -272,7 +270,7 @@ def test_two_ranks_train(script: str, settings: dict[str, str], tools: Path, tmp
     files = {"data": "text.txt", "model": "model.json", "output-dir": "run"}
     options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
     options += ["--steps", "2", "--seq-len", "16", "--eval-batches", "1", "--sample-tokens", "0"]
-    settings = settings | {"HOSTFILE": str(tmp_path / "hosts"), "MASTER_PORT": str(free_port())}
+    settings = settings | {"HOSTFILE": str(tmp_path / "hosts"), "MASTER_PORT": port}
     process = start(script, [CONFIG, *options], settings, tools)
     assert process.returncode == 0, process.stdout + process.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
 from deepspeed_compress.tools.bench.step_results import FORMS, plot_steps, step_table
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from deepspeed_compress.tools.plots import check_plotting
-from tests.support.forks import free_port
 from tests.support.hosts import needs_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -185,13 +183,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def torchrun() -> Iterator[tuple[str, ...]]:
+def torchrun(port: str) -> tuple[str, ...]:
     """How to start two processes with a launcher."""
-    port = free_port()
-    yield "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)
-    # As in `forks`: DeepSpeed leaves shared memory behind.
-    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):
-        leftover.unlink(missing_ok=True)
+    return "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port
 
 
 def bench(output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

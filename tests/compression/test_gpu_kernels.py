@@ -18,7 +18,11 @@ from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    # The interpreter takes its time.
+    pytest.mark.rotating(7, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_kernels.py"),
+]
 
 FORMS = {
     "int8": BlockFormat("absmax", 127, 8, 256),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
+from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.compressors.block_topk import BlockTopK
 from deepspeed_compress.compression.compressors.randomk import RandomK
 from deepspeed_compress.compression.compressors.topk import TopK
@@ -308,3 +309,13 @@ def test_the_kept_values_are_compressed_as_one_vector(outer: TopK | RandomK | Bl
     values = encode(outer, x, key)[-4 * outer.kept(x.numel()) :].view(torch.float32)
     sent = encode(replace(outer, values=inner), x, key)
     assert torch.equal(sent[-inner.payload_bytes(len(values)) :], encode(inner, values, key))
+
+
+def test_senders_of_a_message_draw_the_same_positions() -> None:
+    """So a sum over ranks is as sparse as each part; their rounding has keys that differ."""
+    keys = [message_key((7, 3, 0, 1), sender) for sender in range(4)]
+    codec, x = RandomK(0.1, 64), torch.ones(300)
+    first, *others = [transmit(codec, x, key) for key in keys]
+    assert all(torch.equal(first, other) for other in others)
+    assert len({key & 0xFFFFFFFF for key in keys}) == len(keys)
+    assert not torch.equal(first, transmit(codec, x, message_key((7, 4, 0, 1), 0)))

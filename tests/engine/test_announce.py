@@ -10,7 +10,7 @@ import pytest
 from deepspeed_compress.compression.residuals import Residuals
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
-from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 WHOLE = {"reduce_bucket_size": 10**6}
 FIGURES = re.compile(
@@ -73,10 +73,10 @@ def compare(line: str, seen: dict[str, float], messages: int = 1) -> None:
     assert kept == pytest.approx(seen["kept"], rel=0.05, abs=64 * messages)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_method_sends_and_keeps_what_the_line_says(stage: int) -> None:
-    first, second = run_forks(2, measure, *(job(stage, one) for one in SETTINGS.values()), timeout=200)
-    for name, (line, seen) in zip(SETTINGS, first, strict=True):
+@pytest.mark.parametrize(("stage", "names"), by_stage(list(SETTINGS)))
+def test_every_method_sends_and_keeps_what_the_line_says(stage: int, names: list[str]) -> None:
+    first, second = run_forks(2, measure, *(job(stage, SETTINGS[name]) for name in names), timeout=200)
+    for name, (line, seen) in zip(names, first, strict=True):
         assert f"ZeRO {stage}, 2 data-parallel ranks" in line, name
         compare(line, seen)
     assert {line for line, _ in second} == {""}

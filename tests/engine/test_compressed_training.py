@@ -6,7 +6,7 @@ import torch
 import deepspeed_compress
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
-from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
 
 def outcomes(ranks: int, **job) -> list:
@@ -21,10 +21,10 @@ def assert_learned(results: list) -> None:
     assert sum(late) < 0.8 * sum(early)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicas_agree_and_learn(stage):
-    """All methods, one after the other in the same processes."""
-    jobs = [Job(stage=stage, section={"gradients": method}, steps=40) for method in METHODS.values()]
+@pytest.mark.parametrize(("stage", "names"), by_stage(list(METHODS)))
+def test_replicas_agree_and_learn(stage, names):
+    """Methods one after the other in the same processes."""
+    jobs = [Job(stage=stage, section={"gradients": METHODS[name]}, steps=40) for name in names]
     for results in zip(*run_forks(2, train, *jobs), strict=True):
         assert_learned(list(results))
 
@@ -53,6 +53,7 @@ def test_momentum_is_not_applied_twice(method):
         run_forks(2, attach_with_momentum, method)
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("inside", ["none", "blockwise"])
 def test_two_levels(stage, inside):
@@ -82,6 +83,7 @@ def test_same_seed_same_bits(stage):
     assert first != third
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reduction_options(stage, zero):
@@ -110,6 +112,7 @@ def test_optimizer_offload(stage):
     assert_learned(outcomes(2, stage=stage, zero=zero, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("method", ["int8", "topk_int4"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipeline(stage, method):

@@ -21,6 +21,7 @@ def assert_identical_pipelines(job: dict, section: dict) -> None:
     assert run_forks(4, train, Job(**job)) == run_forks(4, train, Job(**job, section=section))
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -29,6 +30,7 @@ def test_method_none(stage, accumulation, clipping):
     assert_identical(2, job, NONE)
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_method_none_in_a_pipeline(stage, accumulation):

@@ -14,6 +14,7 @@ INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "
 SCALE = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3, "min_loss_scale": 1}
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("section", [INT4, {"gradients": {"method": "topk", "density": 0.1, "block_size": 64}}])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_skipped_step_leaves_no_trace(stage, section):
@@ -139,6 +140,7 @@ class Heard(logging.Handler):
 LOW = {**SCALE, "initial_scale_power": 1, "loss_scale_window": 1000}
 
 
+@pytest.mark.case_a_stage
 @pytest.mark.parametrize("extra", [{"fp16": LOW}, {"bf16": {"enabled": True}}], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_that_the_guard_skips_is_no_overflow(stage, extra):

@@ -32,7 +32,7 @@ def train_llama(rank: int, stage: int) -> tuple[dict[str, list[float]], list[str
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_replicated_parameters_stay_equal(stage):
-    results = run_forks(4, train_llama, stage)
+    results = run_forks(4, train_llama, stage, shared_memory=True)
     parameters, raw, count = results[0]
     assert any("norm" in name for name in raw)
     assert 0 < len(raw) < count

@@ -196,7 +196,7 @@ def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Size
     file = tmp_path / "model.json"
     file.write_text(json.dumps(case.model))
     pipeline, tensor, data = case.layout
-    return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, timeout=200)
+    return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, timeout=200, shared_memory=tensor > 1)
 
 
 COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import LAUNCHERS, launch_command
 from tests.integrations.trainers import AUTO, INT4
-from tests.support.forks import free_port, run_forks
+from tests.support.forks import run_forks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -226,15 +225,6 @@ LAUNCHES = {
     "accelerate": "--num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no --use_deepspeed "
     "--main_process_port",
 }
-
-
-@pytest.fixture
-def port() -> Iterator[str]:
-    """For the processes to meet; DeepSpeed leaves shared memory behind for it."""
-    chosen = str(free_port())
-    yield chosen
-    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{chosen}_*"):
-        leftover.unlink(missing_ok=True)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.lint.starting import Outcome, read_configuration, start, warm_up
 
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.rotating(7, "deepspeed_compress/tools/lint", "tests/lint"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

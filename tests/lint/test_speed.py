@@ -15,6 +15,9 @@ from deepspeed_compress.tools.lint.runner import lint_document
 from deepspeed_compress.tools.lint.selection import Selection
 from deepspeed_compress.tools.outputs import Report, render
 
+# Processor time depends on what else runs.
+pytestmark = pytest.mark.serial
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import free_port
-
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_it_tells_the_cost_of_every_setting() -> None:
+@pytest.mark.serial
+def test_it_tells_the_cost_of_every_setting(port: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    program = [str(free_port()), "launch/studies/monitoring_cost.py", "--steps", "10"]
+    program = [port, "launch/studies/monitoring_cost.py", "--steps", "10"]
     done = subprocess.run([*launcher, *program], capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if ", this costs " in line]

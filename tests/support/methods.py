@@ -1,7 +1,9 @@
 """Every method with settings that suit the small model of `jobs`: what stands under `gradients`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pytest
 
 METHODS: Mapping[str, dict[str, Any]] = {
     "bf16": {"method": "bf16"},
@@ -47,3 +49,13 @@ NO_MOMENTUM: Mapping[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.0, 0.95], "torch_adam": True}}
 }
 """A part of the ds_config."""
+
+
+def by_stage(names: Sequence[str]) -> list[Any]:
+    """Parameters (ZeRO stage, those of `names` that it takes): each at one of the stages, and slowly all at all."""
+    return [
+        pytest.param(stage, taken, id=f"{stage}-{label}", marks=marks)
+        for label, step, marks in (("share", 4, ()), ("all", 1, pytest.mark.slow))
+        for stage in range(4)
+        for taken in [names[stage % step :: step]]
+    ]

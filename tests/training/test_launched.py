@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,10 +51,7 @@ def arguments(tmp_path: Path) -> list[str]:
     return [*paths, *counts.split(), "--sample-tokens", "4"]
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def launch(port: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -69,7 +65,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         "--num_gpus",
         "2",
         "--master_port",
-        str(port),
+        port,
     ]
     command += [str(ROOT / "launch" / "train_gpt.py"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -102,12 +98,12 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], port: str, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    process = launch(*arguments, "--output-dir", str(whole))
+    process = launch(port, *arguments, "--output-dir", str(whole))
     assert process.returncode == 0, process.stdout + process.stderr
     stop_after_step_3(whole, resumed)
-    process = launch(*arguments, "--output-dir", str(resumed), "--resume")
+    process = launch(port, *arguments, "--output-dir", str(resumed), "--resume")
     assert process.returncode == 0, process.stdout + process.stderr
     assert "resuming after step 3" in process.stdout
 
@@ -137,8 +133,8 @@ def check_summary(summary: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_missing_corpus_is_one_line_and_status_2(arguments: list[str], tmp_path: Path) -> None:
-    process = launch(*arguments, "--output-dir", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere"))
+def test_a_missing_corpus_is_one_line_and_status_2(arguments: list[str], port: str, tmp_path: Path) -> None:
+    process = launch(port, *arguments, "--output-dir", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere"))
     assert process.returncode == 2
     said = process.stdout + process.stderr
     assert said.count(f"error: --data {tmp_path / 'nowhere'}: no such file or directory") == 1

@@ -1,25 +1,19 @@
 """Errors of one rank reach all, with the text of the first."""
 
-import os
-from collections.abc import Callable
-from typing import Any
+import deepspeed
 
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.training.ranks import AgreedError, Ranks
-
-RunRanks = Callable[..., list[Any]]
-
-
-def this_rank() -> Ranks:
-    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+from tests.support.forks import run_forks
 
 
-def fail_on(rank: int, method: str) -> str:
-    """What the call says on this rank when it fails on `rank`."""
-    ranks = this_rank()
+def fail_on(rank: int, bad: int, method: str) -> str:
+    """What the call says on this rank when it fails on rank `bad`."""
+    deepspeed.init_distributed("gloo")
+    ranks = Ranks(rank, 2, rank)
 
     def action() -> str:
-        if ranks.rank == rank:
+        if rank == bad:
             raise DataError(f"rank {rank} has no data")
         return "fine"
 
@@ -29,14 +23,14 @@ def fail_on(rank: int, method: str) -> str:
         return f"{error} ({type(error.__cause__).__name__})"
 
 
-def test_an_error_of_one_rank_is_raised_on_all(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, fail_on, 1, "agree") == ["rank 1 has no data (DataError)"] * 2
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    assert run_forks(2, fail_on, 1, "agree") == ["rank 1 has no data (DataError)"] * 2
 
 
-def test_the_first_rank_decides_for_all(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, fail_on, 0, "first_only") == ["rank 0 has no data (DataError)"] * 2
-    assert run_ranks(2, fail_on, 1, "first_only") == ["fine"] * 2
+def test_the_first_rank_decides_for_all() -> None:
+    assert run_forks(2, fail_on, 0, "first_only") == ["rank 0 has no data (DataError)"] * 2
+    assert run_forks(2, fail_on, 1, "first_only") == ["fine"] * 2
 
 
-def test_without_an_error_each_rank_keeps_its_own_result(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, fail_on, 9, "agree") == ["fine"] * 2
+def test_without_an_error_each_rank_keeps_its_own_result() -> None:
+    assert run_forks(2, fail_on, 9, "agree") == ["fine"] * 2

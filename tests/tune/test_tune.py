@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.tools.tune.space import BASELINE
-from tests.support.forks import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).parent / "script.py")
@@ -21,15 +19,6 @@ SPACE = [
     # The file does not say that the script has an optimizer with momentum, so this fails when it is attached.
     {"name": "demo", "gradients": {"method": "demo"}},
 ]
-
-
-@pytest.fixture
-def port() -> Iterator[str]:
-    """For the processes to meet; DeepSpeed leaves shared memory behind for it."""
-    chosen = str(free_port())
-    yield chosen
-    for leftover in Path("/dev/shm").glob(f"deepspeed_*_{chosen}_*"):
-        leftover.unlink(missing_ok=True)
 
 
 def tune(directory: Path, port: str) -> str:
@@ -52,6 +41,7 @@ def tune(directory: Path, port: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(600)
 def test_a_real_search(port: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}

@@ -1,0 +1,78 @@
+"""Which tests run, and when: shares of those that rotate, and turns of those that must be alone.
+
+Marks: `slow` (CI runs these too), `rotating(parts, *sources)` (slow but for one part a day, or when a source has
+changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.forks import warm_up
+from tests.support.leftovers import own_port
+from tests.support.rotation import is_due, today
+from tests.support.turns import Turns
+
+DAY = "TESTS_DAY"
+"""In the environment: the day by which tests rotate; the processes that run tests must agree on it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(DAY, str(today()))
+
+
+def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
+    """Ranks write to where the server does, so it starts early, and where pytest captures."""
+    if hasattr(parent.config, "workerinput"):
+        warm_up()
+
+
+def pytest_report_header() -> str:
+    return (
+        f"rotating tests: the share of day {os.environ[DAY]}, and all whose sources changed in the last commit or since"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in [*out_of_turn(items), *cases_beside_one_a_stage(items)]:
+        item.add_marker(pytest.mark.slow)
+
+
+def out_of_turn(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    day = int(os.environ[DAY])
+    for item in items:
+        mark = item.get_closest_marker("rotating")
+        if mark and not is_due(item.nodeid, mark.args[0], mark.args[1:], day):
+            yield item
+
+
+def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """The first stage keeps its first case, the second its second: together the stages see many."""
+    tests: dict[object, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("case_a_stage"):
+            tests[item.obj][item.callspec.params["stage"]].append(item)
+    for stages in tests.values():
+        for number, (_, cases) in enumerate(sorted(stages.items())):
+            kept = cases[number % len(cases)]
+            yield from (case for case in cases if case is not kept)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    shared = Path(item.config._tmp_path_factory.getbasetemp()).parent  # type: ignore[attr-defined]
+    with Turns(shared).take(alone=item.get_closest_marker("serial") is not None):
+        return (yield)
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    """For the processes of a job to meet; what DeepSpeed leaves behind for it is removed."""
+    with own_port() as chosen:
+        yield str(chosen)

@@ -1,0 +1,235 @@
+"""Does the suite find what it should? Bugs are planted, one at a time, and the default tests must fail.
+
+    python tests/planted_bugs.py                       every bug
+    python tests/planted_bugs.py "swapped owner"       those that are named
+    python tests/planted_bugs.py --list                what there is
+
+A bug is a change of a text that stands exactly once in a file of the package. It is made in a temporary copy of the
+working tree, never in the tree itself. There the tests that should know run first, up to the first failure; where they
+pass, all tests of the default run. Before, the tests that should know must pass without a bug. The table at the end
+says which test found what; the exit status is 1 if a bug was not found.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = frozenset(
+    {".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "build", "data", "dist", "runs"}
+)
+"""Of the working tree: what tests do not read."""
+
+PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+
+
+class PlantError(Exception):
+    """A text of a bug does not stand in its file exactly once."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`file`: of the package. `tests`: those that should find it, from the directory of tests."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def planted(self, package: Path) -> str:
+        """The text of the file in `package`, with the bug."""
+        text = (package / self.file).read_text(encoding="utf-8")
+        if (found := text.count(self.old)) != 1:
+            raise PlantError(f"{self.file} has {found} times, not once: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+BUGS: Mapping[str, Bug] = {
+    "wrong sign of error feedback": Bug(
+        "compression/feedback.py",
+        "        total = x.clone()\n        self.residuals.add_to(total, segments, self.decay)",
+        "        total = x.clone()\n        self.residuals.add_to(total, segments, -self.decay)",
+        ("compression/test_feedback.py",),
+    ),
+    "a skipped step changes residuals": Bug(
+        "compression/residuals.py",
+        '        """The optimizer skipped the step: as if it had not been."""\n',
+        '        """The optimizer skipped the step: as if it had not been."""\n        self.commit()\n',
+        ("compression/test_feedback.py", "engine/test_overflow.py"),
+    ),
+    "an applied step leaves residuals as they were": Bug(
+        "compression/residuals.py",
+        "                slot.applied, slot.running = slot.running, slot.applied\n",
+        "                slot.running = slot.running.clone()\n",
+        ("compression/test_feedback.py",),
+    ),
+    "residuals keep the old loss scale": Bug(
+        "compression/residuals.py",
+        "_numel(layout)).mul_(factor)))",
+        "_numel(layout)).mul_(1.0)))",
+        ("compression/test_feedback.py", "engine/test_overflow.py"),
+    ),
+    "off by one where bits are packed": Bug(
+        "compression/kernels/reference_bits.py",
+        "((value + 1) * width - 1) // 8 + 1)",
+        "(value + 1) * width // 8)",
+        ("compression/test_kernels.py", "compression/test_cpu_kernels.py"),
+    ),
+    "off by one where codes are unpacked in C++": Bug(
+        "compression/kernels/cpu.cpp",
+        "    unpack_any(packed + whole, n - done, BITS, codes + done);",
+        "    unpack_any(packed + whole, n - done - 1, BITS, codes + done);",
+        ("compression/test_cpu_kernels.py",),
+    ),
+    "the scale of a sum is forgotten": Bug(
+        "compression/kernels/reference.py",
+        "(scales * scale).unsqueeze(1)",
+        "scales.unsqueeze(1)",
+        ("compression/test_kernels.py", "compression/test_contract.py"),
+    ),
+    "infinity is sent as a finite number": Bug(
+        "compression/kernels/forms.py",
+        "    return torch.where(scales.isfinite(), rounded, scales.to(torch.float32))",
+        "    return rounded",
+        ("compression/test_contract.py", "compression/test_quantizers.py"),
+    ),
+    "a NaN that is not drawn is not sent": Bug(
+        "compression/compressors/randomk.py",
+        "        values[0] += 0.0 * torch.linalg.vector_norm(x, math.inf)\n",
+        "",
+        ("compression/test_contract.py", "compression/test_sparsifiers.py"),
+    ),
+    "ranks draw positions that differ": Bug(
+        "compression/compressors/base.py",
+        "    return random_key(*message) >> 32 << 32 |",
+        "    return random_key(*message, sender) >> 32 << 32 |",
+        ("compression/test_sparsifiers.py",),
+    ),
+    "momentum of sent elements stays": Bug(
+        "compression/feedback.py",
+        "velocity.masked_fill_(sent != 0, 0.0)",
+        "velocity",
+        ("compression/test_feedback.py",),
+    ),
+    "momentum is not saved": Bug(
+        "compression/state.py",
+        "    held = {name: list(store.payloads()) for name, store in stores.items()}",
+        '    held = {name: list(store.payloads() if name != "velocity" else ()) for name, store in stores.items()}',
+        ("engine/test_checkpoint.py",),
+    ),
+    "the state of a rank that is no more is lost": Bug(
+        "compression/state.py",
+        "saved.index % position.size == position.index",
+        "saved.index == position.index",
+        ("engine/test_checkpoint.py",),
+    ),
+    "swapped owner": Bug(
+        "communication/buckets.py",
+        "Segment(name, begin, length, offset, owner)",
+        "Segment(name, begin, length, offset, world_size - 1 - owner)",
+        ("communication/test_buckets.py",),
+    ),
+    "weights arrive one round short": Bug(
+        "communication/gather.py",
+        "        for layout in self._layouts:\n",
+        "        for layout in self._layouts[: max(1, len(self._layouts) - 1)]:\n",
+        ("communication/test_gather.py",),
+    ),
+    "bytes are counted twice": Bug(
+        "monitor/meter.py",
+        "getattr(self, kind) + size",
+        "getattr(self, kind) + 2 * size",
+        ("communication/test_reducers.py",),
+    ),
+    "warm-up takes a step more": Bug(
+        "policy/schedule.py",
+        "        if step < schedule.warmup_steps:",
+        "        if step <= schedule.warmup_steps:",
+        ("policy/test_policy.py",),
+    ),
+    "what is spread arrives a step late": Bug(
+        "compression/feedback.py",
+        "self.every - (step + 1) % self.every",
+        "self.every - step % self.every",
+        ("communication/test_reducers.py",),
+    ),
+    "early reductions are not checked": Bug(
+        "engine/early.py",
+        "        return planned == set(self._keys()) and all(",
+        "        return planned == set(self._keys()) or all(",
+        ("engine/test_early.py",),
+    ),
+}
+
+
+def copy_tree(target: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    for source in (path for path in ROOT.iterdir() if path.name not in LEFT_OUT):
+        if source.is_dir():
+            shutil.copytree(source, target / source.name, ignore=ignored)
+        else:
+            shutil.copy2(source, target)
+
+
+def first_failure(tree: Path, arguments: Sequence[str]) -> str:
+    """The id of a test that fails there, "" if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest ended with {done.returncode}"
+
+
+def found_by(tree: Path, bug: Bug) -> str:
+    """The test that finds `bug`, "" if none does."""
+    file = tree / "deepspeed_compress" / bug.file
+    sound = file.read_text(encoding="utf-8")
+    file.write_text(bug.planted(tree / "deepspeed_compress"), encoding="utf-8")
+    try:
+        known = [f"tests/{test}" for test in bug.tests]
+        return first_failure(tree, known) or first_failure(tree, PARALLEL)
+    finally:
+        file.write_text(sound, encoding="utf-8")
+
+
+def judge(names: Sequence[str]) -> dict[str, str]:
+    """By bug, the test that finds it."""
+    outcomes = {}
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory)
+        copy_tree(tree)
+        known = sorted({f"tests/{test}" for name in names for test in BUGS[name].tests})
+        if failed := first_failure(tree, [*PARALLEL, *known]):
+            raise SystemExit(f"without any bug {failed} fails")
+        for name in names:
+            outcomes[name] = found_by(tree, BUGS[name])
+            print(f"{name:48} {outcomes[name] or 'NOT FOUND'}", flush=True)
+    return outcomes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a bug; all by default")
+    parser.add_argument("--list", action="store_true", help="names of the bugs, and their files")
+    options = parser.parse_args()
+    if unknown := set(options.names) - BUGS.keys():
+        parser.error(f"no such bug: {', '.join(sorted(unknown))}")
+    if options.list:
+        print("\n".join(f"{name:48} {bug.file}" for name, bug in BUGS.items()))
+        return 0
+    outcomes = judge(options.names or list(BUGS))
+    print(f"{sum(map(bool, outcomes.values()))} of {len(outcomes)} bugs found")
+    return 0 if all(outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
