@@ -16,6 +16,7 @@ from deepspeed_compress import CompressWarning, ConfigError, cli
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations import run as runner
 from deepspeed_compress.integrations.launch import LAUNCHERS, launch_command
+from deepspeed_compress.tools.options import add_run_arguments
 from tests.integrations.trainers import AUTO, INT4
 from tests.support.forks import run_forks
 
@@ -72,9 +73,8 @@ def test_every_launcher_can_be_chosen() -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", "--launcher", "slurm", "train.py"])
     assert stop.value.code == 2
-    [command] = [command for command in cli.COMMANDS if command.name == "run"]
     parser = argparse.ArgumentParser()
-    command.arguments(parser)
+    add_run_arguments(parser)
     [choices] = [action.choices for action in parser._actions if action.choices]
     assert set(choices) == LAUNCHERS.keys()
 

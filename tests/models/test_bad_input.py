@@ -18,7 +18,7 @@ from deepspeed_compress.models.skeleton import build_skeleton
 from deepspeed_compress.models.sources import open_source
 from deepspeed_compress.training.options import parse_options
 from deepspeed_compress.training.ranks import Ranks
-from deepspeed_compress.training.setup import read_plan
+from deepspeed_compress.training.setup import read_run_config
 from tests.models.families import save_model, write_config
 from tests.models.runs import SEED
 from tests.support.forks import run_forks
@@ -79,9 +79,9 @@ def test_a_plan_for_more_ranks_than_there_are(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(tensor=2, pipeline=2)))
     model = write_config(tmp_path, "gpt2")
     text = f"--deepspeed_config {tmp_path / 'ds.json'} --data a --output-dir o --seq-len 16 --model {model}"
-    assert read_plan(parse_options(text.split()), Ranks(0, 8, 0)).layout == Layout(tensor=2, pipeline=2)
+    assert read_run_config(parse_options(text.split()), Ranks(0, 8, 0)).layout == Layout(tensor=2, pipeline=2)
     with pytest.raises(ConfigError, match=r"tensor 2 x pipeline 2 .* 6 "):
-        read_plan(parse_options(text.split()), Ranks(0, 6, 0))
+        read_run_config(parse_options(text.split()), Ranks(0, 6, 0))
 
 
 def build(rank: int, *jobs: tuple[Path, Layout]) -> list[str]:
