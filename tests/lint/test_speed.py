@@ -81,7 +81,6 @@ def seconds_to_lint(directory: Path) -> float:
     return time.process_time() - start
 
 
-@pytest.mark.serial
 def test_a_thousand_files(tmp_path: Path) -> None:
     """The better of two: a core that is shared with others is slower."""
     for number in range(1000):

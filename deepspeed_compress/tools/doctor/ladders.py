@@ -44,5 +44,6 @@ def stronger(gradients: GradientsConfig) -> Patch | None:
     """What to change for fewer bytes at little loss; None where fewer would cost accuracy."""
     if gradients.method in ("none", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"):
         return {"method": "blockwise"}
-    integers = isinstance(gradients, BlockwiseConfig | LinearConfig | PercentileConfig)
-    return {"bits": 4} if integers and gradients.bits == 8 else None
+    if isinstance(gradients, BlockwiseConfig | LinearConfig | PercentileConfig) and gradients.bits == 8:
+        return {"bits": 4}
+    return None
