@@ -8,7 +8,7 @@ usage: launch/quickstart.sh [--force]
 
 Installs the project into a virtual environment, fetches 5 MB of Shakespeare, and trains a small GPT-2 three
 times with the same seed, in two processes on the CPU that talk through a link of 100 Mbit/s: uncompressed, with
-gradients and weights of 4 bits, and with the settings that suited this link best. Then prints how long each took
+gradients and weights of 4 bits, and with the fewest bytes (demo, sign weights). Then prints how long each took
 to the same loss, and draws it. Takes less than ten minutes on two CPU cores. What is finished is not done again.
 
 Needs Python 3.11 or newer and g++. The link needs Linux, iproute2, procps and util-linux, and root or a kernel
