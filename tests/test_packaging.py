@@ -35,9 +35,13 @@ class Installed:
 
     def run(self, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         # Nothing of this environment: neither the checkout nor a configuration on the way up.
-        variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [str(self.environment / "bin" / arguments[0]), *map(str, arguments[1:])]
-        return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=cwd or self.environment)
+        return subprocess.run(command, capture_output=True, text=True, env=_alone(), cwd=cwd or self.environment)
+
+
+def _alone() -> dict[str, str]:
+    """Variables without those by which Python finds modules of a checkout."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +52,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     shutil.copytree(ROOT / "deepspeed_compress", source / "deepspeed_compress", ignore=_caches)
     subprocess.run([sys.executable, "-c", BUILD_SDIST, str(dist)], cwd=source, check=True, stdout=subprocess.DEVNULL)
     [sdist] = dist.glob("*.tar.gz")
-    _pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(dist), str(sdist))
+    _pip(dist, sys.executable, "wheel", "--no-deps", "--wheel-dir", str(dist), str(sdist))
     [wheel] = dist.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    _pip(str(environment / "bin/python"), "install", str(wheel))
+    _pip(dist, str(environment / "bin/python"), "install", str(wheel))
     return Installed(sdist, wheel, environment)
 
 
 _caches = shutil.ignore_patterns("__pycache__")
 
 
-def _pip(python: str, *arguments: str) -> None:
+def _pip(directory: Path, python: str, *arguments: str) -> None:
+    """In `directory`: in the checkout, or with it on the path, pip takes the package for installed."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=_alone(), cwd=directory)
     assert done.returncode == 0, done.stderr
 
 
