@@ -138,8 +138,8 @@ class Reductions:
         self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, site.parameters))
         self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, site))
 
-    def at(self, settings: AnyCompressedGradients, step: int | None) -> Reduction:
-        """The reducers of `settings` in optimizer step `step` (0-based); None: when warm-ups are over."""
+    def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
+        """The reducers of `settings` in optimizer step `step` (0-based)."""
         codecs = find_codecs(settings, self.site.parameters, step)
         return self._reduction(settings, codecs, self._channels_of(settings))
 
@@ -151,7 +151,7 @@ class ChannelTable:
     channel_of: Mapping[str, int]
 
 
-def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int | None) -> Codecs:
+def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int) -> Codecs:
     """The codecs of optimizer step `step`; a method without messages of its own (PowerSGD) sends what is left raw."""
     raw, widths = Codec(Cast(parameters.dtype)), parameters.widths
     main = Codec(settings.compressor(step), settings.transform(widths)) if isinstance(settings, MethodConfig) else raw
@@ -163,8 +163,8 @@ def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: 
     )
 
 
-def _override_codec(override: Override, raw: Codec, step: int | None) -> Codec:
-    if override.every > 1 and step is not None and (step + 1) % override.every:
+def _override_codec(override: Override, raw: Codec, step: int) -> Codec:
+    if (step + 1) % override.every:
         # Between two sends everything goes into the memory of error feedback.
         return Codec(NoSend())
     return Codec(override.compressor(step)) if isinstance(override, MethodConfig) else raw
@@ -290,13 +290,19 @@ class _Maker:
         """Those of parameters as they go between nodes: raw, the method's, the overrides'."""
         settings, stores = self.settings, self.site.stores
         yield self.raw
-        yield Channel(self.codecs.main, settings.gradient_feedback(stores), settings.residual_feedback(stores, "means"))
+        yield self._channel(
+            self.codecs.main, settings.gradient_feedback(stores), settings.residual_feedback(stores, "means")
+        )
         yield from self._override_channels()
 
     def _override_channels(self) -> Iterator[Channel]:
         for override, codec in zip(_own(self.settings), self.codecs.overrides, strict=True):
             feedback, back = (self._feedback(override, name) for name in ("gradients", "means"))
-            yield Channel(codec, feedback, back, self._spread(override), codec == self.raw.codec)
+            yield self._channel(codec, feedback, back, self._spread(override))
+
+    def _channel(self, codec: Codec, feedback: Feedback, back: Feedback, spread: SpreadSum | None = None) -> Channel:
+        """A method may send elements in the type that they have anyway: `bf16` under bf16."""
+        return Channel(codec, feedback, back, spread, uncompressed=codec == self.raw.codec)
 
     def _feedback(self, method: Override | NodeConfig, name: str) -> Feedback:
         """Of a method that takes the place of the chosen one somewhere."""
@@ -322,7 +328,7 @@ class _Maker:
         there, back = (self._feedback(inside, name) for name in ("node", "node_means"))
         sent = [settings.method, *(override.method for override in _own(settings))]
         chosen = {name: 1 for name, index in self.channel_of.items() if sent[index - MAIN] != "none"}
-        return Messages((self.raw, Channel(self.codecs.inside, there, back)), chosen, level=1)
+        return Messages((self.raw, self._channel(self.codecs.inside, there, back)), chosen, level=1)
 
     def _powersgd(self, settings: PowerSGDGradients) -> Reducer:
         """Matrices of the main channel by their factors; other parameters of it, vectors for instance, uncompressed."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.config import CompressedWeights, brief, find_missing
 from deepspeed_compress.config.numbers import size
-from deepspeed_compress.engine.expected import mean_cost, one_bucket, uncompressed
+from deepspeed_compress.engine.expected import LATE, mean_cost, one_bucket, uncompressed
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.session import Session
@@ -64,7 +64,7 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
     total = sum(numel for _, numel in sizes)
-    raw = uncompressed(session.chosen_reducer(), partition)
+    raw = uncompressed(session.chosen_reducer(LATE), partition)
     found = mean_cost(session, partition, everywhere)
     # ZeRO 2 and 3 reduce in every micro-step; of ZeRO 3 alone, and not on gloo, DeepSpeed reduces to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1

@@ -13,7 +13,7 @@ from deepspeed_compress.communication.reducer import Reducer
 from deepspeed_compress.config import CompressedGradients
 from deepspeed_compress.engine.session import Session
 
-__all__ = ["Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
+__all__ = ["LATE", "Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
 
 LATE = 10**9
 """An optimizer step in which no density is still on its way."""

@@ -135,9 +135,8 @@ class Session:
         assert self._reducer is not None, 'method "none" leaves reduction to DeepSpeed, and others begin with a step'
         return self._reducer
 
-    def chosen_reducer(self, step: int | None = None) -> Reducer:
-        """The reducer of what the configuration says, whatever is in force, in optimizer step `step` (0-based); None:
-        when warm-ups are over."""
+    def chosen_reducer(self, step: int) -> Reducer:
+        """The reducer of what the configuration says, whatever is in force, in optimizer step `step` (0-based)."""
         gradients = self.config.gradients
         assert self._reductions is not None
         assert isinstance(gradients, CompressedGradients)

@@ -120,7 +120,7 @@ class Rank:
         run = Run(StepClock(), self.meter, config.seed)
         reductions = Reductions(Site(Groups(group), parameters, ResidualStores(transactional=True), run))
         gradients, weights = _compressed(config)
-        self.plain = reductions.at(gradients, None).plain
+        self.plain = reductions.at(gradients, 0).plain
         self.session = _session(config, run, reductions)
         self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
         # The same cut as the gather's: a rank gets the mean gradient of the weights that it has the masters of.

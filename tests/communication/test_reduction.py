@@ -284,6 +284,14 @@ def groups() -> Groups:
     return Groups(*(ProcessGroupGloo(HashStore(), 0, 1, TIMEOUT) for _ in range(3)))
 
 
+@pytest.mark.parametrize(("dtype", "raw"), [(FP32, False), (BF16, True)])
+def test_a_method_that_leaves_elements_in_their_type_is_counted_as_uncompressed(
+    group: ProcessGroup, dtype: torch.dtype, raw: bool
+) -> None:
+    reduction = build(group, section({"method": "bf16"}), dtype=dtype)
+    assert [channel.uncompressed for channel in payload(reduction.compressed).messages.channels] == [True, raw]
+
+
 def test_two_levels_without_compression_inside(groups: Groups) -> None:
     reduction = build(groups, section({"hierarchy": {"ranks_per_node": 2}}))
     compressed = reduction.at(0).compressed
