@@ -6,6 +6,7 @@ one is first asked for, so that configurations are read without torch.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -66,13 +67,13 @@ def with_default_method(value: object) -> object:
 class MethodConfig(Model):
     """A method that makes messages."""
 
+    @abstractmethod
     def compressor(self, step: int | None = None) -> "Compressor":
         """What makes the messages of optimizer step `step` (0-based); None: when warm-ups are over."""
-        raise NotImplementedError(type(self).__name__)
 
+    @abstractmethod
     def bits_per_element(self) -> float:
         """Bits that an element of a long message takes when warm-ups are over."""
-        raise NotImplementedError(type(self).__name__)
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -282,9 +283,9 @@ class SparseConfig(MethodConfig):
     """How the values sent are compressed in their turn; null sends them as fp32."""
 
     @property
+    @abstractmethod
     def choices(self) -> int | None:
         """What is chosen from: values of a block, or groups of them; None for those of a whole message."""
-        raise NotImplementedError(type(self).__name__)
 
     def density_at(self, step: int | None) -> float:
         """The density of optimizer step `step` (0-based); None: when warm-ups are over."""

@@ -1,5 +1,6 @@
 """Where methods are used (gradients, inside a node, weights), what each place adds, and what it builds of it."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -82,9 +83,9 @@ class CompressedGradients(Model):
     whole."""
 
     @property
+    @abstractmethod
     def residuals(self) -> MemoryConfig | None:
         """How residuals (with some methods: momenta) are stored; None: there are none."""
-        raise NotImplementedError(type(self).__name__)
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
         """The change of basis before compression; `widths`: row length of each matrix, by the name of its parameter."""
