@@ -17,6 +17,8 @@ def main(compress, section):
     config = {"train_batch_size": 1, "optimizer": optimizer, **({"deepspeed_compress": {}} if section else {})}
     initialize = deepspeed_compress.initialize if compress else deepspeed.initialize
     initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    # A thread of gloo that still holds a tensor aborts a process whose interpreter has ended (pytorch #190489).
+    torch.distributed.destroy_process_group()
 warnings.simplefilter("ignore")
 main(COMPRESS, SECTION)
 warnings.simplefilter("always")

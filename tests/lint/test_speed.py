@@ -46,6 +46,11 @@ finally:
     used = resource.getrusage(resource.RUSAGE_SELF)
     print(used.ru_utime + used.ru_stime, *sorted(sys.modules), file=sys.stderr)
 """
+BARE = """
+import resource
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime)
+"""
 HEAVY = {"torch", "deepspeed", "transformers", "pydantic", "yaml", "rich", "numpy", "hjson"}
 
 
@@ -65,10 +70,16 @@ def start(config: Path) -> tuple[float, set[str]]:
     return float(seconds), {module.split(".")[0] for module in modules}
 
 
+def bare() -> float:
+    """Processor time of an interpreter that does nothing."""
+    return float(subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True).stdout)
+
+
 def test_starts_at_once(config: Path) -> None:
-    results = [start(config) for _ in range(3)]
-    assert min(seconds for seconds, _ in results) < 0.3
-    assert not HEAVY & results[0][1]
+    """Within that of ten interpreters, of which each takes 0.03 s on a quiet core: a busy one is slower for both."""
+    rounds = [(bare(), *start(config)) for _ in range(5)]
+    assert min(seconds for _, seconds, _ in rounds) < 10 * min(seconds for seconds, _, _ in rounds)
+    assert not HEAVY & rounds[0][2]
 
 
 def seconds_to_lint(directory: Path) -> float:
