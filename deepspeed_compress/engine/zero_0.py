@@ -122,11 +122,12 @@ class _Gradients:
         return self._engine.param_names[parameter]  # type: ignore[no-any-return]
 
     def of(self, key: str) -> Tensor:
-        parameter = self._parameters[key]
-        return torch.zeros_like(parameter).reshape(-1) if parameter.grad is None else parameter.grad.reshape(-1)
+        gradient = self._parameters[key].grad
+        dense = gradient is not None and gradient.layout == torch.strided
+        return (gradient if dense else torch.zeros_like(self._parameters[key])).reshape(-1)
 
     def due(self) -> Iterator[str]:
-        """DeepSpeed reduces zeros where there is no gradient."""
+        """DeepSpeed reduces zeros where there is no gradient, and sparse ones elsewhere."""
         for name, parameter in self._parameters.items():
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
                 yield name
