@@ -14,10 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch.distributed as dist
 
+from deepspeed_compress.engine import early
 from deepspeed_compress.engine.attach import install
 from deepspeed_compress.errors import CompressError
 from tests.engine.programs.program import Program, Records, Run
@@ -122,6 +124,9 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
     section = SECTIONS[task.section]
     run = Run(task.program, task.stage, rank, section, directory)
     uninstall = (lambda: None) if section is None else install()
+    # Other stages are told in the configuration.
+    small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
+    small.start()
     try:
         run.program.train(run)
         run.finish()
@@ -132,5 +137,6 @@ def run_task(task: Task, rank: int, directory: Path) -> Result:
         message = f"{type(error).__name__}: {error}"
         return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
     finally:
+        small.stop()
         uninstall()
         gc.collect()
