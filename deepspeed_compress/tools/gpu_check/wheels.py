@@ -1,0 +1,24 @@
+"""Packages from a directory of wheels, for one run: nothing of the machine is changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from deepspeed_compress.errors import CompressError
+
+__all__ = ["install_wheels"]
+
+
+def install_wheels(directory: Path, target: Path) -> None:
+    """Unpack all wheels of `directory` into `target`, to be put on PYTHONPATH. CompressError when that fails."""
+    wheels = sorted(directory.glob("*.whl"))
+    if not wheels:
+        raise CompressError(
+            f"--wheels {directory}: holds no .whl file; fill it where there is a network: "
+            f"pip wheel --no-deps -w {directory} deepspeed hjson pydantic pydantic-core"
+        )
+    options = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(target))
+    command = [sys.executable, "-m", "pip", "install", *options, *map(str, wheels)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CompressError(f"--wheels {directory}: {(done.stderr or done.stdout).strip()[-500:]}")
