@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +35,7 @@ _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """Of the processes of parts, by device."""
+_NEEDED = ("torch", "triton", "rich")
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "pydantic")
 
 
@@ -51,12 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, packages: Path) -> int:
     if options.wheels is not None:
         install_wheels(options.wheels, packages)
-    # The table of this process and all processes of parts see the packages.
+    # This process and all processes of parts see the packages.
     sys.path.insert(0, str(packages))
+    _check(options.device)
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **_ENVIRONMENT[options.device]}
     chosen = [part for part in PARTS if part.name in options.parts]
     return _report(options, _run_parts(chosen, options, environment))
+
+
+def _check(device: str) -> None:
+    """CompressError when nothing could be found out, or shown at the end."""
+    if absent := [name for name in _NEEDED if find_spec(name) is None]:
+        raise CompressError(f"this needs {', '.join(absent)}; install it, or put wheels into a directory: --wheels DIR")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CompressError("torch finds no GPU here; write --device cpu for the same program at toy sizes")
 
 
 def _run_parts(chosen: Sequence[Part], options: argparse.Namespace, environment: Mapping[str, str]) -> list[Finding]:

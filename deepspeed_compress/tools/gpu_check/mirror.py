@@ -4,7 +4,7 @@ What a rank computes is there, at the cost that it has, and what it sends comes 
 where the network is not the limit; what is learnt that way is nothing, for the other ranks' parts are copies.
 """
 
-# mypy: disable-error-code="attr-defined, call-arg, override"
+# mypy: disable-error-code="assignment, attr-defined, call-arg, override"
 # What torch says of process groups is of those that are written in C++.
 
 from collections.abc import Sequence
@@ -74,19 +74,17 @@ class Mirror(dist.ProcessGroup):
         return _done()
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        output.view(self.size(), -1).copy_(mine.view(1, -1))
-        return _done()
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        for pair in zip(outputs, inputs, strict=True):
-            self._allgather_base(*pair)
+        # One by one: `mine` may be a part of the output.
+        for part in output.view(self.size(), -1):
+            part.copy_(mine.view(-1))
         return _done()
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         torch.mul(whole.view(self.size(), *output.shape)[self.rank()], self.size(), out=output)
         return _done()
+
+    # As torch from 2.13 on calls them.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         for output, sent in zip(outputs, inputs, strict=True):

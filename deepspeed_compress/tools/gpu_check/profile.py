@@ -4,15 +4,16 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.tools.gpu_check.findings import Finding, Task
+from deepspeed_compress.tools.gpu_check.language_model import SHAPES
 from deepspeed_compress.tools.gpu_check.ranks import backend_here, missing, run_ranks
 
 __all__ = ["covered", "findings", "shares", "trace"]
 
 _RANKS, _WARM_UP = 2, 4
+_STAGE, _BUCKET = 2, 50_000_000
 _STEP = "gpu_check.step"
 _NAMES = {"compress": "our kernels, sender", "decompress": "our kernels, receiver", "communicate": "the exchange"}
 """Phases of the meter, which the profiler sees as "deepspeed_compress.PHASE"."""
@@ -82,23 +83,27 @@ def trace(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     from deepspeed.accelerator import get_accelerator
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from deepspeed_compress.tools.gpu_check.language_model import SHAPES
-    from deepspeed_compress.tools.gpu_check.workload import INT4, LanguageModel, make_engine, markov_text, train_step
+    from deepspeed_compress.tools.gpu_check.workload import (
+        INT4,
+        LanguageModel,
+        Shape,
+        make_engine,
+        markov_text,
+        train_step,
+    )
 
-    rank, shape = torch.distributed.get_rank(), SHAPES[job["device"]]
+    rank, shape = torch.distributed.get_rank(), Shape(**SHAPES[job["device"]])
     torch.manual_seed(0)
-    engine = make_engine(LanguageModel(shape), job["device"], 2, INT4, bucket=50_000_000)
-    text = (one.to(get_accelerator().current_device_name()) for one in markov_text(shape, rank))
-    for _ in range(_WARM_UP):
-        train_step(engine, next(text))
-    last, activities = next(text), [ProfilerActivity.CPU]
-    if job["device"] == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    engine = make_engine(LanguageModel(shape), job["device"], _STAGE, INT4, _BUCKET)
+    text = markov_text(shape, _WARM_UP + 1, seed=1 + rank).to(get_accelerator().current_device_name())
+    for batch in text[:_WARM_UP]:
+        train_step(engine, batch)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job["device"] == "cuda" else [])]
     get_accelerator().synchronize()
     with profile(activities=activities) as profiler, record_function(_STEP):
-        train_step(engine, last)
+        train_step(engine, text[-1])
         get_accelerator().synchronize()
     if rank == 0:
-        profiler.export_chrome_trace(str(Path(job["file"])))
+        profiler.export_chrome_trace(job["file"])
     torch.distributed.barrier()
     yield {"rank": rank}

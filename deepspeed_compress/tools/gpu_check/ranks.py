@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["Said", "backend_here", "missing", "run_ranks"]
 
 _PROGRAM = "deepspeed_compress.tools.gpu_check.ranks"
-_NEEDED = ("deepspeed", "hjson", "pydantic")
+_NEEDED = ("deepspeed", "hjson", "pydantic", "safetensors")
 _SHOWN = 500
 
 

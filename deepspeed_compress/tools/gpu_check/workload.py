@@ -1,7 +1,7 @@
 """What ranks train: a network whose bits depend on no order of additions, and a language model of GPT-2's shape."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,8 @@ _FOLLOWERS = 4
 _WORDS = 512
 
 
-def markov_text(shape: Shape, seed: int) -> Iterator[Tensor]:
-    """Batches [micro_batch, length + 1] without end: each word is followed by one of four, with fixed odds.
+def markov_text(shape: Shape, batches: int, seed: int) -> Tensor:
+    """Tokens [batches, micro_batch, length + 1]: each word is followed by one of four, with fixed odds.
 
     The best loss is the entropy of these odds, about 1.1.
     """
@@ -141,9 +141,8 @@ def markov_text(shape: Shape, seed: int) -> Iterator[Tensor]:
     followers = torch.randint(words, (words, _FOLLOWERS), generator=table)
     odds = torch.rand(words, _FOLLOWERS, generator=table)
     own = torch.Generator().manual_seed(seed)
-    while True:
-        text = [torch.randint(words, (shape.micro_batch,), generator=own)]
-        for _ in range(shape.length):
-            chosen = torch.multinomial(odds[text[-1]], 1, generator=own)
-            text.append(followers[text[-1]].gather(1, chosen).squeeze(1))
-        yield torch.stack(text, dim=1)
+    text = [torch.randint(words, (batches * shape.micro_batch,), generator=own)]
+    for _ in range(shape.length):
+        chosen = torch.multinomial(odds[text[-1]], 1, generator=own)
+        text.append(followers[text[-1]].gather(1, chosen).squeeze(1))
+    return torch.stack(text, dim=1).view(batches, shape.micro_batch, shape.length + 1)
