@@ -25,7 +25,8 @@ __all__ = ["main"]
 
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "cuda": {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "4"},
+        # What would have an extension built fails, here as on machines that have no compiler for it.
+        "cuda": {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
         "cpu": {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",

@@ -32,13 +32,13 @@ class Part:
 
 
 PARTS = (
-    Part("kernels", "every kernel against plain torch, bit for bit", 110, f"{_HERE}.kernels"),
-    Part("speed", "time of every kernel against copying the same bytes", 40, f"{_HERE}.speed"),
+    Part("kernels", "every kernel against plain torch, bit for bit", 140, f"{_HERE}.kernels"),
+    Part("speed", "time of every kernel against copying the same bytes", 30, f"{_HERE}.speed"),
     Part("synchronisation", "what waits for the GPU, or allocates, in an exchange", 40, f"{_HERE}.synchronisation"),
-    Part("sanitizer", "kernels under compute-sanitizer", 50, f"{_HERE}.sanitizer"),
-    Part("steps", "training of every ZeRO stage, whatever the order of streams", 90, f"{_HERE}.steps"),
+    Part("sanitizer", "kernels under compute-sanitizer", 45, f"{_HERE}.sanitizer"),
+    Part("steps", "training of every ZeRO stage, whatever the order of streams", 85, f"{_HERE}.steps"),
     Part("profile", "where a step's time goes, with a trace", 40, f"{_HERE}.profile"),
-    Part("language_model", "GPT-2: loss and step time with and without", 110, f"{_HERE}.language_model"),
+    Part("language_model", "GPT-2: loss and step time with and without", 100, f"{_HERE}.language_model"),
 )
 """In order of worth."""
 

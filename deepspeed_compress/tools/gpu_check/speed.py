@@ -30,7 +30,7 @@ def findings(task: Task) -> Iterator[Finding]:
     x = torch.randn(numel, generator=torch.Generator(task.device).manual_seed(0), device=task.device)
     copy = 8 * numel / statistics.median(seconds(partial(torch.empty_like(x).copy_, x), x.device, repeats))
     yield Finding(
-        f"copy of {4 * numel / 2**20:,.0f} MiB", _verdict(task, True), f"{1e-9 * copy:,.0f} GB/s", why=_why(task)
+        f"copy of {4 * numel / 2**20:,.4g} MiB", _verdict(task, True), f"{1e-9 * copy:,.0f} GB/s", why=_why(task)
     )
     for operation in OPERATIONS:
         yield _measured(operation, x, copy, task, repeats)
