@@ -1,17 +1,21 @@
 """Parts 5 to 7: what is made of what ranks say."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_compress.communication import exchange
+from deepspeed_compress.communication.exchange import PendingExchange
 from deepspeed_compress.tools.gpu_check.findings import Finding, Task
 from deepspeed_compress.tools.gpu_check.language_model import judge_losses, judge_times
 from deepspeed_compress.tools.gpu_check.profile import covered, shares
 from deepspeed_compress.tools.gpu_check.ranks import Said, run_ranks
 from deepspeed_compress.tools.gpu_check.sanitizer import summary
-from deepspeed_compress.tools.gpu_check.steps import judge
+from deepspeed_compress.tools.gpu_check.steps import judge, judge_image, train_in_mirror
 
+ROOT = Path(__file__).parents[2]
 ON_GPU, ON_CPU = Task("cuda", 60, Path()), Task("cpu", 60, Path())
 
 
@@ -56,6 +60,44 @@ def test_a_crash_on_the_way_leaves_what_was_found_before() -> None:
     found = list(judge(1, said(runs=2, trouble="a rank ended with status 1: no memory"), on_gpu=True))
     assert [one.verdict for one in found] == ["pass", "pass", "fail"]
     assert found[2].why == "a rank ended with status 1: no memory"
+
+
+def image(*weights: str, error: str = "") -> Said:
+    return Said((tuple(run(number, weights=one, error=error) for number, one in enumerate(weights)),), "")
+
+
+@pytest.mark.parametrize(
+    ("weights", "verdict"),
+    [("aaaa", "pass"), ("aaab", "fail"), ("abaa", "not run"), ("aaa", "fail")],
+)
+def test_late_messages_must_not_change_a_bit(weights: str, verdict: str) -> None:
+    assert judge_image(1, image(*weights)).verdict == verdict
+    assert judge_image(1, image(*weights, error="no such operation")).verdict == "fail"
+
+
+@dataclass(frozen=True)
+class Careless(PendingExchange):
+    """Does not wait."""
+
+    def wait_for(self, source: int) -> None:
+        self.receives.pop(source, None)
+
+
+def careless(job: Any) -> Any:
+    """On a rank: train while nobody waits for messages."""
+    exchange.PendingExchange = Careless  # type: ignore[misc]
+    yield from train_in_mirror(job)
+
+
+def test_a_step_that_does_not_wait_is_found() -> None:
+    job = {"device": "cpu", "backend": "mirror", "seeds": (None, None, 1, 2)}
+    environment = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    good, bad = (
+        run_ranks(1, work, job, 200, environment)
+        for work in ("deepspeed_compress.tools.gpu_check.steps:train_in_mirror", f"{__name__}:careless")
+    )
+    assert [judge_image(stage, good).verdict for stage in range(4)] == ["pass"] * 4
+    assert all(judge_image(stage, bad).verdict == "fail" for stage in range(4)), bad
 
 
 def timed(plain: float, compressed: float) -> Said:

@@ -11,7 +11,7 @@ from deepspeed_compress.communication.exchange import Link, exchange
 from deepspeed_compress.config import SECTION, AnyCompressedGradients, parse_section
 from deepspeed_compress.tools.gpu_check import synchronisation
 from deepspeed_compress.tools.gpu_check.findings import Task
-from deepspeed_compress.tools.gpu_check.mirror import Mirror
+from deepspeed_compress.tools.gpu_check.mirror import Late, Mirror
 from deepspeed_compress.tools.gpu_check.synchronisation import SECTIONS, place_of
 
 TASK = Task("cpu", 60, Path())
@@ -56,6 +56,24 @@ def test_a_mirror_gives_back_what_it_is_sent() -> None:
         assert incoming[1].equal(expected)
         group.alltoall([outgoing[0], incoming[1].fill_(5)], outgoing).wait()
         assert incoming[1].equal(expected)
+
+
+def test_a_late_message_is_there_when_it_was_waited_for() -> None:
+    group: Any = Mirror(0, 2)
+    group.late = Late("cpu", 1)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sent, received = torch.arange(9, dtype=torch.uint8), torch.full((9,), 5, dtype=torch.uint8)
+    pending = Link(group).start([nothing, sent], [nothing, received], 0)
+    assert received.tolist() == [5] * 9
+    pending.finish()
+    assert received.equal(sent)
+
+
+def test_what_was_never_sent_are_zeros() -> None:
+    group: Any = Mirror(0, 2)
+    nothing, received = torch.empty(0, dtype=torch.uint8), torch.full((9,), 5, dtype=torch.uint8)
+    exchange(group, [nothing, nothing], [nothing, received])
+    assert received.tolist() == [0] * 9
 
 
 def test_a_mirror_has_as_many_ranks_as_it_says() -> None:

@@ -173,7 +173,7 @@ def _on_cpu(call: Callable[[], object]) -> float:
 def _on_gpu(call: Callable[[], object]) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     # The GPU waits until the call has been launched, which takes longer than a kernel may.
-    torch.cuda._sleep(_LAUNCH_CYCLES)
+    torch.cuda._sleep(_LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     first.record()
     call()
     last.record()

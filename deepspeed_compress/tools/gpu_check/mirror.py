@@ -1,13 +1,16 @@
 """A group of ranks of which this process is the first, and all others do what it does: no network, no waiting.
 
 What a rank computes is there, at the cost that it has, and what it sends comes back. It is what a compressed step costs
-where the network is not the limit; what is learnt that way is nothing, for the other ranks' parts are copies.
+where the network is not the limit, and with `Late` messages it is as asynchronous as NCCL is, in one process. What is
+learnt that way is nothing, for the other ranks' parts are copies.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, call-arg, override"
 # What torch says of process groups is of those that are written in C++.
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-__all__ = ["Mirror", "join_mirror"]
+__all__ = ["Late", "Mirror", "join_mirror"]
+
+_CYCLES = 2_000_000
+"""By which a message on a GPU is late at most: about a millisecond."""
 
 
 def join_mirror(size: int) -> None:
@@ -36,15 +42,70 @@ def _done() -> Any:
     return _create_work_from_future(future)
 
 
+@dataclass
+class _Letter:
+    """A receive on the host. What was sent is read, and written, when it is waited for: zeros if nothing was."""
+
+    target: Tensor
+    sent: Tensor | None = None
+    read: bool = False
+
+    def wait(self) -> bool:
+        if not self.read:
+            _reflect(self.sent, self.target)
+            self.read = True
+        return True
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Messages on a stream of their own; to wait means that the current stream waits."""
+
+    event: Any
+
+    def wait(self) -> bool:
+        self.event.wait()
+        return True
+
+
+class Late:
+    """Messages travel on the host when they are waited for, on a GPU beside the stream that sends, after a pause."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def travel(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Arrival:
+        """Of tensors on a GPU."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(_CYCLES * self._random.random()))  # type: ignore[no-untyped-call]
+            for output, sent in zip(outputs, inputs, strict=True):
+                _reflect(sent, output)
+                # As NCCL does: memory that is given back meanwhile is not used again before.
+                sent.record_stream(self._stream)
+                output.record_stream(self._stream)
+            return _Arrival(self._stream.record_event())
+
+
+def _reflect(sent: Tensor | None, output: Tensor) -> None:
+    if sent is not None and sent.shape == output.shape:
+        output.copy_(sent)
+    else:
+        output.zero_()
+
+
 class Mirror(dist.ProcessGroup):
     """The collectives that DeepSpeed and the package call, as copies on this rank's device; see torch's of these names.
 
-    An all-to-all gives back what was sent, or zeros where it has another length.
+    An all-to-all, or a send and its receive, give back what was sent, or zeros where it has another length: at once, or
+    when `late` says.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._posted: dict[tuple[int, int], Tensor] = {}
+        self.late: Late | None = None
+        self._posted: dict[tuple[int, int], _Letter] = {}
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return "mirror"
@@ -87,22 +148,20 @@ class Mirror(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        if self.late is not None:
+            return self.late.travel(outputs, inputs)
         for output, sent in zip(outputs, inputs, strict=True):
-            self._reflect(sent, output)
+            _reflect(sent, output)
         return _done()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
-        self._posted[source, tag] = tensors[0]
-        return _done()
+        letter = self._posted[source, tag] = _Letter(tensors[0])
+        return letter
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Any:
-        """To a receive that was posted before, as `exchange` has it."""
-        if (posted := self._posted.pop((target, tag), None)) is not None:
-            self._reflect(tensors[0], posted)
+        """To the last receive that was posted, as `exchange` has it."""
+        if (letter := self._posted.pop((target, tag), None)) is not None:
+            letter.sent = tensors[0]
+            if self.late is None:
+                letter.wait()
         return _done()
-
-    def _reflect(self, sent: Tensor, output: Tensor) -> None:
-        if sent.shape == output.shape:
-            output.copy_(sent)
-        else:
-            output.zero_()

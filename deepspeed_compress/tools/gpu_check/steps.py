@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed_compress.tools.gpu_check.findings import Finding, Task
 from deepspeed_compress.tools.gpu_check.ranks import Said, backend_here, missing, run_ranks
 
-__all__ = ["findings", "judge", "train"]
+__all__ = ["findings", "judge", "judge_image", "train", "train_in_mirror"]
 
 _RANKS, _STEPS = 2, 6
 _STAGES = (0, 1, 2, 3)
@@ -18,8 +18,9 @@ _SIZES = {"cuda": (1024, 8), "cpu": (24, 3)}
 _WEIGHTS = {"weights": {"method": "blockwise", "bits": 8, "block_size": 64}}
 _REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _BLOCKED = "CUDA_LAUNCH_BLOCKING"
-_GOAL = "the same bits"
+_GOAL, _DIFFERENT = "the same bits", "losses or weights differ"
 _WORK = f"{__name__}:train"
+_IMAGE = f"{__name__}:train_in_mirror"
 
 
 def findings(task: Task) -> Iterator[Finding]:
@@ -30,13 +31,17 @@ def findings(task: Task) -> Iterator[Finding]:
     backend = backend_here(task.device, _RANKS)
     job = {"device": task.device, "backend": backend, "seeds": _SEEDS}
     yield Finding("how ranks talk", "pass", _how(task, backend))
-    plain = run_ranks(_RANKS, _WORK, job, 0.65 * task.seconds, _REPEATABLE)
+    plain = run_ranks(_RANKS, _WORK, job, 0.5 * task.seconds, _REPEATABLE)
     for stage in _STAGES:
         yield from judge(stage, plain, task.on_gpu)
+    alone = {"device": task.device, "backend": "mirror", "seeds": _SEEDS}
+    image = run_ranks(1, _IMAGE, alone, 0.3 * task.seconds, _REPEATABLE)
+    for stage in _STAGES:
+        yield judge_image(stage, image)
     if not task.on_gpu:
         yield Finding(_BLOCKED, "not run", goal=_GOAL, why="needs CUDA")
         return
-    blocking = run_ranks(_RANKS, _WORK, job | {"seeds": [None]}, 0.3 * task.seconds, {**_REPEATABLE, _BLOCKED: "1"})
+    blocking = run_ranks(_RANKS, _WORK, job | {"seeds": [None]}, 0.15 * task.seconds, {**_REPEATABLE, _BLOCKED: "1"})
     for stage in _STAGES:
         runs = [_runs(said, stage).get("0", []) for said in (plain, blocking)]
         yield _same(f"ZeRO {stage}, {_BLOCKED}", runs[0], runs[1:], blocking.trouble)
@@ -58,6 +63,21 @@ def judge(stage: int, plain: Said, on_gpu: bool) -> Iterator[Finding]:
     late = [runs.get(str(number), []) for number in range(2, len(_SEEDS))]
     what = "streams" if on_gpu else "exchanges"
     yield _same(f"ZeRO {stage}, {what} late at random", first, late, plain.trouble)
+
+
+def judge_image(stage: int, said: Said) -> Finding:
+    """Whether bits depend on when messages arrive, if nothing but waiting for them says so: as over NCCL."""
+    what = f"ZeRO {stage}, messages late at random, a mirror"
+    runs = _runs(said, stage)
+    if wrong := next((one["error"] for run in runs.values() for one in run if one["error"]), ""):
+        return Finding(what, "fail", goal=_GOAL, why=wrong)
+    if len(runs) < len(_SEEDS):
+        return Finding(what, "fail", goal=_GOAL, why=said.trouble or "it did not get there")
+    first, *others = (_bits(run) for run in runs.values())
+    if first != others[0]:
+        return Finding(what, "not run", goal=_GOAL, why="two undisturbed runs differ")
+    equal = all(run == first for run in others)
+    return Finding(what, "pass" if equal else "fail", f"runs: {len(others) - 1}", _GOAL, "" if equal else _DIFFERENT)
 
 
 def _runs(said: Said, stage: int) -> Mapping[str, list[dict[str, Any]]]:
@@ -89,7 +109,7 @@ def _same(
     if wrong := next((found for run in others if (found := _trouble(run, trouble))), ""):
         return Finding(what, "fail", goal=_GOAL, why=wrong)
     if any(_bits(run) != _bits(first) for run in others):
-        return Finding(what, "fail", goal=_GOAL, why="losses or weights differ")
+        return Finding(what, "fail", goal=_GOAL, why=_DIFFERENT)
     return Finding(what, "pass", f"runs: {len(others)}", _GOAL)
 
 
@@ -101,11 +121,30 @@ def train(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """On a rank: every stage, undisturbed and with pauses; an error that all ranks have ends one run alone."""
     for stage in _STAGES:
         for number, seed in enumerate(job["seeds"]):
-            try:
-                found = _train(job["device"], stage, seed)
-            except Exception as error:
-                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            yield {"stage": stage, "run": number, "losses": [], "weights": "", "error": ""} | found
+            yield _tried(job["device"], stage, number, seed)
+
+
+def _tried(device: str, stage: int, number: int, seed: int | None) -> dict[str, Any]:
+    try:
+        found = _train(device, stage, seed)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {"stage": stage, "run": number, "losses": [], "weights": "", "error": ""} | found
+
+
+def train_in_mirror(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """On the one rank that is there: every stage, with messages that arrive at once, and late."""
+    import torch.distributed as dist
+
+    from deepspeed_compress.tools.gpu_check.mirror import Late, Mirror
+
+    for stage in _STAGES:
+        for number, seed in enumerate(job["seeds"]):
+            late = None if seed is None else Late(job["device"], seed)
+            for group in dist.distributed_c10d._world.pg_map:
+                assert isinstance(group, Mirror)
+                group.late = late
+            yield _tried(job["device"], stage, number, None)
 
 
 def _train(device: str, stage: int, seed: int | None) -> dict[str, Any]:
