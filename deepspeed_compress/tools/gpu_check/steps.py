@@ -75,7 +75,7 @@ def judge_image(stage: int, said: Said) -> Finding:
         return Finding(what, "fail", goal=_GOAL, why=said.trouble or "it did not get there")
     first, *others = (_bits(run) for run in runs.values())
     if first != others[0]:
-        return Finding(what, "not run", goal=_GOAL, why="two undisturbed runs differ")
+        return Finding(what, "fail", goal=_GOAL, why="two undisturbed runs differ")
     equal = all(run == first for run in others)
     return Finding(what, "pass" if equal else "fail", f"runs: {len(others) - 1}", _GOAL, "" if equal else _DIFFERENT)
 
