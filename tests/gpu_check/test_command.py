@@ -15,7 +15,7 @@ from deepspeed_compress.tools.gpu_check import command
 from deepspeed_compress.tools.gpu_check.findings import Finding
 from deepspeed_compress.tools.gpu_check.options import parse
 from deepspeed_compress.tools.gpu_check.parts import PARTS
-from deepspeed_compress.tools.gpu_check.wheels import install_wheels
+from deepspeed_compress.tools.gpu_check.wheels import COMMANDS, install_wheels
 
 ROOT = Path(__file__).parents[2]
 NAMES = {part.name: part.summary for part in PARTS}
@@ -66,6 +66,11 @@ def test_a_directory_without_wheels_says_how_to_fill_it(tmp_path: Path, capsys: 
     assert command.main(["--device", "cpu", "--wheels", str(tmp_path), "--output", str(tmp_path / "x.json")]) == 1
     assert f"--wheels {tmp_path}: holds no .whl file" in (said := capsys.readouterr().err)
     assert "pip wheel --no-deps -w" in said
+
+
+def test_the_page_names_the_same_wheels() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "\n".join(COMMANDS).format("wheels") in page
 
 
 def test_wheels_are_installed_without_what_they_require(tmp_path: Path) -> None:

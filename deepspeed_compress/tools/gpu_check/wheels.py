@@ -6,24 +6,21 @@ from pathlib import Path
 
 from deepspeed_compress.errors import CompressError
 
-__all__ = ["WANTED", "install_wheels"]
+__all__ = ["COMMANDS", "install_wheels"]
 
-WANTED = (
-    *("deepspeed", "hjson", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions"),
-    *("einops", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "tqdm"),
-    *("rich", "markdown-it-py", "mdurl", "pygments", "safetensors"),
+COMMANDS = (
+    "pip wheel --no-deps -w {0} deepspeed",
+    "pip wheel -w {0} hjson pydantic safetensors einops msgpack ninja packaging psutil py-cpuinfo tqdm rich",
 )
-"""What DeepSpeed, the section and the table need besides torch and numpy; less where the machine has some of them."""
+"""What fills a directory with all that is needed besides torch, Triton and numpy: DeepSpeed alone would bring torch."""
 
 
 def install_wheels(directory: Path, target: Path) -> None:
     """Unpack all wheels of `directory` into `target`, to be put on PYTHONPATH. CompressError when that fails."""
     wheels = sorted(directory.glob("*.whl"))
     if not wheels:
-        raise CompressError(
-            f"--wheels {directory}: holds no .whl file; fill it where there is a network: "
-            f"pip wheel --no-deps -w {directory} {' '.join(WANTED)}"
-        )
+        wanted = " && ".join(COMMANDS).format(directory)
+        raise CompressError(f"--wheels {directory}: holds no .whl file; fill it where there is a network: {wanted}")
     options = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--target", str(target))
     command = [sys.executable, "-m", "pip", "install", *options, *map(str, wheels)]
     done = subprocess.run(command, capture_output=True, text=True)
