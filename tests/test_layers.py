@@ -95,9 +95,8 @@ TABLE = {
     ),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.gpu_check": allow(
-        "__init__ communication.exchange compression config errors tools.bench.kernels tools.files",
+        "__init__ communication compression config errors monitor tools.bench.kernels tools.files",
         "torch deepspeed rich",
-        lazily="communication monitor torch",
     ),
     "tools.gpu_check.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),

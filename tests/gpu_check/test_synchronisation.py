@@ -12,7 +12,7 @@ from deepspeed_compress.config import SECTION, AnyCompressedGradients, parse_sec
 from deepspeed_compress.tools.gpu_check import synchronisation
 from deepspeed_compress.tools.gpu_check.findings import Task
 from deepspeed_compress.tools.gpu_check.mirror import Late, Mirror
-from deepspeed_compress.tools.gpu_check.synchronisation import SECTIONS, place_of
+from deepspeed_compress.tools.gpu_check.synchronisation import SECTIONS, WEIGHTS, place_of
 
 TASK = Task("cpu", 60, Path())
 
@@ -27,12 +27,13 @@ def test_every_method_is_looked_at() -> None:
 
 def test_every_exchange_goes_through() -> None:
     found = list(synchronisation.findings(TASK))
-    assert [one.what for one in found] == list(SECTIONS)
+    assert [one.what for one in found] == [*SECTIONS, *WEIGHTS]
     assert {(one.verdict, one.why) for one in found} == {("not run", "needs CUDA; the exchange itself goes through")}
 
 
 def test_a_method_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronisation, "SECTIONS", {"odd": {"method": "no such"}, "bf16": {"method": "bf16"}})
+    monkeypatch.setattr(synchronisation, "WEIGHTS", {})
     odd, other = synchronisation.findings(TASK)
     assert (odd.verdict, other.verdict) == ("fail", "not run")
     assert "no such" in odd.why

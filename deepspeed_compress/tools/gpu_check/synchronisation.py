@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 
 import deepspeed_compress
 from deepspeed_compress.tools.gpu_check.findings import Finding, Task
-from deepspeed_compress.tools.gpu_check.mirror import Mirror
 
-__all__ = ["SECTIONS", "findings", "place_of"]
+__all__ = ["SECTIONS", "WEIGHTS", "findings", "place_of"]
 
 _KEPT = {"density": 0.05, "block_size": 64}
 SECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -47,22 +45,31 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """What stands under `gradients`: every method, and what changes the way that its elements take."""
-_RANKS = 2
+WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "weights, blockwise": {"method": "blockwise", "bits": 4},
+        "weights, sign": {"method": "sign"},
+        "weights, topk": {"method": "topk", **_KEPT},
+    }
+)
+"""What stands under `weights`."""
 _WARM_UP, _WATCHED = 3, 4
-_ROWS = {"cuda": 2048, "cpu": 64}
 _GOAL, _GOAL_MEMORY = "nothing waits", "nothing new is reserved"
 _HERE = Path(__file__).parent
 _PACKAGE = Path(deepspeed_compress.__file__).parent
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """Two findings a method: what waits, what is allocated."""
+    """Two findings a method, of gradients and of weights: what waits, what is allocated."""
     if find_spec("pydantic") is None:
         yield Finding("exchanges", "not run", why="needs pydantic, which --wheels may bring")
         return
-    for name, section in SECTIONS.items():
+    from deepspeed_compress.tools.gpu_check.exchanges import exchange_gradients, exchange_weights
+
+    found = [(name, exchange_gradients, section) for name, section in SECTIONS.items()]
+    for name, make, section in [*found, *((name, exchange_weights, one) for name, one in WEIGHTS.items())]:
         try:
-            yield from _look(name, _exchange(section, task.device), task)
+            yield from _look(name, make(section, task.device), task)
         except Exception as error:
             yield Finding(name, "fail", goal=_GOAL, why=f"{type(error).__name__}: {str(error)[:300]}")
 
@@ -122,31 +129,3 @@ def place_of(error: BaseException) -> str:
     frame, file = next(ours, (frames[-1], Path(frames[-1].filename)))
     shown = file.relative_to(_PACKAGE) if file.is_relative_to(_PACKAGE) else file
     return f"{shown}:{frame.lineno}, {frame.line}"
-
-
-def _exchange(section: Mapping[str, Any], device: str) -> Callable[[], object]:
-    """A step of the method of `section`: a reduce-scatter and an all-reduce of a bucket of two matrices."""
-    from deepspeed_compress.communication.buckets import even_partition
-    from deepspeed_compress.communication.reducer import Run, StepClock
-    from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site
-    from deepspeed_compress.compression.residuals import ResidualStores
-    from deepspeed_compress.config import SECTION, parse_section
-    from deepspeed_compress.monitor import Meter
-
-    shape = (_ROWS[device], 512)
-    shapes = {"first": shape, "second": shape}
-    run = Run(StepClock(), Meter(timed=False))
-    # Ranks of the same part of a bucket have messages of one length, so that what is sent can come back.
-    partition = even_partition([(name, shape[0] * shape[1]) for name in shapes], _RANKS)
-    gradients: Any = parse_section({SECTION: {"gradients": dict(section)}}).gradients
-    site = Site(Groups(Mirror(0, _RANKS)), Parameters(shapes, list(shapes)), ResidualStores(False), run)
-    reductions, steps = Reductions(site), count()
-    bucket = torch.randn(partition.numel, generator=torch.Generator(device).manual_seed(0), device=device)
-
-    def step() -> None:
-        run.clock.begin(next(steps))
-        reducer = reductions.at(gradients, run.clock.step).compressed
-        reducer.reduce_scatter(bucket.clone(), partition, 1 / _RANKS)
-        reducer.all_reduce(bucket.clone(), partition, 1 / _RANKS)
-
-    return step
