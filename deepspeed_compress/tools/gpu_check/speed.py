@@ -22,6 +22,8 @@ _NEEDED = 16
 """Bytes of device memory an element, at most."""
 _GOAL, _GOAL_TOP_K = 0.8, 0.5
 """Of the speed of a copy."""
+_ADDING = {"add", "sum"}
+"""Words in the names of kernels that add to what they are given last."""
 
 
 def findings(task: Task) -> Iterator[Finding]:
@@ -90,10 +92,12 @@ class _Counting:
 def _size(value: Any) -> int:
     if isinstance(value, ResidualBuffers):
         return value.before.nbytes + value.after.nbytes
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value))
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def _sum_of(name: str, args: tuple[Any, ...]) -> Any:
     """The tensor that the kernel reads and writes, if it is one that adds."""
     last = [arg for arg in args if isinstance(arg, Tensor)][-1]
-    return last if "add" in name.split("_") else None
+    return last if _ADDING & set(name.split("_")) else None
