@@ -94,6 +94,11 @@ TABLE = {
         lazily="matplotlib",
     ),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
+    "tools.gpu_check": allow(
+        "__init__ communication compression config errors monitor tools.bench.kernels tools.files",
+        "torch deepspeed rich",
+    ),
+    "tools.gpu_check.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.tune": allow(

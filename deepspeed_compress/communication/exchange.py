@@ -3,20 +3,28 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 __all__ = ["Link", "PendingExchange", "exchange"]
+
+
+class Waiting(Protocol):
+    """What can be waited for: a `Work` of torch, for one."""
+
+    def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class PendingExchange:
     """Messages under way. To wait means on GPU that the current stream waits."""
 
-    receives: dict[int, Work] = field(default_factory=dict)
+    receives: dict[int, Waiting] = field(default_factory=dict)
     """By the rank that sends."""
-    sends: Sequence[Work] = ()
+    sends: Sequence[Waiting] = ()
 
     def wait_for(self, source: int) -> None:
         """Until the message of rank `source` is here; at once where nothing travels, or was waited for before."""
@@ -54,7 +62,7 @@ class Link:
         """
         if self.group.size() == 1:
             return PendingExchange()
-        return _BY_DEVICE[incoming[0].device.type](self, outgoing, incoming, tag)
+        return _way(self.group, incoming[0].device)(self, outgoing, incoming, tag)
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -73,7 +81,9 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
     lanes = (link.downward or group, group)
-    receives = {one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
+    receives: dict[int, Waiting] = {
+        one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
+    }
     sends = [lanes[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
     return PendingExchange(receives, sends)
 
@@ -87,5 +97,33 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     return PendingExchange(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A message that arrives at `host`, and belongs at `target`, on a GPU."""
+
+    work: Waiting
+    host: Tensor
+    target: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.copy_(self.host)
+
+
+def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
+    """Point to point through host memory, for gloo reads no other: both copies wait for the current stream."""
+    sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
+    pending = _point_to_point(link, sent, received, tag)
+    arrivals: dict[int, Waiting] = {
+        one: _Arrival(work, received[one], incoming[one]) for one, work in pending.receives.items()
+    }
+    return PendingExchange(arrivals, pending.sends)
+
+
 _Start = Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]
 _BY_DEVICE: Mapping[str, _Start] = MappingProxyType({"cpu": _point_to_point, "cuda": _all_to_all})
+
+
+def _way(group: ProcessGroup, device: torch.device) -> _Start:
+    gloo_on_gpu = device.type == "cuda" and group.name() == "gloo"
+    return _staged if gloo_on_gpu else _BY_DEVICE[device.type]

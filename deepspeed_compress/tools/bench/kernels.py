@@ -25,7 +25,7 @@ from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.bench.rows import Row, new_document, save_document
 from deepspeed_compress.tools.plots import check_plotting, plot_bars
 
-__all__ = ["BLOCK", "OPERATIONS", "Operation", "measure", "run"]
+__all__ = ["BLOCK", "OPERATIONS", "Kernels", "Operation", "measure", "run", "seconds"]
 
 BLOCK = 256
 TOP_K_BLOCK, DENSITY = 4096, 0.01
@@ -97,6 +97,8 @@ OPERATIONS: Sequence[Operation] = (
 
 COPY = "copy"
 SEED = 0
+_LAUNCH_CYCLES = 1_000_000
+"""Of the GPU's clock: more than half a millisecond."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -136,26 +138,26 @@ def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str
 
 def _rows(numel: int, device: torch.device, repeats: int, chosen: list[Operation]) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
-    copy = _row(COPY, "torch", x, _seconds(partial(torch.empty_like(x).copy_, x), device, repeats))
+    copy = _row(COPY, "torch", x, seconds(partial(torch.empty_like(x).copy_, x), device, repeats))
     yield copy | {"of_copy": 1.0}
     for operation in chosen:
         for name, module in implementations(device).items():
-            row = _row(operation.name, name, x, _seconds(operation.prepare(module, x), device, repeats))
+            row = _row(operation.name, name, x, seconds(operation.prepare(module, x), device, repeats))
             yield row | {"of_copy": row["gb_per_s"] / copy["gb_per_s"]}
 
 
-def _row(operation: str, implementation: str, x: Tensor, seconds: list[float]) -> Row:
-    median = statistics.median(seconds)
+def _row(operation: str, implementation: str, x: Tensor, taken: list[float]) -> Row:
+    median = statistics.median(taken)
     return {
         "operation": operation,
         "implementation": implementation,
         "numel": x.numel(),
-        "seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
+        "seconds": {"median": median, "min": min(taken), "max": max(taken)},
         "gb_per_s": 4e-9 * x.numel() / median,
     }
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Of each of `repeats` calls; the first one, which is not counted, compiles and touches memory."""
     call()
     clock = _on_gpu if device.type == "cuda" else _on_cpu
@@ -170,6 +172,8 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 def _on_gpu(call: Callable[[], object]) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    # The GPU waits until the call has been launched, which takes longer than a kernel may.
+    torch.cuda._sleep(_LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     first.record()
     call()
     last.record()

@@ -1,0 +1,3 @@
+from deepspeed_compress.tools.gpu_check.command import main
+
+raise SystemExit(main())

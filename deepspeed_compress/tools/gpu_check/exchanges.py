@@ -1,0 +1,76 @@
+"""What part 3 looks at: a step of each method between this rank and its image."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.communication.buckets import Partition, even_partition
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.tools.gpu_check.mirror import Mirror
+
+__all__ = ["exchange_gradients", "exchange_weights"]
+
+_RANKS = 2
+_ROWS: Mapping[str, int] = {"cuda": 2048, "cpu": 64}
+_COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A bucket of two matrices, of which each rank owns one: messages of one length, so that they can come back."""
+
+    site: Site
+    bucket: Tensor
+    partition: Partition
+
+
+def _make_place(device: str) -> _Place:
+    shapes = dict.fromkeys(("first", "second"), (_ROWS[device], _COLUMNS))
+    sizes = [(name, rows * columns) for name, (rows, columns) in shapes.items()]
+    run = Run(StepClock(), Meter(timed=False))
+    site = Site(Groups(Mirror(0, _RANKS)), Parameters(shapes, list(shapes)), ResidualStores(False), run)
+    partition = even_partition(sizes, _RANKS)
+    generator = torch.Generator(device).manual_seed(0)
+    return _Place(site, torch.randn(partition.numel, generator=generator, device=device), partition)
+
+
+def exchange_gradients(section: Mapping[str, Any], device: str) -> Callable[[], object]:
+    """A step with `section` under `gradients`: a reduce-scatter and an all-reduce, and what is remembered."""
+    gradients: Any = parse_section({SECTION: {"gradients": dict(section)}}).gradients
+    place, steps = _make_place(device), count()
+    reductions, clock = Reductions(place.site), place.site.run.clock
+
+    def step() -> None:
+        clock.begin(next(steps))
+        reducer = reductions.at(gradients, clock.step).compressed
+        reducer.reduce_scatter(place.bucket.clone(), place.partition, 1 / _RANKS)
+        reducer.all_reduce(place.bucket.clone(), place.partition, 1 / _RANKS)
+        for store in place.site.stores.by_name.values():
+            store.commit()
+
+    return step
+
+
+def exchange_weights(section: Mapping[str, Any], device: str) -> Callable[[], object]:
+    """A step with `section` under `weights`: the differences of ZeRO 1 and 2."""
+    weights: Any = parse_section({SECTION: {"weights": dict(section)}}).weights
+    place, steps = _make_place(device), count()
+    reduction = WeightReduction(weights, place.site.parameters, place.site.run)
+    sizes = [(segment.parameter, segment.numel) for segment in place.partition.segments]
+    gather = reduction.difference_gather(place.site.groups.whole, sizes, torch.bfloat16)
+    held = place.bucket.to(torch.bfloat16)
+    master = gather.own(place.bucket).clone()
+
+    def step() -> None:
+        place.site.run.clock.begin(next(steps))
+        gather.gather(held, master)
+
+    return step

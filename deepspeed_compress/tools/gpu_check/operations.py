@@ -1,0 +1,294 @@
+"""The table of comparisons: one row adds one. Every operation of the module of kernels has a row at least."""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.compression.compressors import FP8, BlockTopK, Compressor, Linear, RandomK, TopK
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from deepspeed_compress.tools.gpu_check.compared import Comparison, Kernels, same_bits, within
+
+__all__ = ["COMPARISONS", "FORMS"]
+
+FORMS = {
+    "8 bits": BlockFormat("absmax", 127, 8, 256),
+    "4 bits": BlockFormat("absmax", 7, 4, 64),
+    "4 bits, blocks of 4096": BlockFormat("absmax", 7, 4, 4096),
+    "2 bits": BlockFormat("absmax", 1, 2, 32),
+    "qsgd, 4 bits": BlockFormat("norm", 7, 4, 64),
+    "qsgd, 8 bits": BlockFormat("norm", 127, 8, 1024),
+    "sign": BlockFormat("mean", 1, 1, 64),
+    "sign, blocks of 4096": BlockFormat("mean", 1, 1, 4096),
+    "sign, blocks of 8": BlockFormat("mean", 1, 1, 8),
+    "four levels": BlockFormat("lloyd", 4, 2, 64),
+    "four levels, blocks of 2048": BlockFormat("lloyd", 4, 2, 2048),
+    "4 bits, blocks of 96": BlockFormat("absmax", 7, 4, 96),
+    "3 bits": BlockFormat("absmax", 3, 3, 64),
+}
+"""The last two are no kernel's: plain torch on the same device takes them."""
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
+KEY = 0x9ABC_DEF0_FFFF_F000
+"""Of random numbers, such that the counter of elements goes over 32 bits."""
+DECAY, FACTOR = 0.95, 1 / 3
+_RARE = 1e-3
+"""Of scales that come from sums: how many may differ in the last bit of fp32. In 16 bits fewer do."""
+ONE = Fraction(1)
+_ROOM = Fraction(64)
+"""Bytes for an element, of which no payload has as many: it is compared as a whole."""
+
+
+def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dtype | None, random: bool) -> Comparison:
+    """Scales, codes one by one, and, with a memory, what it becomes."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        numbers = torch.full((-(-x.numel() // form.block_size),), 7.0, dtype=numbers_type, device=x.device)
+        codes = torch.full((-(-x.numel() * form.bits // 8),), 255, dtype=torch.uint8, device=x.device)
+        memory = _memory(x, memory_type)
+        kernels.quantize_blocks(x, form, numbers, codes, _key(first) if random else None, memory)
+        return (numbers, codes, *((memory.after,) if memory is not None else ()))
+
+    kept = f", memory {NAMES[memory_type]}" if memory_type is not None else ""
+    return Comparison(
+        "quantize_blocks",
+        f"quantize {form_name(form)}, scales {NAMES[numbers_type]}{kept}{', stochastic' if random else ''}",
+        run,
+        (Fraction(1, form.block_size), Fraction(form.bits, 8), *((ONE,) if memory_type is not None else ())),
+        unit=math.lcm(form.block_size, 8),
+        rule=same_bits if form.kind == "absmax" else partial(_given_scales, form),
+        large=form in (FORMS["4 bits"], FORMS["sign"]) and memory_type is BF16,
+        bytes=20,
+    )
+
+
+def form_name(form: BlockFormat) -> str:
+    return next(name for name, one in FORMS.items() if one == form)
+
+
+def _key(first: int) -> int:
+    """Under which element 0 has the random number of element `first` under `KEY`: the counter is the lower half."""
+    return KEY >> 32 << 32 | (KEY + first) & 0xFFFF_FFFF
+
+
+def _memory(x: Tensor, kept: torch.dtype | None) -> ResidualBuffers | None:
+    if kept is None:
+        return None
+    before = torch.where(x.abs() < 1e30, x * 0.37, 0.0).to(kept)
+    return ResidualBuffers(before, DECAY, torch.full_like(before, 9.0))
+
+
+def _given_scales(form: BlockFormat, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Scales of sums may, rarely, be one number apart; in all other blocks everything has the same bits."""
+    apart = _apart(actual[0], expected[0])
+    far, near = int((apart > 1).sum()), int((apart == 1).sum())
+    if far or near > max(1.0, _RARE * apart.numel()):
+        return f"of {apart.numel():,} scales {near:,} are one number away, {far:,} more than that"
+    return same_bits(*(_where_equal(form, apart == 0, *results[1:]) for results in (actual, expected)))
+
+
+def _apart(some: Tensor, others: Tensor) -> Tensor:
+    """How many numbers of their type two tensors of scales, which are >= 0 or NaN, are apart."""
+    integers = {2: torch.int16, 4: torch.int32}[some.itemsize]
+    some, others = (one.nan_to_num(nan=-1.0, posinf=math.inf).view(integers).long() for one in (some, others))
+    return (some - others).abs()
+
+
+def _where_equal(form: BlockFormat, equal: Tensor, codes: Tensor, *after: Tensor) -> list[Tensor]:
+    """Codes one by one, and the memory, 0 in the blocks that are not `equal`."""
+    numel = after[0].numel() if after else codes.numel() * 8 // form.bits
+    kept = equal.repeat_interleave(form.block_size)
+    kept = torch.cat((kept, kept.new_ones(max(0, numel - kept.numel()))))[:numel]
+    return [torch.where(kept, one, torch.zeros_like(one)) for one in (_unpacked(form, codes, numel), *after)]
+
+
+def _unpacked(form: BlockFormat, codes: Tensor, numel: int) -> Tensor:
+    return reference.unpack_codes(codes, form.bits, numel)
+
+
+def dequantize(form: BlockFormat, numbers_type: torch.dtype) -> Comparison:
+    """A sum to which a message of any bytes was added."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        numbers = x[:: form.block_size].abs().to(numbers_type)
+        codes = _bytes(x, form.bits)
+        out = x * 0.5
+        kernels.dequantize_blocks_add(numbers, codes, form, out, FACTOR)
+        return (out,)
+
+    return Comparison(
+        "dequantize_blocks_add",
+        f"decode {form_name(form)}, scales {NAMES[numbers_type]}",
+        run,
+        (ONE,),
+        unit=math.lcm(form.block_size, 8),
+        large=form in (FORMS["4 bits"], FORMS["sign"]) and numbers_type is FP32,
+        bytes=18,
+    )
+
+
+def _bytes(x: Tensor, bits: int) -> Tensor:
+    """A byte for every 8 / `bits` elements of `x`: of eight elements, the low bits of the mantissas of the first ones.
+
+    What begins at a multiple of eight elements has its part of them.
+    """
+    whole = torch.cat((_low_bits(x), torch.zeros(-x.numel() % 8, dtype=torch.int32, device=x.device))).to(torch.uint8)
+    return whole.view(-1, 8)[:, :bits].flatten()[: -(-x.numel() * bits // 8)]
+
+
+def _low_bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32) & 0xFFFF
+
+
+def pack_bits(width: int) -> Comparison:
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        values = (_low_bits(x) & (1 << width) - 1).long()
+        packed = torch.full((-(-x.numel() * width // 8),), 255, dtype=torch.uint8, device=x.device)
+        kernels.pack_bits(values, width, packed)
+        return packed, kernels.unpack_bits(packed, width, x.numel())
+
+    rates = (Fraction(width, 8), ONE)
+    return Comparison("pack_bits", f"pack and unpack {width} bits", run, rates, unit=8, large=width == 11, bytes=26)
+
+
+def pack_codes(width: int) -> Comparison:
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        packed = torch.full((-(-x.numel() * width // 8),), 255, dtype=torch.uint8, device=x.device)
+        kernels.pack_codes(_low_bits(x).to(torch.uint8), width, packed)
+        return packed, kernels.unpack_codes(packed, width, x.numel())
+
+    return Comparison("pack_codes", f"pack and unpack codes of {width} bits", run, (Fraction(width, 8), ONE), unit=8)
+
+
+def _cast(out_type: torch.dtype, kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    out = torch.full_like(x, 9.0, dtype=out_type)
+    kernels.cast(x, out)
+    return (out,)
+
+
+def _add_cast(out_type: torch.dtype, kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    values, out = x.clamp(-6e4, 6e4).to(out_type), x * 0.5
+    kernels.add_cast(values, out, FACTOR)
+    return (out,)
+
+
+def _uniform(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    return (kernels.uniform(x.numel(), _key(first), x.device),)
+
+
+def top_k(width: int, k: int) -> Comparison:
+    """The last elements, which fill no row, are left out."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        rows = x[: x.numel() // width * width].view(-1, width)
+        return (kernels.top_k_rows(rows, k),)
+
+    return Comparison(
+        "top_k_rows", f"top {k} of rows of {width}", run, (Fraction(1, width),), unit=width,
+        sizes=(3 * width,), large=width == 4096, bytes=6,
+    )  # fmt: skip
+
+
+def _top_k_sampled(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    k = max(1, x.numel() // 100)
+    return (kernels.top_k_sampled(x.view(1, -1), k) if x.numel() else x,)
+
+
+def _rows(x: Tensor, width: int = 64) -> Tensor:
+    return x[: x.numel() // width * width].view(-1, width)
+
+
+def _quantize_rows(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    rows = _rows(x)
+    return (kernels.quantize_rows(rows, rows.abs().amax(dim=1), 7, None),)
+
+
+def _quantize_rows_between(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    rows = _rows(x)
+    return (kernels.quantize_rows_between(rows, rows.amin(dim=1), rows.amax(dim=1), 7, None),)
+
+
+def _dequantize_rows_add(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    rows = _rows(x)
+    out = rows * 0.5
+    kernels.dequantize_rows_add(rows[:, 0].abs(), _low_bits(rows).to(torch.int8), out, FACTOR)
+    return (out,)
+
+
+def tiles(operation: str, height: int, width: int) -> Comparison:
+    """The change of basis there, and back again."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        given = x[: x.numel() // (height * width) * height * width].view(-1, 1, height, width)
+        there, back = torch.empty_like(given), torch.empty_like(given)
+        getattr(kernels, operation)(given, there, False)
+        getattr(kernels, operation)(there, back, True)
+        return there, back
+
+    rates = (Fraction(1, height * width),) * 2
+    return Comparison(
+        operation, f"{operation} {height} x {width}", run, rates, unit=height * width, rule=within(2e-6), plain=True,
+        sizes=(3 * height * width,),
+    )  # fmt: skip
+
+
+def compressor(name: str, one: Compressor) -> Comparison:
+    """The payload of a compressor, and what it decodes to; whatever kernels it is made of."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        payload = torch.full((one.payload_bytes(x.numel()),), 255, dtype=torch.uint8, device=x.device)
+        one.compress(x, payload, KEY)
+        out = torch.zeros_like(x)
+        one.decompress_add(payload, out, FACTOR)
+        return (payload, out)
+
+    return Comparison("compressor", f"{name}, payload and decoded", run, (_ROOM, ONE), promised=False)
+
+
+def _quantizations() -> Iterator[Comparison]:
+    """Every form without and with a memory; all types, both roundings, for one kind of each."""
+    for form in FORMS.values():
+        yield quantize(form, FP32, None, random=False)
+        yield quantize(form, BF16, BF16, random=form.kind in ("absmax", "norm"))
+    for form in (FORMS["8 bits"], FORMS["4 bits"], FORMS["qsgd, 4 bits"], FORMS["sign"], FORMS["four levels"]):
+        yield quantize(form, FP16, FP32, random=False)
+    yield quantize(FORMS["4 bits"], FP32, None, random=True)
+    yield quantize(FORMS["4 bits"], BF16, BF16, random=False)
+
+
+COMPARISONS: Sequence[Comparison] = (
+    *_quantizations(),
+    *(dequantize(form, FP32) for form in FORMS.values()),
+    *(dequantize(FORMS[name], kind) for name in ("4 bits", "sign", "four levels") for kind in (BF16, FP16)),
+    *(top_k(*shape) for shape in ((1, 1), (7, 1), (64, 3), (64, 64), (256, 3), (1000, 10), (4096, 41), (8192, 82))),
+    top_k(8193, 5),
+    *(
+        Comparison("cast", f"cast to {NAMES[kind]}", partial(_cast, kind), (ONE,), large=kind is BF16, bytes=7)
+        for kind in (FP32, BF16, FP16)
+    ),
+    *(
+        Comparison("add_cast", f"add {NAMES[kind]}", partial(_add_cast, kind), (ONE,), large=kind is BF16, bytes=15)
+        for kind in (FP32, BF16, FP16)
+    ),
+    Comparison("uniform", "uniform numbers", _uniform, (ONE,), large=True, bytes=9),
+    *(pack_bits(width) for width in (1, 2, 3, 5, 8, 11, 16, 17)),
+    *(pack_codes(width) for width in (1, 2, 3, 4, 8)),
+    Comparison("top_k_sampled", "top 1 % by a sample", _top_k_sampled, (ONE,), sizes=(70_001,)),
+    Comparison("quantize_rows", "rows to 4 bits", _quantize_rows, (Fraction(1, 64),), unit=64),
+    Comparison("quantize_rows_between", "rows between bounds", _quantize_rows_between, (Fraction(1, 64),), unit=64),
+    Comparison("dequantize_rows_add", "rows added", _dequantize_rows_add, (Fraction(1, 64),), unit=64),
+    *(tiles("dct_tiles", height, width) for height, width in ((1, 64), (64, 64), (12, 40))),
+    *(tiles("hadamard_tiles", height, width) for height, width in ((1, 64), (32, 64), (64, 64))),
+    compressor("fp8 e4m3", FP8("e4m3")),
+    compressor("fp8 e5m2", FP8("e5m2", 32)),
+    compressor("linear, 4 bits", Linear(bits=4, block_size=32)),
+    compressor("top-k", TopK(0.05, 64)),
+    compressor("top-k of all", TopK(0.05, scope="tensor")),
+    compressor("random-k", RandomK(0.1, 64)),
+    compressor("block top-k", BlockTopK(0.25, 64, 8)),
+)
+"""In the order of the table."""

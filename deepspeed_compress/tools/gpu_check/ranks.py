@@ -1,0 +1,159 @@
+"""Processes that train together, and what they say, a line of JSON a result: it is there when one of them crashes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Said", "backend_here", "missing", "run_ranks"]
+
+_PROGRAM = "deepspeed_compress.tools.gpu_check.ranks"
+_NEEDED = ("deepspeed", "hjson", "pydantic", "safetensors")
+_SHOWN = 500
+
+
+@dataclass(frozen=True)
+class Said:
+    """By rank: the results that it got to. `trouble`: what ended the ranks before they were through, or ""."""
+
+    results: tuple[tuple[dict[str, Any], ...], ...]
+    trouble: str
+
+
+def missing() -> str:
+    """What must be installed besides, so that ranks can train; "" when nothing."""
+    from importlib.util import find_spec
+
+    names = [name for name in _NEEDED if find_spec(name) is None]
+    return f"needs {', '.join(names)}, which --wheels may bring" if names else ""
+
+
+def backend_here(device: str, ranks: int) -> str:
+    """NCCL, where each rank has a GPU of its own, which it wants; else gloo."""
+    import torch
+
+    return "nccl" if device == "cuda" and torch.cuda.device_count() >= ranks else "gloo"
+
+
+def run_ranks(
+    ranks: int,
+    work: str,
+    job: Mapping[str, Any],
+    seconds: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Said:
+    """`work(job)` on every rank, "module:name" of a generator of results; `job` has a `backend` and a `device`.
+
+    All ranks end when one fails, or after `seconds`.
+    """
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        files = [Path(directory) / f"rank_{rank}" for rank in range(ranks)]
+        environments = [{**os.environ, **environment, **_place(rank, ranks, job)} for rank in range(ranks)]
+        port = str(_free_port())
+        processes = [
+            stack.enter_context(_Rank(work, job, file, {**one, "MASTER_PORT": port}))
+            for file, one in zip(files, environments, strict=True)
+        ]
+        trouble = _wait(processes, time.monotonic() + seconds)
+        return Said(tuple(tuple(_lines(file.with_suffix(".jsonl"))) for file in files), trouble)
+
+
+def _place(rank: int, ranks: int, job: Mapping[str, Any]) -> dict[str, str]:
+    """Without NCCL all ranks are on the first GPU."""
+    local = str(rank if job["backend"] == "nccl" else 0)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Rank:
+    """A process that writes results to `file`.jsonl and all else to `file`; it is gone when the context is left."""
+
+    def __init__(self, work: str, job: Mapping[str, Any], file: Path, environment: Mapping[str, str]) -> None:
+        self._output = file
+        command = [sys.executable, "-m", _PROGRAM, work, json.dumps(dict(job)), str(file.with_suffix(".jsonl"))]
+        with file.open("w") as stream:
+            self._process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=dict(environment))
+
+    def __enter__(self) -> "_Rank":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace").strip()[-_SHOWN:]
+
+
+def _wait(processes: Sequence[_Rank], until: float) -> str:
+    while any(one.code is None for one in processes):
+        if failed := [one for one in processes if one.code]:
+            return f"a rank ended with status {failed[0].code}: {failed[0].said()}"
+        if time.monotonic() > until:
+            return f"ended at its limit: {processes[0].said()}"
+        time.sleep(0.05)
+    failed = [one for one in processes if one.code]
+    return f"a rank ended with status {failed[0].code}: {failed[0].said()}" if failed else ""
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else ():
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _main() -> None:
+    work, job, file = sys.argv[1:]
+    module, _, name = work.partition(":")
+    given = json.loads(job)
+    with Path(file).open("w", encoding="utf-8") as stream:
+        _join(given["backend"])
+        for result in getattr(import_module(module), name)(given):
+            stream.write(json.dumps(result) + "\n")
+            stream.flush()
+    # Without a farewell: what others still send is of no interest.
+    os._exit(0)
+
+
+def _join(backend: str) -> None:
+    """Join the other ranks; nothing is built, since there may be no compiler."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_compress.tools.gpu_check.mirror import join_mirror
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    if backend == "mirror":
+        join_mirror(2)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+
+if __name__ == "__main__":
+    _main()

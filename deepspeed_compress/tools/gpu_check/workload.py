@@ -1,0 +1,148 @@
+"""What ranks train: a network whose bits depend on no order of additions, and a language model of GPT-2's shape."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+
+__all__ = ["INT4", "LanguageModel", "Shape", "digest", "make_engine", "markov_text", "network", "train_step"]
+
+INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64}}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a language model, and of its batches: `micro_batch` sequences of `length` tokens a rank."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    micro_batch: int
+
+
+def make_engine(model: nn.Module, device: str, stage: int, section: Mapping[str, Any] | None, bucket: int) -> Any:
+    """An engine of DeepSpeed, of the package where there is a `section`: overlap on, bf16 on a GPU."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": device == "cuda"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket},
+    }
+    if section is None:
+        return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    config[SECTION] = dict(section)
+    return deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train_step(engine: Any, *batch: Tensor) -> Tensor:
+    """One optimizer step; the loss, on the device."""
+    loss: Tensor = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def digest(engine: Any) -> str:
+    """Of the bits of all weights."""
+    found = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            found.update(parameter.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class _Regression(nn.Module):
+    """Squared error of a stack of linear layers."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.GELU())))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.stack(x).float(), y.float())
+
+
+def network(width: int, layers: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A model with equal weights on all ranks, and a batch that is this rank's own."""
+    torch.manual_seed(0)
+    place, kind = get_accelerator().current_device_name(), _float_type()
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    x = torch.randn(32, width, generator=generator)
+    return _Regression(width, layers), (x.to(place, kind), x.flip(1).to(place, kind))
+
+
+def _float_type() -> torch.dtype:
+    return torch.bfloat16 if get_accelerator().device_name() == "cuda" else torch.float32
+
+
+class _Block(nn.Module):
+    """A layer of GPT-2: attention and two linear layers, each after a norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.before_attention, self.before_mixing = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attention(self.before_attention(x)).chunk(3, dim=2)
+        queries, keys, values = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.joined(mixed.transpose(1, 2).flatten(2))
+        after: Tensor = x + self.narrow(F.gelu(self.wide(self.before_mixing(x))))
+        return after
+
+
+class LanguageModel(nn.Module):
+    """GPT-2 of torch's own layers, without dropout: the loss of the tokens [batch, length + 1] that follow."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(shape.vocabulary, shape.width), nn.Embedding(shape.length, shape.width)
+        self.blocks = nn.Sequential(*(_Block(shape) for _ in range(shape.layers)))
+        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        given, wanted = text[:, :-1], text[:, 1:]
+        x = self.tokens(given) + self.places(torch.arange(given.shape[1], device=text.device))
+        logits = self.head(self.norm(self.blocks(x)))
+        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+
+
+_FOLLOWERS = 4
+_WORDS = 512
+
+
+def markov_text(shape: Shape, batches: int, seed: int) -> Tensor:
+    """Tokens [batches, micro_batch, length + 1]: each word is followed by one of four, with fixed odds.
+
+    The best loss is the entropy of these odds, about 1.1.
+    """
+    words, table = min(_WORDS, shape.vocabulary), torch.Generator().manual_seed(0)
+    followers = torch.randint(words, (words, _FOLLOWERS), generator=table)
+    odds = torch.rand(words, _FOLLOWERS, generator=table)
+    own = torch.Generator().manual_seed(seed)
+    text = [torch.randint(words, (batches * shape.micro_batch,), generator=own)]
+    for _ in range(shape.length):
+        chosen = torch.multinomial(odds[text[-1]], 1, generator=own)
+        text.append(followers[text[-1]].gather(1, chosen).squeeze(1))
+    return torch.stack(text, dim=1).view(batches, shape.micro_batch, shape.length + 1)
