@@ -3,18 +3,42 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 __all__ = ["Link", "PendingExchange", "exchange"]
 
 
+class _Waitable(Protocol):
+    def wait(self) -> object:
+        """Until it is over."""
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message between this rank and another one, in `buffers`, by a collective of a GPU.
+
+    Who waits reads what has come, and frees all buffers, perhaps on another stream than the one that they were made on.
+    Their memory must not be given away there before this stream is done with them; on their own it changes nothing.
+    """
+
+    work: Work
+    buffers: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        self.work.wait()
+        for buffer in self.buffers:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+
+
 @dataclass(frozen=True)
 class PendingExchange:
     """Messages under way. To wait means on GPU that the current stream waits."""
 
-    receives: dict[int, Work] = field(default_factory=dict)
+    receives: dict[int, _Waitable] = field(default_factory=dict)
     """By the rank that sends."""
     sends: Sequence[Work] = ()
 
@@ -73,7 +97,9 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
     rank, size = group.rank(), group.size()
     sources = [(rank - step) % size for step in range(1, size)]
     lanes = (link.downward or group, group)
-    receives = {one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()}
+    receives: dict[int, _Waitable] = {
+        one: lanes[one < rank].recv([incoming[one]], one, tag) for one in sources if incoming[one].numel()
+    }
     sends = [lanes[rank < one].send([outgoing[one]], one, tag) for one in reversed(sources) if outgoing[one].numel()]
     return PendingExchange(receives, sends)
 
@@ -84,7 +110,8 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     nothing = incoming[rank].new_empty(0)
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
     outputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(incoming)]
-    return PendingExchange(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
+    work = group.alltoall(outputs, inputs)
+    return PendingExchange({peer: _Arrival(work, (incoming[peer], outgoing[peer])) for peer in range(group.size())})
 
 
 _Start = Callable[[Link, Sequence[Tensor], Sequence[Tensor], int], PendingExchange]

@@ -219,14 +219,16 @@ class Residuals:
         self._homes.clear()
 
     def square_norm(self) -> float:
-        """Sum of squares over this rank's values, those of the running step included."""
-        return sum(self._square(slot.current, _numel(layout)) for layout, slot in self._slots.items())
+        """Sum of squares over this rank's values, those of the running step included. Waits for a GPU, once."""
+        norms = [self._norm(slot.current, _numel(layout)) for layout, slot in self._slots.items()]
+        return sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
 
-    def _square(self, payload: Tensor, numel: int) -> float:
+    def _norm(self, payload: Tensor, numel: int) -> Tensor:
         # Numbers are read where they are stored, not decoded first.
         storage = self.storage
         values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
-        return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        return norm
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Every range with its applied values, flat fp32."""
