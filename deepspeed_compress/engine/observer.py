@@ -28,18 +28,16 @@ class StepMeans:
     step_ms: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _UnderWay:
     """Sums over the ranks (fp64 [6], on the host), which nobody waits for yet: losses, metrics, milliseconds, each with
     their number."""
 
     sums: torch.Tensor
-    wait: Callable[[], object] | None = None
+    wait: Callable[[], object]
 
     def figures(self) -> list[float]:
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
+        self.wait()
         return list(self.sums.tolist())
 
     def means(self) -> StepMeans:
@@ -91,7 +89,7 @@ class Losses:
         self._sums = torch.zeros_like(sums)
         means = StepMeans() if former is None else former.means()
         self._under_way = _summed(sums)
-        self._waits[:] = [self._under_way.figures]
+        self._waits[:] = [self._under_way.wait]
         return means
 
     def saved(self) -> list[float] | None:
@@ -100,7 +98,7 @@ class Losses:
 
     def load(self, saved: list[float] | None) -> None:
         """Go on from what `saved` gave."""
-        self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64))
+        self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
 def _summed(sums: torch.Tensor) -> _UnderWay:
