@@ -83,7 +83,6 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.problems: dict[str, None] = {}
-        self.operations = 0
         self.streams: list[Stream] = []
         self.default = self.stream("default")
         self.current = self.default
@@ -131,7 +130,6 @@ class Device(TorchDispatchMode):
         """An operation on the stream that is current."""
         stream, clock = self.current, self.current.clock
         clock[stream] += 1
-        self.operations += 1
         outputs = list(made)
         if outputs:
             self._reuse(stream)
