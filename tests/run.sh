@@ -27,9 +27,13 @@ if [ "${1:-}" = --coverage ]; then
     # Everything takes twice as long.
     coverage=(--cov --cov-report=term:skip-covered --timeout 1200)
 fi
+# A process for what is not yet compiled, beside the checks: the first tests of all processes would wait for it.
+python -W ignore -m tests.support.operations >/dev/null &
+compiled=$!
 ruff check .
 ruff format --check .
 mypy
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
+wait "$compiled"
 [ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

@@ -1,13 +1,14 @@
 """Which matrices of a bucket are worth a low-rank approximation, where their factors lie, and the algebra of a stack.
 
-A stack is all matrices of one shape in a bucket, fp32 [count, m, n]. Their factors are held transposed, P as
-[count, rank, m] and Q as [count, rank, n]: products run along contiguous rows (3 to 15 times faster on a CPU), and a
-codec that scales by blocks meets one basis vector at a time.
+A stack is matrices of one shape in a bucket, fp32 [count, m, n], few enough to stay in a cache. Their factors are held
+transposed, P as [count, rank, m] and Q as [count, rank, n]: products run along contiguous rows (3 to 15 times faster on
+a CPU), and a codec that scales by blocks meets one basis vector at a time.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -20,16 +21,19 @@ __all__ = [
     "LowRank",
     "LowRankLayout",
     "Matrix",
+    "Stack",
     "clean",
     "find_matrices",
     "make_low_rank_layout",
     "orthonormal",
-    "products",
     "revived",
-    "stacks",
+    "split",
 ]
 
 Shape = tuple[int, ...]
+
+STACK_NUMEL = 1 << 18
+"""Elements of a stack, unless one matrix has more: what is read several times in a row is then still in a cache."""
 
 
 @dataclass(frozen=True)
@@ -100,64 +104,83 @@ def _runs(partition: Partition) -> Iterator[Segment]:
 
 
 @dataclass(frozen=True)
-class LowRankLayout:
-    """How a bucket is divided into matrices, whose flat values are stack after stack, and the rest."""
+class Stack:
+    """Matrices of one shape and rank that are treated at once; `own`: this rank's segments of them."""
 
-    whole: tuple[Segment, ...]
-    """The matrices in stack order, at their offsets in the bucket."""
+    matrices: tuple[Matrix, ...]
     own: tuple[Segment, ...]
-    """This rank's segments of them, at their offsets in the bucket."""
-    own_values: tuple[Segment, ...]
-    """The same segments, at their offsets in the values of the matrices."""
+
+    @cached_property
+    def whole(self) -> tuple[Segment, ...]:
+        """The matrices, at their offsets in the bucket."""
+        return tuple(matrix.whole for matrix in self.matrices)
+
+    @property
+    def shape(self) -> Shape:
+        return len(self.matrices), *self.matrices[0].shape
+
+    @property
+    def p_shape(self) -> Shape:
+        return len(self.matrices), *self.matrices[0].p_shape
+
+    @property
+    def q_shape(self) -> Shape:
+        return len(self.matrices), *self.matrices[0].q_shape
+
+    def inside(self, segments: Sequence[Segment]) -> list[Segment]:
+        """`segments` of these matrices, at their offsets in the flat elements of the stack."""
+        numels = accumulate((one.numel for one in self.whole), initial=0)
+        first = dict(zip((one.parameter for one in self.whole), numels, strict=False))
+        return [replace(one, offset=first[one.parameter] + one.begin) for one in segments]
+
+
+@dataclass(frozen=True)
+class LowRankLayout:
+    """How a bucket is divided into stacks of matrices and the rest."""
+
+    stacks: tuple[Stack, ...]
     others: tuple[Segment, ...]
     rest: Partition
     """`others` as a bucket of their own."""
-    shapes: tuple[Shape, ...]
-    p_shapes: tuple[Shape, ...]
-    q_shapes: tuple[Shape, ...]
-    """Of the stacks."""
     p: Partition
     q: Partition
-    """The messages of all factors: the name of a parameter with ".P" or ".Q" at the end."""
+    """The messages of all factors, stack after stack: the name of a parameter with ".P" or ".Q" at the end."""
     warm: tuple[Segment, ...]
     """Q of each matrix, whole, by the name of the parameter."""
 
 
 def make_low_rank_layout(partition: Partition, matrices: Sequence[Matrix], rank: int) -> LowRankLayout:
     """The layout for data-parallel rank `rank` for a bucket with the `matrices` that `find_matrices` found."""
-    numels = accumulate((matrix.whole.numel for matrix in matrices), initial=0)
-    first = dict(zip((matrix.name for matrix in matrices), numels, strict=False))
-    own = tuple(segment for segment in partition.owned_by(rank) if segment.parameter in first)
-    others, rest = select(partition, lambda segment: segment.parameter not in first)
-    alike = [(len(group), group[0]) for group in (list(g) for _, g in groupby(matrices, key=lambda m: m.shape))]
+    names = {matrix.name for matrix in matrices}
+    others, rest = select(partition, lambda segment: segment.parameter not in names)
+    own = [segment for segment in partition.owned_by(rank) if segment.parameter in names]
     return LowRankLayout(
-        whole=tuple(matrix.whole for matrix in matrices),
-        own=own,
-        own_values=tuple(replace(segment, offset=first[segment.parameter] + segment.begin) for segment in own),
+        stacks=tuple(_make_stack(group, own) for group in _groups(matrices)),
         others=others,
         rest=rest,
-        shapes=tuple((count, *matrix.shape) for count, matrix in alike),
-        p_shapes=tuple((count, *matrix.p_shape) for count, matrix in alike),
-        q_shapes=tuple((count, *matrix.q_shape) for count, matrix in alike),
         p=even_partition([(f"{m.name}.P", math.prod(m.p_shape)) for m in matrices], partition.world_size),
         q=even_partition([(f"{m.name}.Q", math.prod(m.q_shape)) for m in matrices], partition.world_size),
         warm=even_partition([(m.name, math.prod(m.q_shape)) for m in matrices], 1).segments,
     )
 
 
-def stacks(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+def _groups(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """`matrices` of equal shapes, in their order, as many at once as make a stack."""
+    for _, alike in groupby(matrices, key=lambda matrix: matrix.shape):
+        found = list(alike)
+        count = max(1, STACK_NUMEL // found[0].whole.numel)
+        yield from (found[first : first + count] for first in range(0, len(found), count))
+
+
+def _make_stack(matrices: Sequence[Matrix], own: Sequence[Segment]) -> Stack:
+    names = {matrix.name for matrix in matrices}
+    return Stack(tuple(matrices), tuple(segment for segment in own if segment.parameter in names))
+
+
+def split(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Views of the consecutive parts of `flat` as tensors of `shapes`."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """The matrix products of each stack on the left with its counterpart, flat, stack after stack."""
-    shapes = [(a.shape[0], a.shape[1], b.shape[2]) for a, b in zip(left, right, strict=True)]
-    flat = left[0].new_empty(sum(math.prod(shape) for shape in shapes))
-    for a, b, out in zip(left, right, stacks(flat, shapes), strict=True):
-        torch.bmm(a, b, out=out)
-    return flat
 
 
 def orthonormal(factors: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ the channel's feedback and codec -> `_start` -> `Link.start`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -20,7 +20,7 @@ from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
 
-__all__ = ["PayloadReducer", "PendingGather"]
+__all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,34 @@ class PendingGather:
             self.reducer.take(self.bucket, sent)
 
 
+@dataclass
+class PendingMeans:
+    """An all-reduce under way. Its second half begins with `send_back`, at the latest in `finish`.
+
+    `numbers`: of the messages of the second half, one a round. `bucket` must stay as it is until `send_back`.
+    """
+
+    reducer: "PayloadReducer"
+    bucket: Tensor
+    scale: float
+    parts: Sequence[_Round]
+    numbers: Sequence[int]
+    means: list[_Round] = field(default_factory=list)
+
+    def send_back(self) -> None:
+        """Wait for the parts of the ranks, and send the means that this rank owns to all."""
+        # One by one: the mean of a round is on its way before the parts of the next are waited for.
+        for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
+            own = self.reducer.owned(self.bucket, sent.layout)
+            mean = self.reducer.sum(own, sent, self.scale, deliver=False)
+            self.means.append(self.reducer.send_owned(mean, sent.layout, number))
+
+    def finish(self, out: Tensor) -> None:
+        """`out`, a flat tensor as long as the bucket, perhaps itself, becomes `scale` times the sum over the ranks."""
+        self.send_back()
+        PendingGather(self.reducer, out, self.means).wait()
+
+
 class PayloadReducer:
     """Reduces buckets over the group of `link` by packed messages, as `messages` describes them; see `Reducer`.
 
@@ -117,9 +145,13 @@ class PayloadReducer:
         if self.group.size() == 1:
             return reduce_at_once(self, bucket, partition, scale)
         layouts = self.layouts(partition)
-        numbers = [self._counter.next() for _ in layouts] if number is None else range(number, number + len(layouts))
+        numbers = self._numbers(len(layouts), number)
         rounds = [self._send_parts(bucket, layout, one) for layout, one in zip(layouts, numbers, strict=True)]
         return _PendingSums(self, rounds, scale)
+
+    def _numbers(self, count: int, first: int | None) -> Sequence[int]:
+        """Of `count` messages: from `first` on, or the next ones."""
+        return [self._counter.next() for _ in range(count)] if first is None else range(first, first + count)
 
     def _send_parts(self, bucket: Tensor, layout: MessageLayout, number: int) -> _Round:
         """Encode this rank's part of every other owner's elements, and begin to exchange."""
@@ -176,14 +208,17 @@ class PayloadReducer:
         if self.group.size() == 1:
             _scale_alone(bucket, scale)
             return
+        self.start_all_reduce(bucket, partition, scale).finish(bucket)
+
+    def start_all_reduce(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
+    ) -> PendingMeans:
+        """Begin an `all_reduce` in a group of several ranks; `number` as in `start_reduce_scatter`, two a round."""
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
-        parts = [self._send_parts(bucket, layout, self._counter.next()) for layout in self.layouts(partition)]
-        # One by one: the mean of a round is on its way before the parts of the next are waited for.
-        means = [
-            self._send_owned(self.sum(self._owned(bucket, sent.layout), sent, scale, deliver=False), sent.layout)
-            for sent in parts
-        ]
-        PendingGather(self, bucket, means).wait()
+        layouts = self.layouts(partition)
+        numbers = self._numbers(2 * len(layouts), number)
+        parts = [self._send_parts(bucket, layout, one) for layout, one in zip(layouts, numbers, strict=False)]
+        return PendingMeans(self, bucket, scale, parts, numbers[len(layouts) :])
 
     def all_gather(self, bucket: Tensor, partition: Partition) -> None:
         """Every segment of `bucket` becomes what its owner has there, as its message says: the same bits everywhere."""
@@ -196,12 +231,11 @@ class PayloadReducer:
             exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
             sent = sum(layout.sizes[self._rank] for layout in layouts)
             self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
-        rounds = [self._send_owned(self._owned(bucket, layout), layout) for layout in layouts]
+        rounds = [self.send_owned(self.owned(bucket, layout), layout, self._counter.next()) for layout in layouts]
         return PendingGather(self, bucket, rounds)
 
-    def _send_owned(self, total: Tensor, layout: MessageLayout) -> _Round:
+    def send_owned(self, total: Tensor, layout: MessageLayout, number: int) -> _Round:
         """Encode `total`, the elements that this rank owns, piece after piece, and begin to send them to all."""
-        number = self._counter.next()
         with self.run.meter.phase("compress", total.device):
             mine = _room(total.device, layout.sizes[self._rank])
             for piece in layout.pieces[self._rank]:
@@ -266,7 +300,7 @@ class PayloadReducer:
         spread = self.messages.channels[piece.channel].spread
         return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
 
-    def _owned(self, bucket: Tensor, layout: MessageLayout) -> Tensor:
+    def owned(self, bucket: Tensor, layout: MessageLayout) -> Tensor:
         """The elements that this rank owns, in the order of its pieces: a new flat fp32 tensor."""
         return gather(bucket, list(_segments(layout.pieces[self._rank])))
 

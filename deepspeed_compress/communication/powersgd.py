@@ -6,7 +6,7 @@ Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Di
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -18,13 +18,14 @@ from deepspeed_compress.communication.buckets import LAYOUTS, Partition
 from deepspeed_compress.communication.low_rank import (
     LowRank,
     LowRankLayout,
+    Shape,
+    Stack,
     clean,
     find_matrices,
     make_low_rank_layout,
     orthonormal,
-    products,
     revived,
-    stacks,
+    split,
 )
 from deepspeed_compress.communication.messages import Transfer
 from deepspeed_compress.communication.payload import PayloadReducer
@@ -32,7 +33,7 @@ from deepspeed_compress.communication.reducer import Pending, Reducer, reduce_at
 from deepspeed_compress.compression.compressors.base import random_key
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import Segment, gather, scatter
+from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
 
 __all__ = ["PowerSGDReducer"]
 
@@ -89,18 +90,17 @@ class PowerSGDReducer:
         """
         layout = self.layout(partition)
         if layout.rest.segments:
-            _reduce_rest(self.others.reduce_scatter, bucket, partition, layout, scale)
-        if layout.whole:
-            total = self._approximated(bucket, partition).mul_(scale * self.group.size())
-            scatter(gather(total, layout.own_values), layout.own, bucket)
+            _reduce_rest(self.others.reduce_scatter, bucket, layout, scale)
+        if layout.stacks:
+            self._approximate(bucket, layout, scale, [stack.own for stack in layout.stacks])
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
         """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
         layout = self.layout(partition)
         if layout.rest.segments:
-            _reduce_rest(self.others.all_reduce, bucket, partition, layout, scale)
-        if layout.whole:
-            scatter(self._approximated(bucket, partition).mul_(scale * self.group.size()), layout.whole, bucket)
+            _reduce_rest(self.others.all_reduce, bucket, layout, scale)
+        if layout.stacks:
+            self._approximate(bucket, layout, scale, [stack.whole for stack in layout.stacks])
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         layout = self.layout(partition)
@@ -110,47 +110,60 @@ class PowerSGDReducer:
 
     def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
         layout = self.layout(partition)
-        matrices = sum(segment.numel for segment in layout.whole)
+        matrices = sum(segment.numel for stack in layout.stacks for segment in stack.whole)
         residuals = () if self.residuals is None else ((self.residuals, matrices),)
         return (*residuals, (self.warm, layout.q.numel), *self.others.stored(layout.rest))
 
-    def _approximated(self, bucket: Tensor, partition: Partition) -> Tensor:
-        """The mean of the matrices, flat fp32, stack after stack; moves both stores on.
+    def _approximate(
+        self, bucket: Tensor, layout: LowRankLayout, scale: float, wanted: Sequence[Sequence[Segment]]
+    ) -> None:
+        """The `wanted` segments of each stack become `scale` times the sum; moves both stores on.
 
-        A non-finite element of a matrix, on any rank, leaves a non-finite one on every rank.
+        A non-finite element of a matrix, on any rank, leaves a non-finite one on every rank. Gradients and residuals
+        are added up three times, stack by stack, which costs less than to write the sums and to read them twice.
         """
-        layout, meter, device = self.layout(partition), self.factors.run.meter, bucket.device
-        share = 1 / self.group.size()
-        with meter.phase("compress", device):
-            values = self._with_residuals(bucket, layout)
-            matrices = stacks(values, layout.shapes)
-            p = products(self._start_bases(partition, device), [matrix.mT for matrix in matrices])
-        self.factors.all_reduce(p, layout.p, share)
-        with meter.phase("compress", device):
-            cleaned, taints = zip(*(clean(stack) for stack in stacks(p, layout.p_shapes)), strict=True)
-            bases = [orthonormal(stack) for stack in cleaned]
-            q = products(bases, matrices)
-        self.factors.all_reduce(q, layout.q, share)
-        with meter.phase("decompress", device):
-            factors = [q_of.add_(taint) for q_of, taint in zip(stacks(q, layout.q_shapes), taints, strict=True)]
-            mean = products([basis.mT for basis in bases], factors)
+        meter, ranks = self.factors.run.meter, self.group.size()
+        stacks, p, q = (
+            layout.stacks,
+            *(bucket.new_empty(part.numel, dtype=torch.float32) for part in (layout.p, layout.q)),
+        )
+        p_parts, q_parts = split(p, [stack.p_shape for stack in stacks]), split(q, [stack.q_shape for stack in stacks])
+        with meter.phase("compress", bucket.device):
+            for stack, start, out in zip(stacks, self._start_bases(layout, bucket.device), p_parts, strict=True):
+                torch.bmm(start, self._matrices(bucket, stack).mT, out=out)
+        self.factors.all_reduce(p, layout.p, 1 / ranks)
+        with meter.phase("compress", bucket.device):
+            cleaned, taints = zip(*(clean(part) for part in p_parts), strict=True)
+            bases = [orthonormal(part) for part in cleaned]
+            for stack, basis, out in zip(stacks, bases, q_parts, strict=True):
+                torch.bmm(basis, self._matrices(bucket, stack), out=out)
+        self.factors.all_reduce(q, layout.q, 1 / ranks)
+        with meter.phase("decompress", bucket.device):
+            for part, taint in zip(q_parts, taints, strict=True):
+                part.add_(taint)
             self.warm.write(layout.warm, q)
-            if self.residuals is not None:
-                self.residuals.write(layout.whole, values.sub_(mean))
-        return mean
+            for stack, basis, factor, segments in zip(stacks, bases, q_parts, wanted, strict=True):
+                self._keep_rest(bucket, stack, basis, factor)
+                _deliver(bucket, stack, basis, factor * (scale * ranks), segments)
 
-    def _with_residuals(self, bucket: Tensor, layout: LowRankLayout) -> Tensor:
-        """This rank's gradients of the matrices and what is left of earlier ones: new, flat fp32."""
-        values = gather(bucket, layout.whole)
+    def _matrices(self, bucket: Tensor, stack: Stack) -> Tensor:
+        """This rank's gradients of a stack and what is left of earlier ones: new, fp32 [count, m, n]."""
+        values = gather(bucket, stack.whole)
         if self.residuals is not None:
-            self.residuals.add_to(values, layout.whole, 1.0)
-        return values
+            self.residuals.add_to(values, stack.whole, 1.0)
+        return values.view(stack.shape)
 
-    def _start_bases(self, partition: Partition, device: torch.device) -> list[Tensor]:
+    def _keep_rest(self, bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor) -> None:
+        """What the factors do not say of a stack are its next residuals."""
+        if self.residuals is not None:
+            rest = self._matrices(bucket, stack).baddbmm_(basis.mT, factor, alpha=-1.0)
+            self.residuals.write(stack.whole, rest.view(-1))
+
+    def _start_bases(self, layout: LowRankLayout, device: torch.device) -> list[Tensor]:
         """An orthonormal basis for each matrix to begin with: Q of the step before, or random where there is none."""
-        layout = self.layout(partition)
-        warm = stacks(self.warm.read(layout.warm, device), layout.q_shapes)
-        fresh = stacks(torch.cat([self._start(segment, device) for segment in layout.warm]), layout.q_shapes)
+        shapes = [stack.q_shape for stack in layout.stacks]
+        warm = split(self.warm.read(layout.warm, device), shapes)
+        fresh = split(torch.cat([self._start(segment, device) for segment in layout.warm]), shapes)
         return [orthonormal(revived(before, start)) for before, start in zip(warm, fresh, strict=True)]
 
     def _start(self, segment: Segment, device: torch.device) -> Tensor:
@@ -171,16 +184,25 @@ def _make_layout(low_rank: LowRank, own: int, partition: Partition) -> LowRankLa
     return make_low_rank_layout(partition, find_matrices(partition, low_rank), own)
 
 
+def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A flat fp32 tensor, not filled, and its parts as tensors of `shapes`."""
+    flat = torch.empty(sum(math.prod(shape) for shape in shapes), device=device)
+    return flat, split(flat, shapes)
+
+
+def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segments: Sequence[Segment]) -> None:
+    """P Q^T to the `segments` of a stack."""
+    if segments:
+        values = torch.bmm(basis.mT, factor).view(-1)
+        scatter(elements(values, stack.inside(segments)), segments, bucket)
+
+
 def _reduce_rest(
-    operation: Callable[[Tensor, Partition, float], None],
-    bucket: Tensor,
-    partition: Partition,
-    layout: LowRankLayout,
-    scale: float,
+    operation: Callable[[Tensor, Partition, float], None], bucket: Tensor, layout: LowRankLayout, scale: float
 ) -> None:
     """`operation` on the elements outside matrices, as a bucket of their own."""
-    if not layout.whole:
-        operation(bucket, partition, scale)
+    if not layout.stacks:
+        operation(bucket, layout.rest, scale)
         return
     rest = gather(bucket, layout.others)
     operation(rest, layout.rest, scale)

@@ -49,7 +49,7 @@ from deepspeed_compress.engine.session import Records, Session, Watch
 from deepspeed_compress.engine.step import Steps, follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
-from deepspeed_compress.engine.zero_0 import attach_zero_0
+from deepspeed_compress.engine.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
@@ -254,7 +254,8 @@ def _reductions(
     if config.gradients.method == "none":
         return None
     # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
-    stores = ResidualStores(transactional=hasattr(engine.optimizer, "overflow") or guards)
+    skips = hasattr(engine.optimizer, "overflow") or guards
+    stores = ResidualStores(transactional=skips or (engine_kind(engine) == "zero_0" and may_begin_early(engine)))
     return Reductions(Site(make_groups(engine, config), parameters, stores, run))
 
 

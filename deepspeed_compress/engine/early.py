@@ -1,37 +1,66 @@
-"""Reductions of ZeRO 1 that begin while backward still runs, and are used only if they prove to be the right ones.
+"""Reductions that begin while backward still runs, and are used only if they prove to be the right ones: ZeRO 0 and 1.
 
-DeepSpeed reduces under ZeRO 1 when the backward pass of the boundary micro-step is over (`reduce_gradients`): what it
-finds in the gradients then is right whatever the program did before, with several backwards, `no_sync`, parameters
-used now and then, layers shared between reentrant checkpoints. Its own `overlap_comm` gives that up. Here a program
-that reduces the same buckets step after step has them sent off as soon as their gradients are there. Then, where
-DeepSpeed would reduce, all ranks compare what was sent with what is to be reduced, bit for bit, and agree: either all
-of it counts, or none of it does, everything that it wrote into memories is forgotten, and DeepSpeed goes on as ever.
+There DeepSpeed reduces when the backward pass of the boundary micro-step is over: what it finds in the gradients then
+is right whatever the program did before, with several backwards, `no_sync`, parameters used now and then, layers shared
+between reentrant checkpoints. Hooks that reduce at once give that up, as DeepSpeed's own `overlap_comm` does. Here a
+program that reduces the same buckets step after step has them sent off as soon as their gradients are there. Then,
+where DeepSpeed would reduce, all ranks compare what was sent with what is to be reduced, bit for bit, and agree: either
+all of it counts, or none of it does, all that it wrote into memories is forgotten, and DeepSpeed goes on as ever.
 
 On all ranks an engine sends the same messages in the same order, whatever becomes of them: every bucket of the plan
 once, before the agreement. The plan is that of earlier steps, which were equal on all ranks since they were reduced.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.engine.session import Session
 
-__all__ = ["EarlyReductions", "Key"]
+__all__ = ["LARGEST_BUCKET", "EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
 
-Key = tuple[int, int, int]
-"""A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
+Key = Any
+"""A parameter in DeepSpeed's bucket, as its seam calls it: hashable."""
+BUCKETS = 8
+"""That a model is sent in, if the size of a bucket stays within bounds."""
+SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
 LONGEST_PATIENCE = 1024
 """Equal steps that are asked for at most before reductions begin early again."""
+
+
+class Gradients(Protocol):
+    """The gradients that an optimizer has reduced, over `group` by `scale`: for their owners, or `everywhere`."""
+
+    group: ProcessGroup
+    scale: float
+    everywhere: bool
+
+    def parameters(self) -> Iterable[Any]:
+        """Those that may get one."""
+
+    def key(self, parameter: Any) -> Key:
+        """The name of a parameter in buckets."""
+
+    def of(self, key: Key) -> Tensor:
+        """The gradient of a parameter as it is now, flat; zeros where there is none."""
+
+    def due(self) -> Iterable[Key]:
+        """The parameters whose gradients DeepSpeed is about to reduce."""
+
+    def partition(self, keys: tuple[Key, ...]) -> Partition:
+        """How a bucket is cut."""
+
+    def complete_now(self) -> bool:
+        """Whether the backward pass runs after which this engine reduces."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +85,8 @@ class _Step:
 
     number: int
     reducer: PayloadReducer | None = None
-    ready: dict[int, None] = field(default_factory=dict)
-    sent: dict[Bucket, tuple[Tensor, Pending]] = field(default_factory=dict)
+    ready: dict[Key, None] = field(default_factory=dict)
+    sent: dict[Bucket, tuple[Tensor, Pending | PendingMeans]] = field(default_factory=dict)
     reduced: list[Bucket] = field(default_factory=list)
     closed: bool = False
     """Whether DeepSpeed has reduced: what comes afterwards in this step goes its own way."""
@@ -89,51 +118,42 @@ class _BucketHistory:
 
 
 class EarlyReductions:
-    """Of one engine. `partition_of` gives the partition of a bucket's keys, `scale` is that of the mean.
+    """Of one engine. `original`: where DeepSpeed reduces the buckets of a step; call `reduce` in its place, and `take`
+    for each bucket that it reduces."""
 
-    Call `reduce_gradients` in place of DeepSpeed's, and `take` for each bucket that it reduces.
-    """
-
-    def __init__(
-        self, engine: Any, session: Session, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float
-    ) -> None:
-        self._engine = engine
-        self._optimizer = engine.optimizer
+    def __init__(self, session: Session, gradients: Gradients, original: Callable[..., object]) -> None:
         self._session = session
-        self._partition_of = partition_of
-        self._scale = scale
-        self._reduce_gradients = engine.optimizer.reduce_gradients
+        self._gradients = gradients
+        self._original = original
         self._history = _BucketHistory()
         self._step = _Step(-1)
-        for parameter in self._parameters():
-            handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            for parameter in gradients.parameters()
+        ]
+        for handle in self.handles:
             session.patches.on_undo(handle.remove)
-            # DeepSpeed's `destroy` removes them with its own.
-            engine.optimizer._grad_acc_hooks.append(handle)
-            session.patches.on_undo(partial(engine.optimizer._grad_acc_hooks.remove, handle))
 
-    def _parameters(self) -> Iterator[Any]:
-        return (one for group in self._optimizer.bit16_groups for one in group if one.requires_grad)
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """DeepSpeed's `reduce_gradients`, after an agreement on what was sent early."""
+    def reduce(self, *arguments: Any, **options: Any) -> None:
+        """What DeepSpeed does, after an agreement on what was sent early."""
         step = self._current()
         if step.closed:
-            self._reduce_gradients(pipeline_parallel=pipeline_parallel)
+            self._original(*arguments, **options)
             return
         if self._history.order and step.reducer is not None and not self._agree(step, step.reducer):
             self._forget(step)
             self._history.back_off()
-        self._reduce_gradients(pipeline_parallel=pipeline_parallel)
+        self._original(*arguments, **options)
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
         self._history.learn(tuple(step.reduced))
         if self._history.is_stable and not self._history.order:
             self._history.order = self._sorted(step)
 
-    def take(self, dtype: torch.dtype, tensor: Tensor, keys: tuple[Key, ...]) -> Pending | None:
-        """The reduction under way of the bucket `keys`, whose gradients DeepSpeed has collected in `tensor`."""
-        step, bucket = self._current(), Bucket(dtype, tensor.dtype, keys)
+    def take(self, dtype: torch.dtype, held: torch.dtype, keys: tuple[Key, ...]) -> Any:
+        """The reduction under way of the bucket `keys`, whose gradients DeepSpeed has collected as `held`: of type
+        `PendingMeans` if `everywhere`, else `Pending`. None where there is none."""
+        step, bucket = self._current(), Bucket(dtype, held, keys)
         if step.closed:
             return None
         step.reduced.append(bucket)
@@ -151,87 +171,86 @@ class EarlyReductions:
 
     def _gradient_is_there(self, parameter: Any) -> None:
         """Called by autograd, perhaps more than once in a pass, and in passes of other engines."""
-        if not self._in_last_backward():
+        if torch.compiler.is_compiling() or not self._gradients.complete_now():
             return
         step = self._current()
-        step.ready.setdefault(self._optimizer.get_param_id(parameter))
+        step.ready.setdefault(self._gradients.key(parameter))
         if step.closed or step.reducer is None:
             return
         for bucket in self._history.order[len(step.sent) :]:
-            if any(key[2] not in step.ready for key in bucket.keys):
+            if not step.ready.keys() >= set(bucket.keys):
                 break
             self._send(bucket, step, step.reducer)
 
-    def _in_last_backward(self) -> bool:
-        """Whether this engine runs the backward pass after which it reduces."""
-        engine = self._engine
-        return (
-            not torch.compiler.is_compiling()
-            and engine._running_engine_backward
-            and engine.enable_backward_allreduce
-            and not engine.inside_no_sync_ctxt
-            and self._optimizer.is_gradient_accumulation_boundary()
-        )
-
     def _send(self, bucket: Bucket, step: _Step, reducer: PayloadReducer) -> None:
-        flat = torch.cat([self._gradient(key).to(bucket.held) for key in bucket.keys])
-        partition = self._partition_of(bucket.keys)
+        source = self._gradients
+        flat = torch.cat([source.of(key).to(bucket.held) for key in bucket.keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
-        pending = self._session.start_early(flat, partition, self._scale, number)
-        step.sent[bucket] = (flat, pending)
-
-    def _gradient(self, key: Key) -> Tensor:
-        """Flat; zeros where there is none, which the agreement finds."""
-        parameter = self._optimizer.bit16_groups[key[0]][key[1]]
-        gradient: Tensor | None = self._optimizer.get_gradient_for_reduction(parameter)
-        return torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.reshape(-1)
+        start = self._session.start_early_everywhere if source.everywhere else self._session.start_early
+        step.sent[bucket] = (flat, start(flat, source.partition(bucket.keys), source.scale, number))
 
     def _numbers(self, reducer: PayloadReducer) -> list[int]:
         """The number of the first message of each bucket of the plan, and the first one after them.
 
         They are those of a step without early reductions, so that random numbers do not tell which it was.
         """
-        counts = [len(reducer.layouts(self._partition_of(bucket.keys))) for bucket in self._history.plan]
-        return list(accumulate(counts, initial=1))
+        messages = 2 if self._gradients.everywhere else 1
+        rounds = [len(reducer.layouts(self._gradients.partition(bucket.keys))) for bucket in self._history.plan]
+        return list(accumulate((messages * count for count in rounds), initial=1))
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:
         """Send what is left of the plan; whether, on all ranks, it is what DeepSpeed is about to reduce."""
         for bucket in self._history.order[len(step.sent) :]:
             self._send(bucket, step, reducer)
         right = torch.tensor(int(self._is_right(step)))
-        dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._optimizer.dp_process_group)
+        dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
         if right:
             reducer.skip_messages(self._numbers(reducer)[-1] - 1)
+        for _, pending in step.sent.values():
+            if isinstance(pending, PendingMeans):
+                # Of all buckets, before the first is waited for.
+                pending.send_back()
         return bool(right)
 
     def _is_right(self, step: _Step) -> bool:
         planned = {key for bucket in self._history.plan for key in bucket.keys}
-        return planned == set(self._keys()) and all(
-            _same_bits(flat, [self._gradient(key) for key in bucket.keys]) for bucket, (flat, _) in step.sent.items()
+        return planned == set(self._gradients.due()) and all(
+            _same_bits(flat, [self._gradients.of(key) for key in bucket.keys])
+            for bucket, (flat, _) in step.sent.items()
         )
-
-    def _keys(self) -> Iterator[Key]:
-        """Of the parameters that DeepSpeed is about to reduce."""
-        for number, group in enumerate(self._optimizer.bit16_groups):
-            for parameter in group:
-                if parameter.numel() and self._optimizer.get_gradient_for_reduction(parameter) is not None:
-                    yield number, parameter.param_idx_in_group, self._optimizer.get_param_id(parameter)
 
     def _forget(self, step: _Step) -> None:
         """Wait for what was sent for nothing; memories are as before it."""
-        for _, pending in step.sent.values():
-            pending.finish(torch.zeros(sum(segment.numel for segment in pending.own)))
+        for flat, pending in step.sent.values():
+            nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
+            pending.finish(nothing)
         step.sent.clear()
         self._session.forget_step()
 
     def _sorted(self, step: _Step) -> BucketOrder:
         """The buckets of the plan as they were complete on rank 0; those that never were, at the end. Collective."""
         place = {identity: position for position, identity in enumerate(step.ready)}
-        last = [max(place.get(key[2], len(place)) for key in bucket.keys) for bucket in self._history.plan]
+        last = [max(place.get(key, len(place)) for key in bucket.keys) for bucket in self._history.plan]
         order = torch.tensor(sorted(range(len(last)), key=lambda index: (last[index], -index)))
-        group = self._optimizer.dp_process_group
+        group = self._gradients.group
         dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
         return tuple(self._history.plan[index] for index in order.tolist())
+
+
+def bucket_size(numel: int) -> int:
+    """Elements of a bucket of a model with `numel` trained ones, where the user gives none: few enough for the first
+    buckets to travel during backward, enough for latency not to matter."""
+    return min(max(numel // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
+
+
+def reduces_now(engine: Any) -> bool:
+    """Whether `engine` runs a backward pass, after which it reduces if that is one of a boundary."""
+    reduces = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
+    return bool(engine._running_engine_backward and reduces)
+
+
+def _numel(pending: Pending) -> int:
+    return sum(segment.numel for segment in pending.own)
 
 
 def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
 from deepspeed_compress.communication.reducer import Pending, Reduced, Reducer, Run
 from deepspeed_compress.communication.reduction import Reductions
@@ -212,6 +212,13 @@ class Session:
         assert reducer is not None, "nothing may begin early in this step"
         self._count(partition, everywhere=False)
         return reducer.start_reduce_scatter(bucket, partition, scale, number)
+
+    def start_early_everywhere(self, bucket: Tensor, partition: Partition, scale: float, number: int) -> PendingMeans:
+        """The same of a reduction to all ranks."""
+        reducer = self.early_reducer
+        assert reducer is not None, "nothing may begin early in this step"
+        self._count(partition, everywhere=True)
+        return reducer.start_all_reduce(bucket, partition, scale, number)
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""

@@ -1,23 +1,28 @@
 """Without ZeRO, and for the bf16 optimizer that keeps fp32 gradients: `DeepSpeedEngine.allreduce_bucket`.
 
-DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the flat mean back. Sparse gradients (of
-`nn.Embedding(sparse=True)`) go another way, `sparse_all_gather`, which is DeepSpeed's own and only counted.
+DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the flat mean back: when backward is over, and
+in one bucket for most models. On CPU, where the backend sends by threads of its own, buckets are smaller and begin
+early (`early`). Sparse gradients (of `nn.Embedding(sparse=True)`) go another way, `sparse_all_gather`, which is
+DeepSpeed's own and only counted.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.communication.buckets import LAYOUTS, Partition, even_partition
 from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.engine.early import LARGEST_BUCKET, EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 
-__all__ = ["attach_zero_0"]
+__all__ = ["attach_zero_0", "may_begin_early"]
 
 Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]
@@ -30,8 +35,10 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
     It becomes an attribute of this engine alone; DeepSpeed's class stays as it is. Returns a function that gives the
     bytes that this rank sends for weights in an optimizer step: the bf16 optimizer partitions its states, and gathers.
     """
-    reduce = _count if session.config.gradients.method == "none" else _reduce
-    session.patches.wrap(engine, "allreduce_bucket", partial(reduce, engine, session))
+    if session.config.gradients.method == "none":
+        session.patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
+    else:
+        session.patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session)))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
     flats = getattr(engine.optimizer, "bf16_groups_flat", [])
     return lambda: sum(ring_all_gather(flat.nbytes, engine.seq_data_parallel_group.size()) for flat in flats)
@@ -46,15 +53,90 @@ def _count(
 
 
 def _reduce(
-    engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
+    engine: Any,
+    session: Session,
+    early: EarlyReductions | None,
+    original: Any,
+    bucket: Bucket,
+    dp_group: Any,
+    dp_world_size: float | None = None,
 ) -> Tensor:
     _count_uncompressed(engine, session, bucket, dp_group)
     contents = _contents(engine)
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
+    dtype = bucket[0].dtype
+    begun = early.take(dtype, dtype, tuple(name for name, _ in sizes)) if early is not None else None
+    if begun is not None:
+        begun.finish(begun.bucket)
+        return begun.bucket  # type: ignore[no-any-return]
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
     session.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
     return flat
+
+
+def may_begin_early(engine: Any) -> bool:
+    """Whether reductions begin before backward is over: where the backend sends by itself, and gradients are those of
+    the parameters."""
+    own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
+    return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
+
+
+def _early(engine: Any, session: Session) -> EarlyReductions | None:
+    if not may_begin_early(engine):
+        return None
+    gradients, patches = _Gradients(engine), session.patches
+    early = EarlyReductions(session, gradients, partial(_in_buckets, engine.buffered_allreduce_fallback, gradients))
+    patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
+    for handle in early.handles:
+        patches.precede(engine, "destroy", handle.remove)
+    return early
+
+
+def _in_buckets(
+    original: Any, gradients: "_Gradients", grads: Any = None, elements_per_buffer: int = LARGEST_BUCKET
+) -> None:
+    """DeepSpeed's `buffered_allreduce_fallback` with smaller buckets."""
+    size = bucket_size(sum(parameter.numel() for parameter in gradients.parameters()))
+    original(grads=grads, elements_per_buffer=min(size, elements_per_buffer))
+
+
+class _Gradients:
+    """See `Gradients`, of a DeepSpeed engine without ZeRO."""
+
+    everywhere = True
+
+    def __init__(self, engine: Any) -> None:
+        self.group = reduction_group(engine)
+        # As `allreduce_bucket` is told in `_reduce_non_expert_gradients`.
+        ranks = self.group.size() / engine.sequence_parallel_size
+        self.scale = 1.0 / ranks if engine.gradient_average else 1.0
+        self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
+        self._engine = engine
+        self._parameters = {engine.param_names[one]: one for one in engine.module.parameters() if one.requires_grad}
+
+    def parameters(self) -> Iterator[Any]:
+        return iter(self._parameters.values())
+
+    def key(self, parameter: Any) -> str:
+        return self._engine.param_names[parameter]  # type: ignore[no-any-return]
+
+    def of(self, key: str) -> Tensor:
+        gradient = self._parameters[key].grad
+        dense = gradient is not None and gradient.layout == torch.strided
+        return (gradient if dense else torch.zeros_like(self._parameters[key])).reshape(-1)
+
+    def due(self) -> Iterator[str]:
+        """DeepSpeed reduces zeros where there is no gradient, and sparse ones elsewhere."""
+        for name, parameter in self._parameters.items():
+            if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
+                yield name
+
+    def complete_now(self) -> bool:
+        return reduces_now(self._engine) and bool(self._engine.is_gradient_accumulation_boundary())
+
+    def _partition(self, keys: tuple[str, ...]) -> Partition:
+        return even_partition([(name, self._parameters[name].numel()) for name in keys], self.group.size())
 
 
 def _count_uncompressed(engine: Any, session: Session, bucket: Bucket, dp_group: Any) -> None:

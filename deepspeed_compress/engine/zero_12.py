@@ -10,7 +10,7 @@ closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed r
 DeepSpeed reduces when backward is over, reductions begin early (`early`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,15 +22,14 @@ from torch import Tensor
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, partition_by_sizes
 from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.engine.early import EarlyReductions, Key
+from deepspeed_compress.engine.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 
 __all__ = ["attach_zero_12"]
 
-BUCKETS = 8
-"""That a model is sent in, if the size of a bucket stays within bounds."""
-SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
+Key = tuple[int, int, int]
+"""A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
 
 
 def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
@@ -43,7 +42,9 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
         _count_only(optimizer, session)
         return partial(_weight_bytes, optimizer)
     if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
-        patches.replace(optimizer, "reduce_bucket_size", _bucket_size(optimizer))
+        # DeepSpeed's half a billion would send most models at once, when backward is over.
+        size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
+        patches.replace(optimizer, "reduce_bucket_size", size)
     buckets = _Buckets(engine, session)
     patches.replace(optimizer, "reduce_scatter", False)
     patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
@@ -52,7 +53,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     if buckets.later is not None:
         patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
     if buckets.early is not None:
-        patches.replace(optimizer, "reduce_gradients", buckets.early.reduce_gradients)
+        patches.replace(optimizer, "reduce_gradients", buckets.early.reduce)
     return partial(_weight_bytes, optimizer)
 
 
@@ -68,7 +69,12 @@ class _Buckets:
         self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
         if self.later is not None and _waits_for_backward(engine):
-            self.early = EarlyReductions(engine, session, self._partition_of, self._scale)
+            gradients = _Gradients(engine, self._partition_of, self._scale)
+            self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
+            for handle in self.early.handles:
+                # DeepSpeed's `destroy` removes them with its own.
+                optimizer._grad_acc_hooks.append(handle)
+                session.patches.on_undo(partial(optimizer._grad_acc_hooks.remove, handle))
 
     def reduce(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         """DeepSpeed's `gradient_reduction_w_predivide`. `tensor`: a flat bucket, perhaps empty."""
@@ -81,7 +87,7 @@ class _Buckets:
             self._keep(tensor)
             self._session.reduce(tensor, self._partition_of(keys), self._scale, everywhere=False)
         else:
-            begun = self.early.take(communication_data_type, tensor, keys) if self.early else None
+            begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
             self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
         return tensor
 
@@ -120,13 +126,6 @@ class _Buckets:
         self.reduce_separate(None, grads, communication_data_type)
 
 
-def _bucket_size(optimizer: Any) -> int:
-    """Elements of a bucket where the user gives none: DeepSpeed's half a billion would send most models at once, when
-    backward is over; a bucket must be large enough, too, that latency does not matter."""
-    numel: int = sum(flat.numel() for flat in optimizer.bit16_groups_flat)
-    return min(max(numel // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
-
-
 def _may_wait(optimizer: Any) -> bool:
     """Whether nobody reads a reduced bucket before the last one is closed, and the device has no streams for that."""
     compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
@@ -139,6 +138,44 @@ def _waits_for_backward(engine: Any) -> bool:
     not in the file."""
     optimizer, written = engine.optimizer, engine.config.get("zero_optimization", {}).get("overlap_comm")
     return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
+
+
+class _Gradients:
+    """See `Gradients`, of ZeRO 1."""
+
+    everywhere = False
+
+    def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
+        self.group = engine.optimizer.dp_process_group
+        self.scale = scale
+        self.partition = partition_of
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._keys = {id(parameter): key for key, parameter in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[Key, Any]]:
+        for number, group in enumerate(self._optimizer.bit16_groups):
+            for parameter in group:
+                yield (number, parameter.param_idx_in_group, self._optimizer.get_param_id(parameter)), parameter
+
+    def parameters(self) -> Iterator[Any]:
+        return (parameter for _, parameter in self._parameters() if parameter.requires_grad)
+
+    def key(self, parameter: Any) -> Key:
+        return self._keys[id(parameter)]
+
+    def of(self, key: Key) -> Tensor:
+        parameter = self._optimizer.bit16_groups[key[0]][key[1]]
+        gradient: Tensor | None = self._optimizer.get_gradient_for_reduction(parameter)
+        return torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.reshape(-1)
+
+    def due(self) -> Iterator[Key]:
+        for key, parameter in self._parameters():
+            if parameter.numel() and self._optimizer.get_gradient_for_reduction(parameter) is not None:
+                yield key
+
+    def complete_now(self) -> bool:
+        return reduces_now(self._engine) and bool(self._optimizer.is_gradient_accumulation_boundary())
 
 
 Count = Callable[[int, torch.dtype], None]

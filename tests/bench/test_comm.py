@@ -14,7 +14,7 @@ from deepspeed_compress.tools.bench.comm import plot_comm, table_of
 from deepspeed_compress.tools.bench.comm_rank import COLLECTIVES, Collective, measure_messages
 from deepspeed_compress.tools.bench.gauges import join
 from tests.support.forks import run_forks
-from tests.support.hosts import needs_hosts
+from tests.support.hosts import measures_links
 
 SIZES = [1000, 4096, 65536]
 
@@ -93,7 +93,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-@needs_hosts
+@measures_links
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_exchange_fills_an_emulated_link(tmp_path: Path) -> None:

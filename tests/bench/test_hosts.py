@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_compress.tools.bench.hosts import Cluster
 from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
-from tests.support.hosts import needs_hosts
+from tests.support.hosts import measures_links, needs_hosts
 
 TRANSFER = """
 import os, socket, time
@@ -52,7 +52,7 @@ def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatc
         check_machine()
 
 
-@needs_hosts
+@measures_links
 def test_a_link_carries_its_rate() -> None:
     with Cluster(2, "20mbit") as cluster:
         run = cluster.run([sys.executable, "-c", TRANSFER], timeout=60)
@@ -61,7 +61,7 @@ def test_a_link_carries_its_rate() -> None:
     assert float(run.outputs[0]) == pytest.approx(1.0, rel=0.25)
 
 
-@needs_hosts
+@measures_links
 def test_a_host_that_fails_ends_the_others_and_nothing_stays() -> None:
     with Cluster(2) as cluster:
         run = cluster.run(["sh", "-c", "if [ $RANK = 0 ]; then sleep 60; else echo so; exit 3; fi"], timeout=30)
@@ -91,7 +91,7 @@ def _as_program(before: Sequence[str], *command: str) -> tuple[subprocess.Comple
     return done, _own_namespaces(process.pid)
 
 
-@needs_hosts
+@measures_links
 def test_an_ordinary_user_has_hosts_in_a_user_namespace() -> None:
     if subprocess.run([*ORDINARY, *ORDINARY, "true"], capture_output=True).returncode:
         pytest.skip("users may not have user namespaces here")

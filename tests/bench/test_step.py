@@ -19,7 +19,7 @@ from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
 from deepspeed_compress.tools.bench.step_results import FORMS, plot_steps, step_table
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
 from deepspeed_compress.tools.plots import check_plotting
-from tests.support.hosts import needs_hosts
+from tests.support.hosts import measures_links, needs_hosts
 
 ROOT = Path(__file__).parents[2]
 WORK = Workload(
@@ -196,7 +196,7 @@ def bench(output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subp
     return subprocess.run([*command, *size], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
-@needs_hosts
+@measures_links
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from deepspeed_compress.communication.low_rank import (
     make_low_rank_layout,
     orthonormal,
     revived,
-    stacks,
 )
 from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.payload import PayloadReducer
@@ -444,22 +443,34 @@ def test_a_matrix_must_be_whole(pieces: list[tuple[int, int]]) -> None:
     assert found_in(Partition(tuple(segments), 2)) == []
 
 
+def test_a_stack_has_no_more_than_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(2, 3)
+    # Two of "wide", or one larger matrix alone.
+    for numel, counts in ((240, [1, 2, 1]), (239, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
+        monkeypatch.setattr("deepspeed_compress.communication.low_rank.STACK_NUMEL", numel)
+        found = make_low_rank_layout(layout(2), find_matrices(layout(2), LowRank(SHAPES, 2)), 0)
+        assert [len(stack.matrices) for stack in found.stacks] == counts
+        for some, others in zip(train(2, 3), whole, strict=True):
+            torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_layout_places_every_element_once(ranks: int) -> None:
     partition = layout(ranks)
     matrices = find_matrices(partition, LowRank(SHAPES, 2))
     bucket = torch.arange(partition.numel, dtype=torch.float32)
     layouts = [make_low_rank_layout(partition, matrices, rank) for rank in range(ranks)]
-    values, rest = gather(bucket, layouts[0].whole), gather(bucket, layouts[0].others)
-    assert sorted([*values.tolist(), *rest.tolist()]) == bucket.tolist()
-    assert layouts[0].shapes == tuple(STACKS.values())
-    assert [stack.shape for stack in stacks(values, layouts[0].shapes)] == list(STACKS.values())
+    values = [gather(bucket, stack.whole) for stack in layouts[0].stacks]
+    everything = [*torch.cat(values).tolist(), *gather(bucket, layouts[0].others).tolist()]
+    assert sorted(everything) == bucket.tolist()
+    assert [stack.shape for stack in layouts[0].stacks] == list(STACKS.values())
     owned = []
     for one in layouts:
-        own = gather(bucket, one.own).tolist()
-        assert gather(values, one.own_values).tolist() == own
-        owned += own
-    assert sorted(owned) == sorted(values.tolist())
+        for stack, elements in zip(one.stacks, values, strict=True):
+            own = gather(bucket, stack.own).tolist()
+            assert gather(elements, stack.inside(stack.own)).tolist() == own
+            owned += own
+    assert sorted(owned) == sorted(torch.cat(values).tolist())
     assert not {factor.parameter for factor in layouts[0].p.segments} & {
         factor.parameter for factor in layouts[0].q.segments
     }

@@ -6,6 +6,7 @@ sequences that no one trained on.
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import deepspeed_compress
 
 WORDS, LENGTH, SEQUENCES = 512, 128, 8
-MODEL = GPT2Config(
+MODEL = partial(
+    GPT2Config,
     vocab_size=WORDS,
     n_positions=LENGTH,
-    n_embd=256,
     n_layer=2,
     n_head=4,
     resid_pdrop=0,
@@ -40,8 +41,8 @@ def sequences(count: int, seed: int) -> torch.Tensor:
     return tokens
 
 
-def start(section: dict[str, Any]) -> Any:
-    """An engine for the model."""
+def start(section: dict[str, Any], width: int = 256) -> Any:
+    """An engine for a model of this width."""
     torch.manual_seed(0)
     ds_config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
@@ -51,7 +52,8 @@ def start(section: dict[str, Any]) -> Any:
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 10**8},
         "deepspeed_compress": section,
     }
-    return deepspeed_compress.initialize(model=AutoModelForCausalLM.from_config(MODEL), config=ds_config)[0]
+    model = AutoModelForCausalLM.from_config(MODEL(n_embd=width))
+    return deepspeed_compress.initialize(model=model, config=ds_config)[0]
 
 
 def train(engine: Any, step: int, count: int = SEQUENCES, factor: float = 1.0) -> None:

@@ -1,14 +1,16 @@
-"""Reductions of ZeRO 1 that begin during backward: used where they prove right, else as if they had not been."""
+"""Reductions of ZeRO 0 and 1 that begin during backward: used where they prove right, else as if they had not been."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from deepspeed_compress.engine import early as early_module
 from deepspeed_compress.engine.early import EarlyReductions
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
@@ -20,8 +22,15 @@ RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 
 
+STAGES = [0, 1]
+BUCKETS = {0: 3, 1: 4}
+
+
 def reductions(engine: Any) -> EarlyReductions:
-    found: EarlyReductions = engine.optimizer.reduce_gradients.__self__
+    stage = engine.zero_optimization_stage()
+    found: EarlyReductions = (
+        engine.optimizer.reduce_gradients if stage else engine.buffered_allreduce_fallback
+    ).__self__
     return found
 
 
@@ -49,6 +58,12 @@ def watch(engine: Any) -> tuple[list[int], list[bool]]:
 
 
 def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+    # Without ZeRO no file says how large a bucket is.
+    with patch.object(early_module, "SMALLEST_BUCKET", 200):
+        return train_in_small_buckets(rank, job, early, program)
+
+
+def train_in_small_buckets(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
     engine = start(job)
     if not early:
         reductions(engine)._history.patience = 10**9
@@ -72,15 +87,20 @@ def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
 
 
 def touched_by_a_hook(engine: Any, rank: int, job: Job) -> list[float]:
-    """In every third step the user halves a gradient behind autograd's back, after it was sent."""
-    steps = iter(range(10**6))
-
-    def halve(parameter: torch.Tensor) -> None:
-        if next(steps) % 3 == 2 and parameter.grad is not None:
-            parameter.grad.data.mul_(0.5)
-
-    engine.module[2].weight.register_post_accumulate_grad_hook(halve)
+    """In every third step the user halves gradients behind autograd's back, after they were sent."""
+    for parameter in (engine.module[0].weight, engine.module[2].weight):
+        parameter.register_post_accumulate_grad_hook(Halved())
     return run(engine, data(rank, job))
+
+
+@dataclass
+class Halved:
+    calls: int = 0
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0 and parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
 
 
 def of_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
@@ -153,8 +173,11 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_was_sent_early_changes_no_bit(name: str, section: dict[str, Any]) -> None:
-    job = Job(1, section, SMALL, steps=8)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_sent_early_changes_no_bit(stage: int, name: str, section: dict[str, Any]) -> None:
+    # Without ZeRO it is a guard that leaves out a step whose gradients are not finite.
+    guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
+    job = Job(stage, {**section, **guard}, SMALL, steps=8)
     ranks = run_forks(2, both, job, name)
     for early, late in ranks:
         assert (early.losses, early.parameters) == (late.losses, late.parameters)
@@ -169,15 +192,17 @@ def both(rank: int, job: Job, name: str) -> tuple[Seen, Seen]:
     return train(rank, job, True, PROGRAMS[name]), train(rank, job, False, PROGRAMS[name])
 
 
-def test_all_buckets_are_under_way_when_backward_is_over() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
     """From the second step on: the first shows which they are."""
-    for early, _ in run_forks(2, both, Job(1, INT4, SMALL, steps=5), "ordinary"):
-        assert early.under_way == [4] * 4
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=5), "ordinary"):
+        assert early.under_way == [BUCKETS[stage]] * 4
 
 
-def test_disappointments_are_rare() -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_disappointments_are_rare(stage: int) -> None:
     """Every one doubles the number of equal steps that are asked for: 2 + 4 + 8 + 16 of 40 after the first four."""
-    for early, _ in run_forks(2, both, Job(1, INT4, SMALL, steps=40), "hook"):
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=40), "hook"):
         assert 1 <= early.agreed.count(False) <= 5
 
 
@@ -194,8 +219,9 @@ def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[
     return straight, weights(engine)
 
 
-def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(tmp_path: Path) -> None:
-    for straight, resumed in run_forks(2, save_and_go_on, Job(1, RANDOM, SMALL, steps=8), str(tmp_path)):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tmp_path: Path) -> None:
+    for straight, resumed in run_forks(2, save_and_go_on, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
         assert straight == resumed
 
 
@@ -203,7 +229,7 @@ def chosen(rank: int, *jobs: Job) -> list[bool]:
     found = []
     for job in jobs:
         engine = start(job)
-        found.append("reduce_gradients" in vars(engine.optimizer))
+        found.append("reduce_gradients" in vars(engine.optimizer) or "buffered_allreduce_fallback" in vars(engine))
         engine.destroy()
     return found
 
@@ -211,6 +237,8 @@ def chosen(rank: int, *jobs: Job) -> list[bool]:
 def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
     """ZeRO 2 reduces during backward by itself, and so does `overlap_comm`; `none` leaves everything alone."""
     written = [Job(1, INT4, {"overlap_comm": overlap}) for overlap in (True, False)]
-    none = Job(1, {"gradients": {"method": "none"}})
-    found = run_forks(2, chosen, Job(1, INT4), Job(2, INT4), *written, none)
-    assert found == [[True, False, False, False, False]] * 2
+    none = [Job(stage, {"gradients": {"method": "none"}}) for stage in STAGES]
+    # Its gradients are no longer those of the parameters.
+    bf16 = Job(1, INT4, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
+    found = run_forks(2, chosen, Job(0, INT4), Job(1, INT4), Job(2, INT4), *written, *none, bf16)
+    assert found == [[True, True, False, False, False, False, False, False]] * 2

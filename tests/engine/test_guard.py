@@ -270,7 +270,7 @@ def test_training_that_falls_behind_goes_back_to_the_last_checkpoint(tmp_path: P
 
 def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
     """A small GPT on sequences that can be learned: the loss on others at the end, and events."""
-    engine = language.start(GUARDED)
+    engine = language.start(GUARDED, width=128)
     for step in range(200):
         language.train(engine, step, 4, disturb(engine, rank, step))
     return language.evaluate(engine), [str(event) for event in engine.compression.events]

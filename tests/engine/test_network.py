@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.tools.bench.hosts import Cluster
-from tests.support.hosts import needs_hosts
+from tests.support.hosts import measures_links
 
 PROGRAM = str(Path(__file__).with_name("network_rank.py"))
 STEPS, FALLS, RISES = 150, 40, 80
@@ -40,7 +40,7 @@ def bits(settings: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@needs_hosts
+@measures_links
 def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
     # Other work on the machine may hide what the link does; it does not do so twice.
     told = []

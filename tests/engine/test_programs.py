@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.programs.catalogue import PROGRAMS
 from tests.engine.programs.judge import found, wanted
-from tests.engine.programs.ranks import run_tasks, tasks_of
+from tests.engine.programs.ranks import SECTIONS, run_tasks, tasks_of
 
 
 def unexpected(directory, stage: int, sections: tuple[str, ...]) -> list[str]:
@@ -29,4 +29,6 @@ def test_uncompressed_exchange(tmp_path, stage):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):
-    assert unexpected(tmp_path, stage, ("plain", "none", "raw", "4 bits", "weights")) == []
+    """But the one of the test above."""
+    sections = tuple(name for name in SECTIONS if (stage, name) != (1, "raw"))
+    assert unexpected(tmp_path, stage, sections) == []

@@ -4,22 +4,17 @@ import contextlib
 import io
 import json
 import logging
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from tests.support.forks import RankError, run_forks
-
-_TIMEOUT = 300
-"""Seconds. The first start on a machine compiles DeepSpeed's optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +23,6 @@ class Outcome:
 
     error: str
     log: str
-
-
-def warm_up() -> None:
-    """Start the fork server with everything that examples need; without effect where it runs already."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preload", "tests.lint.preload"])
-    forkserver.ensure_running()
 
 
 def start(text: str, context: Mapping[str, Any]) -> Outcome:
@@ -49,7 +38,7 @@ def _outcome(text: str, json_context: str) -> Outcome:
         path = Path(directory, "ds_config.json")
         path.write_text(text, encoding="utf-8")
         try:
-            logs = run_forks(ranks, _start, str(path), context, timeout=_TIMEOUT)
+            logs = run_forks(ranks, _start, str(path), context)
         except RankError as error:
             return Outcome(str(error), "")
     return Outcome("", logs[0])

@@ -9,16 +9,11 @@ import pytest
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.scanner import parse
-from tests.lint.starting import Outcome, read_configuration, start, warm_up
+from tests.lint.starting import Outcome, read_configuration, start
 
 PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
 
 pytestmark = [pytest.mark.rotating(7, "deepspeed_compress/tools/lint", "tests/lint"), pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm_up()
 
 
 @pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")

@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what every rank would do anew otherwise, two seconds each, is done here.
+"""Imported once by the fork server: what every rank would do anew otherwise, for seconds, is done here.
 
 No thread may be started here, for a fork takes none along.
 """
@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 import warnings
+
+from tests.support.operations import load_operations
 
 MODULES = (
     "deepspeed",
@@ -36,10 +38,7 @@ def _prepare() -> None:
             importlib.import_module(module)
     deepspeed = sys.modules["deepspeed"]
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # DeepSpeed asks the compiler what could be built, and loads the library of its shared memory.
-    shared_memory = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if deepspeed.ops.__compatible_ops__[shared_memory.NAME]:
-        shared_memory.load(verbose=False)
+    load_operations()
     # The first section builds the models that read it.
     config = sys.modules["deepspeed_compress.config"]
     config.parse_section({config.SECTION: {}})
