@@ -110,13 +110,13 @@ ALLOWED = {
 
 def waiting(rank: int, jobs: list[Job], directory: str) -> list[set[str]]:
     """What waits in steps that are not measured, the first one aside: it makes tables and memories."""
-    from tests.support.cuda_paths import plain_torch
+    from tests.support.cuda_paths import on_streams
     from tests.support.host_waits import HostWaits
 
     found = []
     for one in jobs:
         section = {**one.section, "monitor": {**UNMEASURED, "path": f"{directory}/{len(found)}"}}
-        with plain_torch():
+        with on_streams():
             engine = start(replace(one, section=section))
             first, *others = data(rank, one)
             run(engine, [first])

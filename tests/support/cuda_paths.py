@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed_compress.communication import exchange
 from deepspeed_compress.compression import kernels
-from deepspeed_compress.engine import zero_12
+from deepspeed_compress.engine import zero_0, zero_12
 from tests.support.streams import Clock, Device, Event
 
 
@@ -81,6 +81,7 @@ def on_streams() -> Iterator[Gpu]:
         (torch.cuda, "current_stream"): lambda *_: gpu.current,
         (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
         (exchange, "_BY_DEVICE"): {"cpu": gpu.start},
+        (zero_0, "may_begin_early"): lambda *_: False,
         (zero_12, "_may_wait"): lambda _: False,
     }
     with ExitStack() as stack:
