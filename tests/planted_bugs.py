@@ -174,8 +174,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "early reductions are not checked": Bug(
         "engine/early.py",
-        "        return planned == set(self._keys()) and all(",
-        "        return planned == set(self._keys()) or all(",
+        "        return planned == set(self._gradients.due()) and all(",
+        "        return planned == set(self._gradients.due()) or all(",
         ("engine/test_early.py",),
     ),
 }
