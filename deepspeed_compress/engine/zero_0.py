@@ -113,10 +113,10 @@ class _Gradients:
         self.scale = 1.0 / ranks if engine.gradient_average else 1.0
         self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
         self._engine = engine
-        self._parameters = {engine.param_names[one]: one for one in engine.module.parameters() if one.requires_grad}
+        self._parameters = {engine.param_names[one]: one for one in engine.module.parameters()}
 
     def parameters(self) -> Iterator[Any]:
-        return iter(self._parameters.values())
+        return (parameter for parameter in self._parameters.values() if parameter.requires_grad)
 
     def key(self, parameter: Any) -> str:
         return self._engine.param_names[parameter]  # type: ignore[no-any-return]
@@ -128,9 +128,9 @@ class _Gradients:
 
     def due(self) -> Iterator[str]:
         """DeepSpeed reduces zeros where there is no gradient, and sparse ones elsewhere."""
-        for name, parameter in self._parameters.items():
+        for parameter in self.parameters():
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
-                yield name
+                yield self.key(parameter)
 
     def complete_now(self) -> bool:
         return reduces_now(self._engine) and bool(self._engine.is_gradient_accumulation_boundary())
