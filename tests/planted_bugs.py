@@ -70,6 +70,18 @@ BUGS: Mapping[str, Bug] = {
         "                slot.running = slot.running.clone()\n",
         ("compression/test_feedback.py",),
     ),
+    "a large gradient is freed while it is reduced": Bug(
+        "engine/zero_12.py",
+        "            self._keep(tensor)\n",
+        "",
+        ("engine/test_streams.py",),
+    ),
+    "a host reads a message": Bug(
+        "compression/compressors/randomk.py",
+        "& 0xFFFFFFFF\n",
+        "& 0xFFFFFFFF\n        seed = seed.new_tensor(int(seed))\n",
+        ("compression/test_host_waits.py",),
+    ),
     "residuals keep the old loss scale": Bug(
         "compression/residuals.py",
         "_numel(layout)).mul_(factor)))",
@@ -162,8 +174,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "early reductions are not checked": Bug(
         "engine/early.py",
-        "        return planned == set(self._keys()) and all(",
-        "        return planned == set(self._keys()) or all(",
+        "        return planned == set(self._gradients.due()) and all(",
+        "        return planned == set(self._gradients.due()) or all(",
         ("engine/test_early.py",),
     ),
 }

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 __all__ = ["Link", "PendingExchange", "exchange"]
 
@@ -16,6 +16,41 @@ class Waiting(Protocol):
     """What can be waited for: a `Work` of torch, for one."""
 
     def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """A message between this rank and another one, in `buffers`, by a collective of a GPU."""
+
+    work: Work
+    buffers: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        self.work.wait()
+        _keep(self.buffers)
+
+
+@dataclass(frozen=True)
+class _FromHost:
+    """A message that arrives at `host`, and belongs at `target`, on a GPU."""
+
+    work: Waiting
+    host: Tensor
+    target: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.copy_(self.host)
+        if self.target.is_cuda:
+            _keep((self.target,))
+
+
+def _keep(buffers: Sequence[Tensor]) -> None:
+    """Who waits reads what has come, and frees all buffers, perhaps on another stream than the one that they were made
+    on. Their memory must not be given away there before this stream is done with them; on their own it changes nothing.
+    """
+    for buffer in buffers:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 @dataclass(frozen=True)
@@ -94,20 +129,8 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
     nothing = incoming[rank].new_empty(0)
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
     outputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(incoming)]
-    return PendingExchange(dict.fromkeys(range(group.size()), group.alltoall(outputs, inputs)))
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A message that arrives at `host`, and belongs at `target`, on a GPU."""
-
-    work: Waiting
-    host: Tensor
-    target: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.target.copy_(self.host)
+    work = group.alltoall(outputs, inputs)
+    return PendingExchange({peer: _Collective(work, (incoming[peer], outgoing[peer])) for peer in range(group.size())})
 
 
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
@@ -115,7 +138,7 @@ def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], 
     sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
     pending = _point_to_point(link, sent, received, tag)
     arrivals: dict[int, Waiting] = {
-        one: _Arrival(work, received[one], incoming[one]) for one, work in pending.receives.items()
+        one: _FromHost(work, received[one], incoming[one]) for one, work in pending.receives.items()
     }
     return PendingExchange(arrivals, pending.sends)
 

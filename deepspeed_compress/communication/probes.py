@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +24,21 @@ def true_sum(group: ProcessGroup, bucket: Tensor) -> Tensor:
     return total
 
 
-def cosine_with_truth(group: ProcessGroup, bucket: Tensor, truth: Tensor, own: Sequence[Segment]) -> float:
+def cosine_with_truth(
+    group: ProcessGroup, bucket: Tensor, truth: Tensor, own: Sequence[Segment]
+) -> Callable[[], float]:
     """Cosine similarity between the reduced `bucket` and `truth` over all ranks' own segments.
 
-    The scale of either does not matter. NaN when one of them is zero or non-finite.
+    The scale of either does not matter. NaN when one of them is zero or non-finite. Returns what gives it, which waits
+    for a GPU.
     """
     reduced, expected = gather(bucket, own), gather(truth, own)
     products = torch.stack((reduced @ expected, reduced @ reduced, expected @ expected))
     group.allreduce([products]).wait()
+    return partial(_cosine, products)
+
+
+def _cosine(products: Tensor) -> float:
     dot, reduced_square, expected_square = products.tolist()
     square = reduced_square * expected_square
     return float(dot / square**0.5) if square > 0 else float("nan")

@@ -67,8 +67,9 @@ class Residuals:
 
     `dtype` is the form in which it is stored (a key of `STORAGE`). A step may be skipped by the optimizer
     (non-finite gradients): with `transactional` every write goes to a second buffer until `commit`, and `rollback`
-    forgets it, for twice the memory and no copies; without it writes are final. `on_host` keeps everything in the
-    memory of the host and copies it to the accelerator, message by message. `scaled`: the values are in the units of
+    forgets it, for twice the memory and no copies; without it writes are final. `on_host` keeps everything in pinned
+    memory of the host and copies it, message by message and in the order of the stream, for which the host waits only
+    where it reads what lies there. `scaled`: the values are in the units of
     the gradients, hence they follow the loss scale.
     """
 
@@ -90,17 +91,17 @@ class Residuals:
     def add_to(self, x: Tensor, segments: Sequence[Segment], factor: float) -> None:
         """`x` (flat fp32, the elements of `segments`) += `factor` * their values."""
         payload = self._slot(_layout(segments), x.device).current
-        self.storage.decompress_add(payload.to(x.device), x, factor)
+        self.storage.decompress_add(payload.to(x.device, non_blocking=True), x, factor)
 
     def write(self, segments: Sequence[Segment], values: Tensor) -> None:
         """Replace the values of the message by flat fp32 `values`."""
-        self._target(self._slot(_layout(segments), values.device)).copy_(self._encoded(values))
+        self._target(self._slot(_layout(segments), values.device)).copy_(self._encoded(values), non_blocking=True)
 
     def _target(self, slot: _Slot) -> Tensor:
         """Where the running step writes the new values of `slot`."""
         slot.written = True
         if self.transactional and slot.running is None:
-            slot.running = torch.zeros_like(slot.applied)
+            slot.running = torch.zeros_like(slot.applied, pin_memory=slot.applied.is_pinned())
         return slot.current
 
     def buffers(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -142,6 +143,7 @@ class Residuals:
 
         Those others are dissolved: what the new layout does not take becomes messages of single ranges.
         """
+        self._await()
         fresh = _Values(torch.zeros(_numel(layout), device=device))
         for home in self._homes_touching(layout):
             values = self._remove(home, device)
@@ -178,7 +180,12 @@ class Residuals:
         return slot
 
     def _stored(self, payload: Tensor) -> Tensor:
-        return payload.to("cpu") if self.on_host else payload
+        return payload.to("cpu", non_blocking=True) if self.on_host else payload
+
+    def _await(self) -> None:
+        """What a GPU copies to the host is there afterwards."""
+        if self.on_host and torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def _register(self, layout: Layout, slot: _Slot) -> None:
         self._slots[layout] = slot
@@ -210,6 +217,7 @@ class Residuals:
 
     def scale(self, factor: float) -> None:
         """Follow a change of the loss scale."""
+        self._await()
         for layout, slot in self._slots.items() if self.scaled else ():
             slot.applied.copy_(self._encoded(self._decoded(slot.applied, _numel(layout)).mul_(factor)))
 
@@ -219,17 +227,21 @@ class Residuals:
         self._homes.clear()
 
     def square_norm(self) -> float:
-        """Sum of squares over this rank's values, those of the running step included."""
-        return sum(self._square(slot.current, _numel(layout)) for layout, slot in self._slots.items())
+        """Sum of squares over this rank's values, those of the running step included. Waits for a GPU, once."""
+        self._await()
+        norms = [self._norm(slot.current, _numel(layout)) for layout, slot in self._slots.items()]
+        return sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
 
-    def _square(self, payload: Tensor, numel: int) -> float:
+    def _norm(self, payload: Tensor, numel: int) -> Tensor:
         # Numbers are read where they are stored, not decoded first.
         storage = self.storage
         values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
-        return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
+        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        return norm
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
         """Every range with its applied values, flat fp32."""
+        self._await()
         for layout, slot in self._slots.items():
             values = self._decoded(slot.applied, _numel(layout))
             for piece, position in _placed(layout):
@@ -237,6 +249,7 @@ class Residuals:
 
     def payloads(self) -> Iterator[tuple[Layout, Tensor]]:
         """Every message layout with its applied values as they are stored (uint8): what `restore` takes back."""
+        self._await()
         for layout, slot in self._slots.items():
             yield layout, slot.applied
 

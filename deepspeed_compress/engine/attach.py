@@ -98,7 +98,7 @@ def attach(engine: Any) -> Any:
 def _attach(engine: Any, config: CompressConfig) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
-        raise ConfigError("attach was user_name twice for one engine: call it once, or use initialize or install alone")
+        raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)

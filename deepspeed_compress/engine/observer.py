@@ -28,17 +28,16 @@ class StepMeans:
     step_ms: float | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _UnderWay:
-    """Sums over the ranks, which nobody waits for yet: losses, metrics, milliseconds, each with their number."""
+    """Sums over the ranks (fp64 [6], on the host), which nobody waits for yet: losses, metrics, milliseconds, each with
+    their number."""
 
     sums: torch.Tensor
-    handle: Any = None
+    wait: Callable[[], object]
 
     def figures(self) -> list[float]:
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
+        self.wait()
         return list(self.sums.tolist())
 
     def means(self) -> StepMeans:
@@ -51,12 +50,12 @@ class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
     def __init__(self, engine: Any, patches: Patches) -> None:
-        self._handles: list[Any] = []
+        self._waits: list[Callable[[], object]] = []
         # What is under way when the interpreter ends may abort it.
-        weakref.finalize(self, _wait, self._handles)
+        weakref.finalize(self, _wait, self._waits)
         self._sums = torch.zeros(6, dtype=torch.float64, device=engine.device)
         self._under_way: _UnderWay | None = None
-        patches.on_undo(partial(_wait, self._handles))
+        patches.on_undo(partial(_wait, self._waits))
         if isinstance(engine, PipelineEngine):
             patches.wrap(engine, "train_batch", self._record_train_batch)
         else:
@@ -73,7 +72,9 @@ class Losses:
         return result
 
     def _add(self, place: int, value: Any) -> None:
-        self._sums[place] += torch.as_tensor(value).detach().mean().to(self._sums)
+        # Numbers go along with the kernel; as tensors the host would wait until they are copied.
+        number = isinstance(value, int | float)
+        self._sums[place] += value if number else torch.as_tensor(value).detach().mean().to(self._sums)
         self._sums[place + 1] += 1
 
     def report(self, metric: float) -> None:
@@ -87,8 +88,8 @@ class Losses:
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
         means = StepMeans() if former is None else former.means()
-        self._handles[:] = [dist.all_reduce(sums, async_op=True)]
-        self._under_way = _UnderWay(sums, self._handles[0])
+        self._under_way = _summed(sums)
+        self._waits[:] = [self._under_way.wait]
         return means
 
     def saved(self) -> list[float] | None:
@@ -97,14 +98,28 @@ class Losses:
 
     def load(self, saved: list[float] | None) -> None:
         """Go on from what `saved` gave."""
-        self._under_way = None if saved is None else _UnderWay(self._sums.new_tensor(saved))
+        self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
-def _wait(handles: list[Any]) -> None:
+def _summed(sums: torch.Tensor) -> _UnderWay:
+    """Begin to sum over all ranks. Collective.
+
+    On a GPU it is the stream that waits: NCCL promises nothing of two communicators at work at once, so this one is
+    done before the next step uses that of the gradients. The host waits a step later, for a copy that has long arrived.
+    """
+    if sums.device.type == "cpu":
+        return _UnderWay(sums, dist.all_reduce(sums, async_op=True).wait)
+    dist.all_reduce(sums)
+    copy, copied = sums.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return _UnderWay(copy, copied.synchronize)
+
+
+def _wait(waits: list[Callable[[], object]]) -> None:
     # Another rank may be gone; there is nothing left that could be done about it.
     with contextlib.suppress(RuntimeError):
-        for handle in handles:
-            handle.wait()
+        for wait in waits:
+            wait()
 
 
 def largest_of_all(value: float, device: Any) -> float:
@@ -129,7 +144,7 @@ def gather_busy_times(milliseconds: float | None, device: Any) -> Callable[[], l
 
     def gathered() -> list[float]:
         handle.wait()
-        found = [float(one) for one in every]
+        found = torch.cat(every).tolist()
         return found if min(found) >= 0 else []
 
     return gathered

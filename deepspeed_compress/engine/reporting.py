@@ -78,7 +78,7 @@ class Reporter:
             communicate_ms=times["communicate"],
             decompress_ms=times["decompress"],
             residual_norm=residual_norm,
-            cosine=self._meter.cosine,
+            cosine=None if self._meter.cosine is None else self._meter.cosine(),
             settings=plan.text,
             step_ms=step_ms,
             busy_ms=busy,

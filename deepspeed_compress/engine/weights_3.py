@@ -107,7 +107,7 @@ def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None
     """DeepSpeed never writes the elements that fill up the last shares; what lies there would spoil their blocks."""
     sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
     for share, parameter in zip(torch.split(shares, sizes), parameters, strict=True):
-        share[max(0, parameter.ds_numel - rank * share.numel()) :] = 0
+        share[max(0, parameter.ds_numel - rank * share.numel()) :].zero_()
 
 
 def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: ProcessGroup) -> list[Any]:

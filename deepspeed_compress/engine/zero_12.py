@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
@@ -83,11 +84,23 @@ class _Buckets:
         self._session.meter.bytes_uncompressed += ring_all_reduce(size, self._ranks)
         keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
         if self.later is None:
+            self._keep(tensor)
             self._session.reduce(tensor, self._partition_of(keys), self._scale, everywhere=False)
         else:
             begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
             self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
         return tensor
+
+    def _keep(self, tensor: Tensor) -> None:
+        """A gradient larger than a bucket is not copied into one, and DeepSpeed lets go of it as soon as this returns:
+        its memory, of another stream, must not be given away while the stream of the reduction reads it."""
+        if self._overlaps:
+            tensor.record_stream(get_accelerator().current_stream())
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether buckets are reduced on a stream of their own."""
+        return bool(self._optimizer.overlap_comm) and not get_accelerator().resolves_data_dependency()
 
     def reduce_separate(
         self, rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
@@ -101,8 +114,8 @@ class _Buckets:
             return
         optimizer, flat = self._optimizer, torch.cat([grad.reshape(-1) for grad in grads])
         optimizer.average_tensor(flat, communication_data_type)
-        if optimizer.overlap_comm and flat.is_cuda:
-            torch.cuda.current_stream().wait_stream(optimizer.reduction_stream)
+        if self._overlaps:
+            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 

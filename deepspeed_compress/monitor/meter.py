@@ -1,7 +1,7 @@
 """Counters and clocks of one optimizer step. torch is imported where it is used: names of figures need none."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -37,7 +37,8 @@ class Meter:
     bytes_pipeline: int = 0
     bytes_tied: int = 0
     bytes_tensor: int = 0
-    cosine: float | None = None
+    cosine: Callable[[], float] | None = None
+    """Gives it, and waits for a GPU then."""
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: "list[tuple[str, torch.cuda.Event, torch.cuda.Event]]" = field(default_factory=list)
 

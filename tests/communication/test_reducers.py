@@ -410,7 +410,7 @@ def test_cosine_compares_all_ranks_own_segments(factor: float, expected: float) 
 
     def work(group: ProcessGroup, rank: int) -> float:
         true = true_sum(group, normal(rank, partition.numel))
-        return cosine_with_truth(group, true * factor, true, partition.owned_by(rank))
+        return cosine_with_truth(group, true * factor, true, partition.owned_by(rank))()
 
     assert run_threads(3, work) == pytest.approx([expected] * 3, nan_ok=True)
 
@@ -420,7 +420,7 @@ def test_cosine_of_a_half_right_mean() -> None:
     partition = layout(8, 2)
 
     def work(group: ProcessGroup, rank: int) -> float:
-        return cosine_with_truth(group, torch.full((8,), 1.0 - rank), torch.ones(8), partition.owned_by(rank))
+        return cosine_with_truth(group, torch.full((8,), 1.0 - rank), torch.ones(8), partition.owned_by(rank))()
 
     assert run_threads(2, work) == pytest.approx([0.5**0.5] * 2)
 

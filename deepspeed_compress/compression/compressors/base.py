@@ -9,7 +9,16 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "FusedFeedback", "aligned", "message_key", "random_key"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "Compressor",
+    "FusedFeedback",
+    "aligned",
+    "message_key",
+    "random_key",
+    "random_keys",
+]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
@@ -64,6 +73,26 @@ def random_key(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state
+
+
+def random_keys(seed: Tensor, *sizes: int) -> Tensor:
+    """`random_key(seed, i, j ...)` for all i < sizes[0], j < sizes[1] ...: int64 `sizes`, with the bits of the keys.
+
+    `seed` (int64 []) stays on its device: no host waits for it.
+    """
+    state = _mixed(seed)
+    for size in sizes:
+        state = _mixed(state.unsqueeze(-1) + torch.arange(size, device=seed.device))
+    return state
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """A round of `random_key`: constants are those above as signed numbers, since products wrap around alike, and
+    shifts clear the signs that they bring in."""
+    state = state - 0x61C8864680B583EB
+    state = (state ^ (state >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    state = (state ^ (state >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return state ^ (state >> 31 & (1 << 33) - 1)
 
 
 def message_key(message: tuple[int, ...], sender: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, random_key
+from deepspeed_compress.compression.compressors.base import Compressor, random_keys
 from deepspeed_compress.compression.compressors.cast import Cast
 from deepspeed_compress.compression.compressors.selection import Selection
 from deepspeed_compress.compression.kernels import for_device
@@ -14,7 +14,8 @@ from deepspeed_compress.compression.kernels import for_device
 __all__ = ["RandomK"]
 
 _SEED_BYTES = 4
-_COLUMNS, _SHIFTS = 0, 1
+_DRAWS = 2
+"""Keys of a part: of its columns, and of its shifts."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class RandomK:
     A non-finite element anywhere makes the first value sent NaN. What `rescale` takes out of the range of fp32 becomes
     its largest number.
 
-    Payload: those 32 bits, then the payload of the values of all blocks as one vector. To decode, the host reads the 32
-    bits from the device of the payload.
+    Payload: those 32 bits, then the payload of the values of all blocks as one vector. They are drawn from where they
+    lie, on the device: the host does not wait for a message.
     """
 
     density: float = 0.01
@@ -54,27 +55,28 @@ class RandomK:
             return
         seed = key >> 32
         out[:_SEED_BYTES].view(torch.int32).fill_(seed - (seed >> 31 << 32))
-        values = x[self._positions(x, seed)]
+        values = x[self._positions(x, out)]
         values[0] += 0.0 * torch.linalg.vector_norm(x, math.inf)
         self.values.compress(values, out[_SEED_BYTES:], key)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         if not out.numel():
             return
-        positions = self._positions(out, int(payload[:_SEED_BYTES].view(torch.int32)) & 0xFFFFFFFF)
+        positions = self._positions(out, payload)
         values = torch.zeros(len(positions), dtype=torch.float32, device=out.device)
         self.values.decompress_add(payload[_SEED_BYTES:], values, 1.0)
         if self.rescale:
             self._rescale(values, out.numel())
         out.index_add_(0, positions, values, alpha=scale)
 
-    def _positions(self, like: Tensor, seed: int) -> Tensor:
-        """Indices of the elements of `like` that are kept: int64 [kept]."""
+    def _positions(self, like: Tensor, payload: Tensor) -> Tensor:
+        """Indices of the elements of `like` that are kept, by the 32 bits in `payload`: int64 [kept]."""
         selection, kernels = self._selection(like.numel()), for_device(like.device)
-        columns = []
+        seed = payload[:_SEED_BYTES].view(torch.int32)[0].to(torch.int64) & 0xFFFFFFFF
+        columns, keys = [], random_keys(seed, len(selection.parts), _DRAWS).view(-1)
         for part, (count, width, kept) in enumerate(selection.parts):
-            noise = kernels.uniform(width, random_key(seed, part, _COLUMNS), like.device)
-            shifts = kernels.uniform(count, random_key(seed, part, _SHIFTS), like.device).mul_(width).to(torch.int64)
+            noise = kernels.uniform(width, keys[_DRAWS * part], like.device)
+            shifts = kernels.uniform(count, keys[_DRAWS * part + 1], like.device).mul_(width).to(torch.int64)
             columns.append((kernels.top_k_rows(noise.view(1, -1), kept) + shifts.unsqueeze(1)) % width)
         return selection.positions(torch.cat([part.view(-1) for part in columns]))
 

@@ -88,10 +88,10 @@ def _at(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def uniform(count: int, key: int, device: torch.device) -> Tensor:
+def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
     """See `reference.uniform`."""
     out = torch.empty(count)
-    _LIBRARY.compress_uniform(count, key, _at(out), torch.get_num_threads())
+    _LIBRARY.compress_uniform(count, int(key), _at(out), torch.get_num_threads())
     return out
 
 

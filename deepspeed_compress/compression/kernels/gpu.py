@@ -4,7 +4,8 @@ Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and
 whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
 
 Nothing waits for the GPU, and nothing is allocated but the results. What no program here covers goes to `reference`:
-other forms of blocks (`_covers`), rows longer than 8192 in `top_k_rows`, bit strings of more than 16 bits a value.
+other forms of blocks (`_covers`), rows longer than 8192 in `top_k_rows`, bit strings of more than 16 bits a value, keys
+on the device.
 """
 
 import torch
@@ -18,7 +19,6 @@ from deepspeed_compress.compression.kernels.reference import (
     hadamard_tiles,
     quantize_rows,
     quantize_rows_between,
-    top_k_sampled,
 )
 
 __all__ = [
@@ -54,8 +54,10 @@ def _covers(form: BlockFormat) -> bool:
     return 8 % form.bits == 0 and size & (size - 1) == 0 and 8 // form.bits <= size <= _LONGEST_BLOCK
 
 
-def uniform(count: int, key: int, device: torch.device) -> Tensor:
+def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
     """See `reference.uniform`."""
+    if isinstance(key, Tensor):
+        return reference.uniform(count, key, device)
     out = torch.empty(count, dtype=torch.float32, device=device)
     with torch.cuda.device(out.get_device()):
         gpu_bits.uniform_numbers[_programs(count, _TILE)](out, count, *_halves(key), tile=_TILE, num_warps=4)
@@ -136,6 +138,11 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
             rows, out, count, width, k, group=group, columns=columns, num_warps=_warps(group * columns)
         )
     return out
+
+
+def top_k_sampled(row: Tensor, k: int) -> Tensor:
+    """See `reference.top_k_sampled`: all elements are searched, since the host would wait for how many survive."""
+    return top_k_rows(row, k)
 
 
 def quantize_blocks(

@@ -39,11 +39,11 @@ __all__ = [
 _MASK32 = 0xFFFFFFFF
 
 
-def uniform(count: int, key: int, device: torch.device) -> Tensor:
+def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
     """`count` fp32 numbers in [0, 1), the i-th a pure function of (`key`, i).
 
-    A counter goes through the 32-bit integer mixer "lowbias32" (C. Wellons' hash prospector), so the
-    numbers need no state and are equal on every device. The upper 24 bits become the mantissa.
+    `key`: 64 bits, or int64 [] on `device`. A counter goes through the 32-bit integer mixer "lowbias32" (C. Wellons'
+    hash prospector), so the numbers need no state and are equal on every device. The upper 24 bits become the mantissa.
     """
     bits = torch.arange(count, dtype=torch.int64, device=device)
     bits.add_(key & _MASK32).bitwise_and_(_MASK32)

@@ -1,0 +1,106 @@
+"""On GPUs no host waits for what is encoded or decoded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from deepspeed_compress.compression import kernels
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Compressor
+from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.residuals import STORAGE, Residuals
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform
+from tests.support.codecs import CODECS, SETTINGS
+from tests.support.host_waits import HostWaits
+
+ROWS, WIDTH = 40, 25
+SEGMENTS = (Segment("weight", 0, ROWS * WIDTH, 0, 0),)
+
+
+def starts_programs(function: Any) -> bool:
+    """Whether a function of the kernels for GPUs is no operation of torch, itself or by a helper."""
+    gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
+    names = function.__code__.co_names
+    helpers = [vars(gpu).get(name) for name in names if name.startswith("_")]
+    inside = [one for one in helpers if isinstance(one, FunctionType)]
+    return any(name.startswith("gpu_") for name in names) or any(map(starts_programs, inside))
+
+
+@contextmanager
+def kernels_for_gpus() -> Iterator[None]:
+    """Those of GPUs for tensors on CPU; what Triton does there, which waits for nothing, is done by plain torch."""
+    gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
+    programs = [name for name in gpu.__all__ if starts_programs(getattr(gpu, name))]
+    with ExitStack() as stack:
+        for name in programs:
+            stack.enter_context(patch.object(gpu, name, getattr(reference, name)))
+        stack.enter_context(patch.object(kernels, "_implementation", lambda _: gpu))
+        yield
+
+
+def waits(codec: Codec, feedback: Any) -> set[str]:
+    """Of encoding and decoding, after a message that fills caches."""
+    x, out = torch.randn(ROWS * WIDTH), torch.empty(codec.compressor.payload_bytes(ROWS * WIDTH), dtype=torch.uint8)
+    with kernels_for_gpus():
+        for step in range(2):
+            with HostWaits() as seen:
+                feedback.encode(x, SEGMENTS, out, 3 + step, codec)
+                codec.decode_add([out, out], SEGMENTS, torch.zeros_like(x), 0.5)
+                feedback.keep(x.clone(), SEGMENTS, codec)
+    return seen.found
+
+
+@pytest.mark.parametrize("compressor", CODECS, ids=repr)
+def test_no_compressor_waits(compressor: Compressor) -> None:
+    assert waits(Codec(compressor), ErrorFeedback(Residuals("fp32", transactional=True))) == set()
+
+
+@pytest.mark.parametrize(
+    "transform", [Hadamard(64), DCT({"weight": WIDTH}, 8), Identity()], ids=lambda one: type(one).__name__
+)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_no_transform_or_memory_waits(transform: Transform, storage: str) -> None:
+    codec, stores = Codec(SETTINGS["topk"][0], transform), [Residuals(storage, transactional=True) for _ in range(2)]
+    assert waits(codec, ErrorFeedback(stores[0], own_exact=False)) == set()
+    assert waits(codec, MomentumCorrection(*stores, momentum=0.9)) == set()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: int(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool((x > 3).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 3],
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+        lambda x: torch.arange(len(x)).repeat_interleave(x),
+        lambda x: torch.tensor([1.0, 2.0]),
+    ],
+)
+def test_what_waits_is_seen(read: Callable[[torch.Tensor], object]) -> None:
+    with HostWaits(Path(__file__).parent) as seen:
+        read(torch.arange(6))
+    [found] = seen.found
+    assert found.startswith(f"{Path(__file__).name}:<lambda>: ")
+
+
+def test_what_does_not_wait_is_not_seen() -> None:
+    with HostWaits(Path(__file__).parent) as seen:
+        x = torch.arange(6)
+        (
+            x[torch.zeros(2, dtype=torch.int64)]
+            + x.repeat_interleave(2)[:2]
+            + x.sort().values[:2].masked_fill(x[:2] > 3, 0)
+        )
+    assert not seen.found

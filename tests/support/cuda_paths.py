@@ -1,0 +1,100 @@
+"""The paths that DeepSpeed and this package take on GPUs, walked on CPU with the streams of `tests.support.streams`."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_compress.communication import exchange
+from deepspeed_compress.compression import kernels
+from deepspeed_compress.engine import zero_0, zero_12
+from tests.support.streams import Clock, Device, Event
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """A collective of NCCL under way. Nothing holds its tensors but whoever began it."""
+
+    device: Device
+    over: Clock
+
+    def wait(self) -> None:
+        self.device.current.wait_clock(self.over)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The group of `link` with NCCL's all-to-all: it comes after the stream that is current, and runs beside it."""
+
+    link: exchange.Link
+    gpu: "Gpu"
+    tag: int
+
+    def rank(self) -> int:
+        return self.link.group.rank()
+
+    def size(self) -> int:
+        return self.link.group.size()
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Collective:
+        nccl = self.gpu.nccl
+        nccl.wait_stream(self.gpu.current)
+        exchange._point_to_point(self.link, inputs, outputs, self.tag).finish()
+        with self.gpu.using(nccl):
+            self.gpu.work("all-to-all", inputs, outputs)
+        return _Collective(self.gpu, dict(nccl.clock))
+
+
+class Gpu(Device):
+    """A device on which NCCL has a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nccl = self.stream("NCCL")
+
+    def start(self, link: exchange.Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Any:
+        """What `Link.start` does on a GPU; bytes go through the group of `link`."""
+        return exchange._all_to_all(exchange.Link(_Group(link, self, tag)), outgoing, incoming, tag)  # type: ignore[arg-type]
+
+
+@contextmanager
+def on_streams() -> Iterator[Gpu]:
+    """While this lasts, this process, which has nothing but CPU tensors, goes the way that one with a GPU does."""
+    gpu, accelerator = Gpu(), get_accelerator()
+    kind = type(accelerator)
+    values = {
+        (kind, "Stream"): property(lambda _: gpu.stream),
+        (kind, "Event"): property(lambda _: partial(Event, gpu)),
+        (accelerator, "stream"): gpu.using,
+        (accelerator, "current_stream"): lambda *_: gpu.current,
+        (accelerator, "default_stream"): lambda *_: gpu.default,
+        (accelerator, "synchronize"): lambda *_: gpu.host_waits(),
+        (accelerator, "is_synchronized_device"): lambda: False,
+        (accelerator, "use_host_timers"): lambda: True,
+        (torch.cuda, "current_stream"): lambda *_: gpu.current,
+        (Tensor, "record_stream"): lambda tensor, stream: gpu.record(tensor, stream),
+        (exchange, "_BY_DEVICE"): {"cpu": gpu.start},
+        (zero_0, "may_begin_early"): lambda *_: False,
+        (zero_12, "_may_wait"): lambda _: False,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(plain_torch())
+        for (owner, name), value in values.items():
+            stack.enter_context(patch.object(owner, name, value))
+        yield stack.enter_context(gpu)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Kernels that are operations of torch, which can be watched."""
+    with patch.dict(os.environ, {kernels.SWITCH: "torch"}):
+        kernels._implementation.cache_clear()
+        yield
+    kernels._implementation.cache_clear()

@@ -1,0 +1,186 @@
+"""A GPU's streams on a machine without one: what each reads, writes and frees, and whether it waited for the others.
+
+Operations run at once, on CPU, and are written down as work of the stream that is current. Each stream has a vector
+clock: how much of every stream's work is over when its next one begins (Fidge 1988). Memory is told apart by storages;
+views cost nothing, and C++ kernels are not seen, so that plain torch is to be used.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict["Stream", int]
+
+
+class Stream:
+    """What DeepSpeed and we use of `torch.cuda.Stream`."""
+
+    def __init__(self, device: "Device", name: str) -> None:
+        self.device = device
+        self.name = name
+        self.clock: Clock = {self: 0}
+        self.freed: list[_Memory] = []
+        """What its next allocation may be given."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_clock(other.clock)
+
+    def wait_event(self, event: "Event") -> None:
+        self.wait_clock(event.clock)
+
+    def wait_clock(self, clock: Clock) -> None:
+        _advance(self.clock, clock)
+
+    def synchronize(self) -> None:
+        self.device.host_waits(self.clock)
+
+
+class Event:
+    """What DeepSpeed and we use of `torch.cuda.Event`."""
+
+    def __init__(self, device: "Device", **_: object) -> None:
+        self.device = device
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self.device.current).clock)
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.device.host_waits(self.clock)
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 0.0
+
+
+@dataclass(eq=False)
+class _Memory:
+    """A storage that was allocated on `home`: the last use of it by every stream."""
+
+    home: Stream
+    made_by: str
+    reads: Clock = field(default_factory=dict)
+    writes: Clock = field(default_factory=dict)
+    recorded: set[Stream] = field(default_factory=set)
+    awaited: Clock = field(default_factory=dict)
+    """What the allocator waits for when it is freed."""
+
+
+class Device(TorchDispatchMode):
+    """While it is entered, all operations of this thread are its work. `problems`: races, in words, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: dict[str, None] = {}
+        self.streams: list[Stream] = []
+        self.default = self.stream("default")
+        self.current = self.default
+        self._memories: dict[int, _Memory] = {}
+
+    def stream(self, name: str = "side") -> Stream:
+        made = Stream(self, name)
+        self.streams.append(made)
+        return made
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def host_waits(self, clock: Clock | None = None) -> None:
+        """For work up to `clock`, or for all: what the host starts from now on comes after it."""
+        over = [clock] if clock is not None else [stream.clock for stream in self.streams]
+        for stream in self.streams:
+            for one in over:
+                stream.wait_clock(dict(one))
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        """`Tensor.record_stream`: what `stream` has to do until memory is freed is over before it is used again."""
+        self._memory(tensor).recorded.add(stream)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        written = {one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write}
+        shape_alone = func._schema.name.startswith("aten::new_") or func._schema.name.endswith("_like")
+        read = [] if shape_alone else [value for name, value in named.items() if name not in written]
+        writes = [tensor for name in written for tensor in _tensors(named.get(name))]
+        self.work(str(func), _tensors(read), writes, _tensors(result))
+
+    def work(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], made: Iterable[Tensor] = ()) -> None:
+        """An operation on the stream that is current."""
+        stream, clock = self.current, self.current.clock
+        clock[stream] += 1
+        outputs = list(made)
+        if outputs:
+            self._reuse(stream)
+        for tensor in _filled(reads):
+            memory = self._memory(tensor)
+            self._check(f"{name} reads", memory.writes, stream)
+            memory.reads[stream] = clock[stream]
+        for tensor in _filled(outputs):
+            self._memory(tensor, stream, name)
+        for tensor in _filled((*writes, *outputs)):
+            memory = self._memory(tensor)
+            self._check(f"{name} writes over", memory.writes, stream)
+            self._check(f"{name} writes over what is read", memory.reads, stream)
+            memory.writes[stream] = clock[stream]
+
+    def _check(self, what: str, uses: Clock, stream: Stream) -> None:
+        for other, count in uses.items():
+            if stream.clock.get(other, 0) < count:
+                self.problems[f"{what} on {stream}, which does not wait for {other}"] = None
+
+    def _memory(self, tensor: Tensor, home: Stream | None = None, made_by: str = "what was there before") -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memories:
+            self._memories[key] = _Memory(home or self.default, made_by)
+            weakref.finalize(storage, self._free, key).atexit = False
+        return self._memories[key]
+
+    def _free(self, key: int) -> None:
+        memory = self._memories.pop(key)
+        for stream in memory.recorded:
+            _advance(memory.awaited, stream.clock)
+        memory.home.freed.append(memory)
+
+    def _reuse(self, home: Stream) -> None:
+        """The allocator gives freed memory to whoever next asks for some on the same stream, at once."""
+        for memory in home.freed:
+            for stream, count in (*memory.reads.items(), *memory.writes.items()):
+                if max(home.clock.get(stream, 0), memory.awaited.get(stream, 0)) < count:
+                    self.problems[f"memory of {memory.made_by} on {home} is given away while {stream} uses it"] = None
+        home.freed.clear()
+
+
+def _advance(clock: Clock, other: Clock) -> None:
+    for stream, count in other.items():
+        clock[stream] = max(clock.get(stream, 0), count)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _filled(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]
