@@ -225,6 +225,37 @@ def test_decoding(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
         run(check_decoding, numel, form, dtype)
 
 
+def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int) -> None:
+    """Of messages whose codes begin `offset` bytes after a multiple of 16; in the order of ranks, so bit for bit."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    generator = torch.Generator().manual_seed(ranks)
+    messages = [room(NUMEL, form, torch.float32, torch.device("cpu")) for _ in range(ranks)]
+    for numbers, codes in messages:
+        numbers.uniform_(generator=generator)
+        codes.random_(generator=generator)
+    spare = [(numbers, torch.cat((codes.new_zeros(offset), codes)).to(device)) for numbers, codes in messages]
+    out, expected = message(NUMEL).to(device), message(NUMEL)
+    gpu.dequantize_blocks_sum([(numbers.to(device), codes[offset:]) for numbers, codes in spare], form, out, 1 / 3)
+    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
+@pytest.mark.parametrize("name", ["int8", "int4", "sign", "four levels"])
+def test_messages_of_all_ranks(run: Runner, name: str, ranks: int) -> None:
+    run(check_sums, FORMS[name], ranks, 0)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_messages_that_begin_anywhere(run: Runner, offset: int) -> None:
+    run(check_sums, FORMS["int4"], 2, offset)
+
+
+def test_messages_of_other_forms(run: Runner) -> None:
+    run(check_sums, OTHER_FORMS["3 bits"], 2, 0)
+
+
 def check_nothing(device: torch.device) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
@@ -353,7 +384,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             gpu.quantize_blocks(x, form, *results, KEY, ResidualBuffers(after, 1.0, after))
-            gpu.dequantize_blocks_add(*results, form, x, 1.0)
+            gpu.dequantize_blocks_sum([results] * 9, form, x, 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not warm or torch.cuda.max_memory_allocated() == before

@@ -1,6 +1,6 @@
 """The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
-__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "FusedFeedback", "aligned", "message_key", "random_key"]
+__all__ = ["ALIGNMENT", "DTYPES", "Compressor", "FusedFeedback", "FusedSum", "aligned", "message_key", "random_key"]
 
 ALIGNMENT = 4
 """Payload sizes are multiples of this many bytes, so that fp32 fields can be viewed in place."""
@@ -44,6 +44,14 @@ class FusedFeedback(Protocol):
 
     def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
         """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
+
+
+@runtime_checkable
+class FusedSum(Protocol):
+    """A compressor that adds the messages of several ranks in one pass over the sum."""
+
+    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+        """As `decompress_add` of each of `payloads`, in their order."""
 
 
 def aligned(size: int) -> int:

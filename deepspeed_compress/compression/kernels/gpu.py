@@ -7,6 +7,9 @@ Nothing waits for the GPU, and nothing is allocated but the results. What no pro
 other forms of blocks (`_covers`), rows longer than 8192 in `top_k_rows`, bit strings of more than 16 bits a value.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,7 @@ __all__ = [
     "cast",
     "dct_tiles",
     "dequantize_blocks_add",
+    "dequantize_blocks_sum",
     "dequantize_rows_add",
     "hadamard_tiles",
     "pack_bits",
@@ -43,6 +47,8 @@ __all__ = [
 _TILE = 2048
 """Elements of a program. With `_PER_WARP` it keeps 4 loads of 16 bytes in flight a thread."""
 _PER_WARP = 512
+_TOGETHER = 8
+"""Messages that a program adds: their codes are in registers together."""
 _LONGEST_BLOCK = 4096
 _LONGEST_ROW = 8192
 _WIDEST = 16
@@ -158,7 +164,8 @@ def quantize_blocks(
             x, _bits(before), _bits(after), _bits(numbers), codes, x.numel(), codes.numel(), decay, *_halves(key or 0),
             kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
             limit=scale_limit(numbers.dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-            remember=memory is not None, stochastic=key is not None, num_warps=_warps(tile), enable_fp_fusion=False,
+            remember=memory is not None, stochastic=key is not None, alignment=_alignment([codes]),
+            num_warps=_warps(tile), enable_fp_fusion=False,
         )  # fmt: skip
     # The programs clear what they reach of the padding.
     if (rest := codes[grid[0] * tile * form.bits // 8 :]).numel():
@@ -168,15 +175,24 @@ def quantize_blocks(
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """See `reference.dequantize_blocks_add`."""
-    if not _covers(form) or not _flat(numbers, codes, out):
-        return reference.dequantize_blocks_add(numbers, codes, form, out, scale)
+    dequantize_blocks_sum([(numbers, codes)], form, out, scale)
+
+
+def dequantize_blocks_sum(
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+) -> None:
+    """See `reference.dequantize_blocks_sum`: one pass over `out` for 8 messages."""
+    if not _covers(form) or not _flat(out, *(field for message in messages for field in message)):
+        return reference.dequantize_blocks_sum(messages, form, out, scale)
     group, tile = _group(form)
-    with torch.cuda.device(out.get_device()):
-        gpu_blocks.decode[_programs(out.numel(), tile)](
-            _bits(numbers), codes, out, out.numel(), scale,
-            kind=form.kind, bits=form.bits, block=form.block_size, group=group,
-            num_warps=_warps(tile), enable_fp_fusion=False,
-        )  # fmt: skip
+    for begin in range(0, len(messages), _TOGETHER):
+        numbers, codes = zip(*messages[begin : begin + _TOGETHER], strict=True)
+        with torch.cuda.device(out.get_device()):
+            gpu_blocks.decode[_programs(out.numel(), tile)](
+                tuple(map(_bits, numbers)), codes, out, out.numel(), scale,
+                kind=form.kind, bits=form.bits, block=form.block_size, group=group, alignment=_alignment(codes),
+                num_warps=_warps(tile), enable_fp_fusion=False,
+            )  # fmt: skip
     return None
 
 
@@ -201,6 +217,11 @@ def _halves(key: int) -> tuple[int, int]:
 
 def _int32(bits: int) -> int:
     return bits - ((bits & 0x80000000) << 1)
+
+
+def _alignment(fields: Sequence[Tensor]) -> int:
+    """Bytes, at most 16, that divide all addresses of `fields`."""
+    return math.gcd(16, *(field.data_ptr() for field in fields))
 
 
 def _flat(*tensors: Tensor) -> bool:

@@ -92,16 +92,20 @@ def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
         return (codes << (32 - bits)) >> (32 - bits)
 
 
-@triton.jit(do_not_specialize=["numel", "code_bytes", "key_low", "key_high"])
+@triton.jit(
+    do_not_specialize=["numel", "code_bytes", "key_low", "key_high"],
+    do_not_specialize_on_alignment=["numbers", "codes"],
+)
 def encode(
     x, before, after, numbers, codes, numel, code_bytes, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    alignment: tl.constexpr,
 ):  # fmt: skip
     """As `reference.quantize_blocks`, `group` blocks a program.
 
     `limit`: `forms.scale_limit`. `after_limit`: the largest finite number of `after`. `before` and `after` are not used
-    unless `remember`, nor the key unless `stochastic`.
+    unless `remember`, nor the key unless `stochastic`. `alignment`: a number of bytes that divides where codes begin.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
@@ -109,11 +113,13 @@ def encode(
         _encode(
             x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            alignment,
         )  # fmt: skip
     else:
         _encode(
             x, before, after, numbers, codes, first, (numel - first).to(tl.int32), code_bytes - first // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            alignment,
         )  # fmt: skip
 
 
@@ -122,6 +128,7 @@ def _encode(
     x, before, after, numbers, codes, first, left, room, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    alignment: tl.constexpr,
 ):  # fmt: skip
     """The blocks from element `first` on, of which `left` elements and `room` bytes of codes are there."""
     row = tl.arange(0, group)
@@ -138,7 +145,7 @@ def _encode(
 
     values = _codes(message, scales, (first + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
     values = tl.where(inside, values & ((1 << bits) - 1), 0)
-    _store_packed(values, place, codes + first // (8 // bits), room, bits)
+    _store_packed(values, place, tl.multiple_of(codes + first // (8 // bits), alignment), room, bits)
     if remember:
         rest = message + (-scales)[:, None] * _signed(values, kind, bits).to(tl.float32)
         tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
@@ -166,35 +173,41 @@ def _store_packed(values, place, out, size, bits: tl.constexpr):
     tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["numbers", "codes"])
 def decode(
     numbers, codes, out, numel, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.dequantize_blocks_add`, `group` blocks a program."""
+    """As `reference.dequantize_blocks_sum`, `group` blocks a program.
+
+    `numbers`, `codes`: tuples, an element a message. `alignment`: as of `encode`.
+    """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
-        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group)
+        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group, alignment)
     else:
-        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group)
+        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group, alignment)
 
 
 @triton.jit
 def _decode(
     numbers, codes, out, first, left, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
     """See `_encode`."""
     per_byte: tl.constexpr = 8 // bits
-    row = tl.arange(0, group)
+    row, byte = tl.arange(0, group), tl.arange(0, group * block // per_byte)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
-    scales = as_fp32(tl.load(numbers + first // block + row, mask=row * block < left, other=0)) * factor
-
-    byte = tl.arange(0, group * block // per_byte)
-    used = (left + per_byte - 1) // per_byte
-    packed = tl.load(codes + first // per_byte + byte, mask=byte < used, other=0).to(tl.int32)
-    values = (packed[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]) & ((1 << bits) - 1)
-    signed = _signed(tl.reshape(values, [group, block]), kind, bits).to(tl.float32)
-
     target = out + first + place
-    tl.store(target, tl.load(target, mask=place < left, other=0.0) + scales[:, None] * signed, mask=place < left)
+    total = tl.load(target, mask=place < left, other=0.0)
+    # All loads before the first shuffle, which they could not pass.
+    scales, packed = (), ()
+    for message in tl.static_range(len(codes)):
+        begin = tl.multiple_of(codes[message] + first // per_byte, alignment)
+        packed += (tl.load(begin + byte, mask=byte < (left + per_byte - 1) // per_byte, other=0),)  # type: ignore[assignment]
+        scales += (tl.load(numbers[message] + first // block + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
+    for message in tl.static_range(len(codes)):
+        values = packed[message].to(tl.int32)[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]
+        signed = _signed(tl.reshape(values & ((1 << bits) - 1), [group, block]), kind, bits).to(tl.float32)
+        total += (as_fp32(scales[message]) * factor)[:, None] * signed
+    tl.store(target, total, mask=place < left)

@@ -67,6 +67,15 @@ def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], 
     return lambda: kernels.dequantize_blocks_add(numbers, codes, form, total, 0.5)
 
 
+def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable[[], object]:
+    """Adding the messages of `ranks` ranks to a sum."""
+    messages = [_message(form, x) for _ in range(ranks)]
+    for numbers, codes in messages:
+        kernels.quantize_blocks(x, form, numbers, codes)
+    total = torch.zeros_like(x)
+    return lambda: kernels.dequantize_blocks_sum(messages, form, total, 0.5)
+
+
 def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the scales and the codes of `x`."""
     numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
@@ -90,6 +99,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation("decode-accumulate int8", partial(_dequantize, INT8)),
     Operation("decode-accumulate int4", partial(_dequantize, INT4)),
     Operation("decode-accumulate sign", partial(_dequantize, SIGN)),
+    Operation("decode-accumulate int4, 8 ranks", partial(_sum, INT4, ranks=8)),
     Operation("block top-k 1 % of 4096", _top_k),
 )
 """In the order of the table."""
