@@ -305,6 +305,46 @@ def test_casts(run: Runner, dtype: torch.dtype) -> None:
         run(check_casts, dtype, numel)
 
 
+def check_dct(device: torch.device, rows: int, columns: int, height: int, width: int, inverse: bool) -> None:
+    """Tiles of a matrix that is wider than they are, to rounding; what lies between them is left alone."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    def tiles_of(matrix: Tensor) -> Tensor:
+        inner = matrix[: rows * height, 3 : 3 + columns * width]
+        return inner.unflatten(0, (rows, height)).unflatten(2, (columns, width)).transpose(1, 2)
+
+    generator = torch.Generator().manual_seed(height)
+    matrix = torch.randn(rows * height + 1, columns * width + 5, generator=generator).to(device)
+    out, expected = torch.full_like(matrix, 7.0), torch.full_like(matrix, 7.0)
+    gpu.dct_tiles(tiles_of(matrix), tiles_of(out), inverse)
+    reference.dct_tiles(tiles_of(matrix), tiles_of(expected), inverse)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6 * float(matrix.abs().max()))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 64, 64), (1, 2, 64, 37), (2, 1, 3, 64), (1, 3, 1, 64), (1, 1, 1, 1), (1, 1, 65, 2)]
+)
+def test_dct_to_rounding(run: Runner, shape: tuple[int, int, int, int], inverse: bool) -> None:
+    run(check_dct, *shape, inverse)
+
+
+def check_hadamard(device: torch.device, count: int, height: int, width: int) -> None:
+    """The bits of the C++ implementation, which adds in the same order and is tested against the reference."""
+    from deepspeed_compress.compression.kernels import cpu, gpu
+
+    tiles = message(count * height * width).view(count, 1, height, width)
+    expected, own = torch.empty_like(tiles), torch.empty_like(tiles, device=device)
+    gpu.hadamard_tiles(tiles.to(device), own, False)
+    cpu.hadamard_tiles(tiles, expected, False)
+    assert_same(own, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (9, 8, 16), (1, 64, 64), (5, 1, 2), (7, 1, 1), (1, 128, 128)])
+def test_hadamard(run: Runner, shape: tuple[int, int, int]) -> None:
+    run(check_hadamard, *shape)
+
+
 def check_top_k(device: torch.device, width: int, k: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 

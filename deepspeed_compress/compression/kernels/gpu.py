@@ -13,16 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, gpu_select, reference
+from deepspeed_compress.compression.kernels import gpu_bases, gpu_bits, gpu_blocks, gpu_select, reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
-    dct_tiles,
     dequantize_rows_add,
-    hadamard_tiles,
     quantize_rows,
     quantize_rows_between,
     top_k_sampled,
 )
+from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
 
 __all__ = [
     "add_cast",
@@ -51,6 +50,9 @@ _TOGETHER = 8
 """Messages that a program adds: their codes are in registers together."""
 _LONGEST_BLOCK = 4096
 _LONGEST_ROW = 8192
+_WARP_TILE = 1024
+"""Elements of a program of one warp: 32 registers a thread."""
+_DCT_TILE = 64
 _WIDEST = 16
 
 
@@ -135,7 +137,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     if not k <= width <= _LONGEST_ROW or not _flat(rows):
         return reference.top_k_rows(rows, k)
     out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
-    columns = 1 << (width - 1).bit_length()
+    columns = _power_of_two(width, 1)
     group = max(1, _TILE // columns)
     with torch.cuda.device(rows.get_device()):
         gpu_select.top_k[_programs(count, group)](
@@ -196,8 +198,43 @@ def dequantize_blocks_sum(
     return None
 
 
+def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.dct_tiles`; tiles up to 64 x 64 are done here."""
+    rows, columns, height, width = tiles.shape
+    if max(height, width) > _DCT_TILE:
+        return reference.dct_tiles(tiles, out, inverse)
+    left, right = (dct_matrix(size, tiles.device) for size in (height, width))
+    with torch.cuda.device(out.get_device()):
+        gpu_bases.dct[(rows * columns,)](
+            tiles, out, left, right, columns, height, width, *tiles.stride()[:3], *out.stride()[:3],
+            inverse=inverse, rows_up=_power_of_two(height, 16), columns_up=_power_of_two(width, 16), num_warps=4,
+        )  # fmt: skip
+    return None
+
+
+def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.hadamard_tiles`; tiles of up to 8192 elements are done here."""
+    rows, columns, height, width = tiles.shape
+    size = height * width
+    if size > _LONGEST_ROW or not _flat(tiles, out):
+        return reference.hadamard_tiles(tiles, out, inverse)
+    # A program of one warp exchanges elements without shared memory.
+    group = max(1, _WARP_TILE // size)
+    with torch.cuda.device(out.get_device()):
+        gpu_bases.hadamard[_programs(rows * columns, group)](
+            tiles, out, rows * columns, size**-0.5,
+            size=size, group=group, num_warps=max(1, size // _WARP_TILE), enable_fp_fusion=False,
+        )  # fmt: skip
+    return None
+
+
 def _programs(count: int, each: int) -> tuple[int]:
     return (-(-count // each),)
+
+
+def _power_of_two(size: int, least: int) -> int:
+    """The smallest one that is neither below `size` nor below `least`."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def _warps(tile: int) -> int:
