@@ -4,7 +4,7 @@ Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and
 whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
 
 Nothing waits for the GPU, and nothing is allocated but the results. What no program here covers goes to `reference`:
-other forms of blocks (`_covers`), rows longer than 8192 in `top_k_rows`, bit strings of more than 16 bits a value.
+other forms of blocks (`_covers`), tiles larger than 64 x 64 in `dct_tiles`, bit strings of more than 16 bits a value.
 """
 
 import math
@@ -19,7 +19,6 @@ from deepspeed_compress.compression.kernels.reference import (
     dequantize_rows_add,
     quantize_rows,
     quantize_rows_between,
-    top_k_sampled,
 )
 from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
 
@@ -50,6 +49,10 @@ _TOGETHER = 8
 """Messages that a program adds: their codes are in registers together."""
 _LONGEST_BLOCK = 4096
 _LONGEST_ROW = 8192
+_SHARE, _SHARE_TILE = 32768, 4096
+"""Elements of a longer row that a program takes, and of them at a time."""
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""Of the 31 bits of a magnitude: (lowest bit, bits)."""
 _WARP_TILE = 1024
 """Elements of a program of one warp: 32 registers a thread."""
 _DCT_TILE = 64
@@ -134,15 +137,40 @@ def _unpacked(packed: Tensor, width: int, out: Tensor) -> Tensor:
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
     """See `reference.top_k_rows`."""
     count, width = rows.shape
-    if not k <= width <= _LONGEST_ROW or not _flat(rows):
+    if not k <= width or not _flat(rows):
         return reference.top_k_rows(rows, k)
     out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
+    if width > _LONGEST_ROW:
+        return _top_k_long(rows, out)
     columns = _power_of_two(width, 1)
     group = max(1, _TILE // columns)
     with torch.cuda.device(rows.get_device()):
         gpu_select.top_k[_programs(count, group)](
             rows, out, count, width, k, group=group, columns=columns, num_warps=_warps(group * columns)
         )
+    return out
+
+
+top_k_sampled = top_k_rows
+"""The same elements; how many a sample leaves over would have to be waited for."""
+
+
+def _top_k_long(rows: Tensor, out: Tensor) -> Tensor:
+    """`top_k_rows` of rows that many programs share, to `out`: five passes over them."""
+    (count, width), k = rows.shape, out.shape[1]
+    # A single row begins where the tensor does: 0 is a multiple of 16, which loads of 16 bytes ask for.
+    grid, step = (-(-width // _SHARE), count), width if count > 1 else 0
+    chosen = torch.zeros(count, 2, dtype=torch.int64, device=rows.device)
+    chosen[:, 1] = k
+    launch = {"each": _SHARE, "tile": _SHARE_TILE, "num_warps": 8}
+    with torch.cuda.device(rows.get_device()):
+        for shift, bits in _DIGITS:
+            counts = torch.zeros(count, 1 << bits, dtype=torch.int64, device=rows.device)
+            gpu_select.count_digits[grid](rows, counts, chosen, width, step, shift=shift, bits=bits, **launch)
+            gpu_select.choose_digit[(count,)](counts, chosen, bits=bits, num_warps=8)
+        found = torch.empty(count, grid[0], 2, dtype=torch.int64, device=rows.device)
+        gpu_select.count_taken[grid](rows, found, chosen, width, step, **launch)
+        gpu_select.write_taken[grid](rows, out, found.cumsum(1).sub_(found), chosen, width, step, k, **launch)
     return out
 
 
