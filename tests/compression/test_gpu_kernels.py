@@ -366,6 +366,33 @@ def test_top_k_with_equal_magnitudes_and_nan(run: Runner, width: int, k: int) ->
     run(check_top_k, width, k)
 
 
+def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
+    """Bit for bit, of scales and extremes that are zero, denormal, huge, infinite, NaN."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    rows = message(8200)[: 8200 // width * width].view(-1, width)
+    noise = torch.rand(rows.shape, generator=torch.Generator().manual_seed(width)) if stochastic else None
+    low, high = rows.aminmax(dim=1)
+    scales = rows.abs().amax(dim=1) / 7
+    scales[-2:] = torch.tensor([0.0, 1e-42])
+    given = [x.to(device) for x in (rows, scales, low, high)]
+    own_noise = noise.to(device) if noise is not None else None
+    codes = reference.quantize_rows(rows, scales, 7, noise)
+    assert_same(gpu.quantize_rows(given[0], given[1], 7, own_noise), codes)
+    expected = reference.quantize_rows_between(rows, low, high, 255, noise)
+    assert_same(gpu.quantize_rows_between(given[0], *given[2:], 255, own_noise), expected)
+    out, own = rows.clone(), given[0]
+    gpu.dequantize_rows_add(given[1], codes.to(device), own, 1 / 3)
+    reference.dequantize_rows_add(scales, codes, out, 1 / 3)
+    assert_same(own, out)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("width", [1, 33, 256, 4000])
+def test_rows(run: Runner, width: int, stochastic: bool) -> None:
+    run(check_rows, width, stochastic)
+
+
 def check_long_rows(device: torch.device, rows: int, width: int, k: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
@@ -481,7 +508,14 @@ def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype
 
 def check_other_compiled(capability: int) -> None:
     kernels = ptx_of(start_other_kernels, capability)
-    assert [name for name, _ in kernels] == ["top_k", "uniform_numbers", "cast_numbers", "add_scaled", "pack", "unpack"]
+    assert [name for name, _ in kernels] == [
+        "_top_k",
+        "uniform_numbers",
+        "cast_numbers",
+        "add_scaled",
+        "pack",
+        "unpack",
+    ]
     assert set().union(*(inexact(ptx) for _, ptx in kernels)) == set()
 
 

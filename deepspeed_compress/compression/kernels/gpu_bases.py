@@ -5,14 +5,55 @@ Options of the launch: see `gpu_bits`.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["dct", "hadamard"]
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.gpu_launch import flat, power_of_two, programs
+from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
+
+__all__ = ["dct_tiles", "hadamard_tiles"]
+
+_WARP_TILE = 1024
+"""Elements of a program of one warp: 32 registers a thread."""
+_LONGEST_BLOCK = 8192
+_DCT_TILE = 64
+
+
+def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.dct_tiles`; tiles up to 64 x 64 are done here."""
+    rows, columns, height, width = tiles.shape
+    if max(height, width) > _DCT_TILE:
+        return reference.dct_tiles(tiles, out, inverse)
+    left, right = (dct_matrix(size, tiles.device) for size in (height, width))
+    with torch.cuda.device(out.get_device()):
+        _dct[(rows * columns,)](
+            tiles, out, left, right, columns, height, width, *tiles.stride()[:3], *out.stride()[:3],
+            inverse=inverse, rows_up=power_of_two(height, 16), columns_up=power_of_two(width, 16), num_warps=4,
+        )  # fmt: skip
+    return None
+
+
+def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.hadamard_tiles`; tiles of up to 8192 elements are done here."""
+    rows, columns, height, width = tiles.shape
+    size = height * width
+    if size > _LONGEST_BLOCK or not flat(tiles, out):
+        return reference.hadamard_tiles(tiles, out, inverse)
+    # A program of one warp exchanges elements without shared memory.
+    group = max(1, _WARP_TILE // size)
+    with torch.cuda.device(out.get_device()):
+        _hadamard[programs(rows * columns, group)](
+            tiles, out, rows * columns, size**-0.5,
+            size=size, group=group, num_warps=max(1, size // _WARP_TILE), enable_fp_fusion=False,
+        )  # fmt: skip
+    return None
 
 
 @triton.jit(do_not_specialize=["count"])
-def hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr):
+def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr):
     """Sylvester's matrix of `size` rows times `factor`, times each of `count` blocks, `group` of them a program.
 
     The operations of the C++ implementation in their order, so the same bits.
@@ -37,7 +78,7 @@ def _butterflies(x, stride: tl.constexpr):
 
 
 @triton.jit
-def dct(
+def _dct(
     tiles, out, left, right, columns, height, width, row_step, tile_step, line, out_row_step, out_tile_step, out_line,
     inverse: tl.constexpr, rows_up: tl.constexpr, columns_up: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from deepspeed_compress.compression.kernels.forms import OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "integers", "rounded"]
 
 _OUTER = tl.constexpr(OUTER)
 _MIDDLE = tl.constexpr((1 + OUTER) / 2)
@@ -63,17 +63,22 @@ def _lloyd(magnitudes, total, widths):
 
 
 @triton.jit
-def _rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
-    """As `reference.quantize_rows`, int32; `noise` is not read unless `stochastic`."""
-    quotient = tl.div_rn(rows, tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], rows.shape))
+def rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
+    """As `reference.quantize_rows`, int32, of a scale an element; `noise` is not read unless `stochastic`."""
+    return integers(tl.div_rn(rows, tl.where(scales > 0, scales, 1.0)), noise, -levels, levels, stochastic)
+
+
+@triton.jit
+def integers(quotient, noise, least: tl.constexpr, most: tl.constexpr, stochastic: tl.constexpr):
+    """`quotient` (fp32) rounded and clipped to int32 from `least` to `most`, below 2**22; NaN becomes 0."""
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if stochastic:
-        bounded = tl.minimum(tl.maximum(quotient + noise, -levels), levels)
+        bounded = tl.minimum(tl.maximum(quotient + noise, least), most)
         whole = _nearest(bounded)
         # The floor of the library takes a denormal for zero.
         return whole - (whole.to(tl.float32) > bounded).to(tl.int32)
     else:
-        return _nearest(tl.minimum(tl.maximum(quotient, -levels), levels))
+        return _nearest(tl.minimum(tl.maximum(quotient, least), most))
 
 
 @triton.jit
@@ -160,7 +165,7 @@ def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: t
         return (rows >= 0).to(tl.int32) * 2 + (tl.abs(rows) >= (scales * _MIDDLE)[:, None]).to(tl.int32)
     else:
         noise = mixed(index, key_low, key_high) if stochastic else 0.0
-        return _rounded(rows, scales, noise, levels, stochastic)
+        return rounded(rows, tl.broadcast_to(scales[:, None], rows.shape), noise, levels, stochastic)
 
 
 @triton.jit

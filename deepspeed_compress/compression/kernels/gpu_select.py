@@ -7,16 +7,65 @@ in which they are added does not matter.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["choose_digit", "count_digits", "count_taken", "top_k", "write_taken"]
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
 
+__all__ = ["top_k_rows"]
+
+_LONGEST_ROW = 8192
+_SHARE, _SHARE_TILE = 32768, 4096
+"""Elements of a longer row that a program takes, and of them at a time."""
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+"""Of the 31 bits of a magnitude: (lowest bit, bits)."""
 _SIGN = tl.constexpr(0x7FFFFFFF)
 
 
+def top_k_rows(rows: Tensor, k: int) -> Tensor:
+    """See `reference.top_k_rows`."""
+    count, width = rows.shape
+    if not k <= width or not flat(rows):
+        return reference.top_k_rows(rows, k)
+    out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
+    if width > _LONGEST_ROW:
+        return _top_k_long(rows, out)
+    columns = power_of_two(width, 1)
+    group = max(1, TILE // columns)
+    with torch.cuda.device(rows.get_device()):
+        _top_k[programs(count, group)](
+            rows, out, count, width, k, group=group, columns=columns, num_warps=warps(group * columns)
+        )
+    return out
+
+
+def _top_k_long(rows: Tensor, out: Tensor) -> Tensor:
+    """`top_k_rows` of rows that many programs share, to `out`: five passes over them."""
+    (count, width), k = rows.shape, out.shape[1]
+    # A single row begins where the tensor does: 0 is a multiple of 16, which loads of 16 bytes ask for.
+    shares, step = -(-width // _SHARE), width if count > 1 else 0
+    chosen = torch.zeros(count, 2, dtype=torch.int64, device=rows.device)
+    chosen[:, 1] = k
+    launch = {"each": _SHARE, "tile": _SHARE_TILE, "num_warps": 8}
+    with torch.cuda.device(rows.get_device()):
+        for shift, bits in _DIGITS:
+            counts = torch.zeros(count, 1 << bits, dtype=torch.int64, device=rows.device)
+            _count_digits[(count * shares,)](
+                rows, counts, chosen, width, step, shares, shift=shift, bits=bits, **launch
+            )
+            _choose_digit[(count,)](counts, chosen, bits=bits, num_warps=8)
+        found = torch.empty(count, shares, 2, dtype=torch.int64, device=rows.device)
+        _count_taken[(count * shares,)](rows, found, chosen, width, step, shares, **launch)
+        before = found.cumsum(1).sub_(found)
+        _write_taken[(count * shares,)](rows, out, before, chosen, width, step, shares, k, **launch)
+    return out
+
+
 @triton.jit(do_not_specialize=["count", "k"])
-def top_k(rows, out, count, width, k, group: tl.constexpr, columns: tl.constexpr):
+def _top_k(rows, out, count, width, k, group: tl.constexpr, columns: tl.constexpr):
     """Columns of the `k` largest magnitudes of `group` of the rows (fp32 [`count`, `width`]) to `out` (int64).
 
     The rows stay in registers. `width` is at most `columns`, a power of two up to 2**13.
@@ -69,19 +118,19 @@ def _by_bits(magnitudes, k):
 
 
 @triton.jit
-def count_digits(
-    rows, counts, chosen, width, step,
+def _count_digits(
+    rows, counts, chosen, width, step, shares,
     each: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Adds to `counts` (int64 [rows, 2**`bits`]) those of the digits from bit `shift` on.
 
-    Of rows that many programs share, `each` elements of one a program, `tile` at a time; `step` elements from a row to
-    the next. `chosen` (int64 [rows, 2]): the digits so far, and which of the numbers with these is searched, from 1.
+    `shares` programs share a row, `each` elements a program, `tile` at a time; `step` elements from a row to the next.
+    `chosen` (int64 [rows, 2]): the digits so far, and which of the numbers with these is searched, from 1.
     """
-    row, digit = tl.program_id(1).to(tl.int64), tl.arange(0, 1 << bits)
+    row, digit = (tl.program_id(0) // shares).to(tl.int64), tl.arange(0, 1 << bits)
     prefix = tl.load(chosen + 2 * row).to(tl.int32)
     total = tl.zeros([1 << bits], tl.int32)
-    begin = tl.program_id(0).to(tl.int64) * each
+    begin = (tl.program_id(0) % shares).to(tl.int64) * each
     for first in range(begin, tl.minimum(begin + each, width), tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
         rest = magnitudes >> shift
@@ -90,7 +139,7 @@ def count_digits(
 
 
 @triton.jit
-def choose_digit(counts, chosen, bits: tl.constexpr):
+def _choose_digit(counts, chosen, bits: tl.constexpr):
     """`chosen` with the digit that `counts` give."""
     place = (tl.program_id(0).to(tl.int64) << bits) + tl.arange(0, 1 << bits)
     state = chosen + 2 * tl.program_id(0)
@@ -100,29 +149,29 @@ def choose_digit(counts, chosen, bits: tl.constexpr):
 
 
 @triton.jit
-def count_taken(rows, found, chosen, width, step, each: tl.constexpr, tile: tl.constexpr):
-    """To `found` (int64 [rows, programs, 2]): how many elements of a program are above the chosen one, and equal it."""
-    row = tl.program_id(1).to(tl.int64)
+def _count_taken(rows, found, chosen, width, step, shares, each: tl.constexpr, tile: tl.constexpr):
+    """To `found` (int64 [rows, `shares`, 2]): how many elements of a program are above the chosen one, and equal it."""
+    row = (tl.program_id(0) // shares).to(tl.int64)
     threshold = tl.load(chosen + 2 * row).to(tl.int32)
     above, ties = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
-    begin = tl.program_id(0).to(tl.int64) * each
+    begin = (tl.program_id(0) % shares).to(tl.int64) * each
     for first in range(begin, tl.minimum(begin + each, width), tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
         above += (inside & (magnitudes > threshold)).to(tl.int32)
         ties += (inside & (magnitudes == threshold)).to(tl.int32)
-    target = found + 2 * (row * tl.num_programs(0) + tl.program_id(0))
+    target = found + 2 * tl.program_id(0).to(tl.int64)
     tl.store(target, tl.sum(above, axis=0).to(tl.int64))
     tl.store(target + 1, tl.sum(ties, axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["k"])
-def write_taken(rows, out, before, chosen, width, step, k, each: tl.constexpr, tile: tl.constexpr):
+def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.constexpr, tile: tl.constexpr):
     """Columns of what is taken to `out` (int64 [rows, `k`]); `before`: as `found`, but of the programs before."""
-    row = tl.program_id(1).to(tl.int64)
+    row = (tl.program_id(0) // shares).to(tl.int64)
     threshold, wanted = tl.load(chosen + 2 * row).to(tl.int32), tl.load(chosen + 2 * row + 1)
-    source = before + 2 * (row * tl.num_programs(0) + tl.program_id(0))
+    source = before + 2 * tl.program_id(0).to(tl.int64)
     above_seen, ties_seen = tl.load(source), tl.load(source + 1)
-    begin = tl.program_id(0).to(tl.int64) * each
+    begin = (tl.program_id(0) % shares).to(tl.int64) * each
     for first in range(begin, tl.minimum(begin + each, width), tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
         above = (inside & (magnitudes > threshold)).to(tl.int32)
