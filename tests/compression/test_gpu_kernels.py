@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
+from tests.support.triton import Runner, compiled, gpu_or_interpreter, inexact, process_with
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -495,28 +495,29 @@ def start_other_kernels() -> None:
     gpu.add_cast(torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024), 0.5)
     gpu.pack_bits(values, 11, packed)
     gpu.unpack_bits(packed, 11, 1024)
+    tiles = torch.zeros(1, 1, 32, 32)
+    gpu.hadamard_tiles(tiles, torch.zeros_like(tiles), False)
+    rows, scales = torch.zeros(3, 256), torch.ones(3)
+    codes = gpu.quantize_rows(rows, scales, 7, rows)
+    gpu.quantize_rows_between(rows, scales, scales, 255, rows)
+    gpu.dequantize_rows_add(scales, codes, rows, 0.5)
 
 
 def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, memory: torch.dtype) -> None:
     # An odd number of elements: the last program alone may load fewer bytes at once.
-    kernels = ptx_of(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
-    assert [name for name, _ in kernels] == ["encode", "decode"]
-    for _, ptx in kernels:
-        assert inexact(ptx) == set()
-        assert "ld.global.v4.b32" in ptx
+    kernels = compiled(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
+    assert [kernel.name for kernel in kernels] == ["encode", "decode"]
+    for kernel in kernels:
+        assert inexact(kernel.ptx) == set()
+        assert "ld.global.v4.b32" in kernel.ptx
 
 
 def check_other_compiled(capability: int) -> None:
-    kernels = ptx_of(start_other_kernels, capability)
-    assert [name for name, _ in kernels] == [
-        "_top_k",
-        "uniform_numbers",
-        "cast_numbers",
-        "add_scaled",
-        "pack",
-        "unpack",
-    ]
-    assert set().union(*(inexact(ptx) for _, ptx in kernels)) == set()
+    kernels = compiled(start_other_kernels, capability)
+    names = ["_top_k", "uniform_numbers", "cast_numbers", "add_scaled", "pack", "unpack"]
+    names += ["_hadamard", "_quantize", "_quantize_between", "_dequantize"]
+    assert [kernel.name for kernel in kernels] == names
+    assert set().union(*(inexact(kernel.ptx) for kernel in kernels)) == set()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.gpu_bits import load, store
 from deepspeed_compress.compression.kernels.gpu_blocks import integers, rounded
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, programs
 
@@ -69,10 +70,9 @@ def _given(noise: Tensor | None) -> list[Tensor]:
 
 @triton.jit
 def _places(width, tile: tl.constexpr):
-    """The first element of a program, the others after it, and the row of each: only the first is divided in int64."""
+    """The first element of a program, and the row of each of its elements: only one is divided in int64."""
     first = tl.program_id(0).to(tl.int64) * tile
-    place = tl.arange(0, tile)
-    return first, place, first // width + ((first % width).to(tl.int32) + place) // width
+    return first, first // width + ((first % width).to(tl.int32) + tl.arange(0, tile)) // width
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -80,12 +80,12 @@ def _quantize(
     rows, scales, noise, codes, count, width,
     levels: tl.constexpr, stochastic: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    first, place, row = _places(width, tile)
-    inside = place < count - first
-    x = tl.load(rows + first + place, mask=inside, other=0.0)
-    drawn = tl.load(noise + first + place, mask=inside, other=0.0) if stochastic else 0.0
-    chosen = rounded(x, tl.load(scales + row, mask=inside, other=1.0), drawn, levels, stochastic)
-    tl.store(codes + first + place, chosen.to(tl.int8), mask=inside)
+    first, row = _places(width, tile)
+    left = count - first
+    drawn = load(noise + first, left, tile) if stochastic else 0.0
+    scale = tl.load(scales + row, mask=tl.arange(0, tile) < left, other=1.0)
+    chosen = rounded(load(rows + first, left, tile), scale, drawn, levels, stochastic)
+    store(codes + first, chosen.to(tl.int8), left, tile)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -93,25 +93,24 @@ def _quantize_between(
     rows, low, high, noise, codes, count, width,
     levels: tl.constexpr, stochastic: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    first, place, row = _places(width, tile)
-    inside = place < count - first
-    x = tl.load(rows + first + place, mask=inside, other=0.0)
-    drawn = tl.load(noise + first + place, mask=inside, other=0.0) if stochastic else 0.0
+    first, row = _places(width, tile)
+    left = count - first
+    drawn = load(noise + first, left, tile) if stochastic else 0.0
+    inside = tl.arange(0, tile) < left
     lowest, highest = tl.load(low + row, mask=inside, other=0.0), tl.load(high + row, mask=inside, other=1.0)
     # As in the definition: half of everything where the difference is beyond fp32.
     factor = tl.where(tl.abs(highest - lowest) == _INFINITY, 0.5, 1.0)
     start = lowest * factor
     span = highest * factor - start
-    quotient = tl.div_rn(x * factor - start, tl.where(span > 0, span, 1.0)) * levels
-    chosen = integers(quotient, drawn, 0, levels, stochastic)
-    tl.store(codes + first + place, chosen.to(tl.uint8), mask=inside)
+    offset = load(rows + first, left, tile) * factor - start
+    quotient = tl.div_rn(offset, tl.where(span > 0, span, 1.0)) * levels
+    store(codes + first, integers(quotient, drawn, 0, levels, stochastic).to(tl.uint8), left, tile)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _dequantize(scales, codes, out, count, width, factor, tile: tl.constexpr):
-    first, place, row = _places(width, tile)
-    inside = place < count - first
-    product = tl.load(codes + first + place, mask=inside, other=0).to(tl.float32)
-    product *= tl.load(scales + row, mask=inside, other=0.0) * factor
-    total = tl.load(out + first + place, mask=inside, other=0.0)
-    tl.store(out + first + place, total + product, mask=inside)
+    first, row = _places(width, tile)
+    left = count - first
+    scale = tl.load(scales + row, mask=tl.arange(0, tile) < left, other=0.0) * factor
+    total = load(out + first, left, tile) + scale * load(codes + first, left, tile).to(tl.float32)
+    store(out + first, total, left, tile)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.gpu_bits import load
 from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_of_two, programs, warps
 
 __all__ = ["top_k_rows"]
@@ -187,7 +188,4 @@ def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.con
 @triton.jit
 def _magnitudes(x, left, tile: tl.constexpr):
     """Those of `tile` numbers from `x` on, and which of them are among the `left` that are there."""
-    place = tl.arange(0, tile)
-    # A mask would cut loads of 16 bytes.
-    numbers = tl.load(x + place) if left >= tile else tl.load(x + place, mask=place < left, other=0.0)
-    return numbers.to(tl.int32, bitcast=True) & _SIGN, place < left
+    return load(x, left, tile).to(tl.int32, bitcast=True) & _SIGN, tl.arange(0, tile) < left
