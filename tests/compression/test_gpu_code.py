@@ -103,7 +103,7 @@ KERNELS: Mapping[str, Expected] = {
     "top-k of 256": Expected(lambda: top_k(3, 256), LOADS, (20, 28)),
     "top-k of 4096": Expected(lambda: top_k(3, 4096), LOADS, (16, 24)),
     "top-k of 8192": Expected(lambda: top_k(3, 8192), LOADS, (16, 16)),
-    "top-k of a tensor": Expected(lambda: top_k(1, NUMEL), LOADS, (8, 8)),
+    "top-k of a tensor": Expected(lambda: top_k(1, NUMEL), LOADS, (16, 16)),
     "DCT": Expected(lambda: transform("dct_tiles", 64), BOTH, (16, 8)),
     "Hadamard": Expected(lambda: transform("hadamard_tiles", 32), BOTH, (32, 32)),
     "Hadamard of 4096": Expected(lambda: transform("hadamard_tiles", 64), BOTH, (20, 20)),

@@ -2,8 +2,10 @@
 
 Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and "lloyd": they come from sums in fp64,
 whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
+`dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of a kind round alike.
 
-Nothing waits for the GPU, and nothing is allocated but the results. What no program here covers goes to `reference`:
+Nothing waits for the GPU, and nothing is allocated but the results and the counters of `top_k_rows`. What no program here
+covers goes to `reference`:
 other forms of blocks (`_covers`), tiles larger than 64 x 64 in `dct_tiles`, bit strings of more than 16 bits a value.
 """
 

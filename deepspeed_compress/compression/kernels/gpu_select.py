@@ -19,7 +19,7 @@ from deepspeed_compress.compression.kernels.gpu_launch import TILE, flat, power_
 __all__ = ["top_k_rows"]
 
 _LONGEST_ROW = 8192
-_SHARE, _SHARE_TILE = 32768, 4096
+_SHARE, _SHARE_TILE = 32768, 2048
 """Elements of a longer row that a program takes, and of them at a time."""
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 """Of the 31 bits of a magnitude: (lowest bit, bits)."""
@@ -175,14 +175,16 @@ def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.con
     begin = (tl.program_id(0) % shares).to(tl.int64) * each
     for first in range(begin, tl.minimum(begin + each, width), tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
-        above = (inside & (magnitudes > threshold)).to(tl.int32)
-        ties = (inside & (magnitudes == threshold)).to(tl.int32)
-        ties_up_to = ties_seen + tl.cumsum(ties, axis=0)
-        taken = (above > 0) | ((ties > 0) & (ties_up_to <= wanted))
-        position = above_seen + tl.cumsum(above, axis=0) + tl.minimum(ties_up_to, wanted) - 1
+        above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
+        # Counts of both at once, as in `_top_k`.
+        both = above.to(tl.int32) + (ties.to(tl.int32) << 16)
+        seen, total = tl.cumsum(both, axis=0), tl.sum(both, axis=0)
+        ties_up_to = ties_seen + (seen >> 16)
+        position = above_seen + (seen & 0xFFFF) + tl.minimum(ties_up_to, wanted) - 1
+        taken = above | (ties & (ties_up_to <= wanted))
         tl.store(out + row * k + position, first + tl.arange(0, tile), mask=taken)
-        above_seen += tl.sum(above, axis=0)
-        ties_seen += tl.sum(ties, axis=0)
+        above_seen += total & 0xFFFF
+        ties_seen += total >> 16
 
 
 @triton.jit
