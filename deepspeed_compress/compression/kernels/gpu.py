@@ -4,9 +4,9 @@ Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and
 whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
 `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of a kind round alike.
 
-Nothing waits for the GPU, and nothing is allocated but the results and the counters of `top_k_rows`. What no program here
-covers goes to `reference`:
-other forms of blocks (`_covers`), tiles larger than 64 x 64 in `dct_tiles`, bit strings of more than 16 bits a value.
+Nothing waits for the GPU, and nothing is allocated but results and the counters of `top_k_rows`. What no program covers
+goes to `reference`: other forms of blocks (`_covers`), tiles of the DCT larger than 64 x 64, blocks of the Hadamard
+transform of more than 8192 elements, bit strings of more than 16 bits a value, tensors that are not contiguous.
 """
 
 from collections.abc import Sequence
