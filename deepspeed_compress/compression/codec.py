@@ -1,12 +1,12 @@
 """What both ends of a message agree on: a change of basis, then a compressor."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback
+from deepspeed_compress.compression.compressors.base import Compressor, FusedFeedback, FusedSum
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Identity, Transform
 
@@ -55,14 +55,17 @@ class Codec:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""
         self.compressor.compress(self.transform.forward(x, segments), out, key)
 
-    def decode_add(self, payloads: Iterable[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
+    def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
         """`out` (flat fp32) += `scale` * the sum of the decoded `payloads`, in their order.
 
         The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
         plain = isinstance(self.transform, Identity)
         coefficients = out if plain else torch.zeros_like(out)
-        for payload in payloads:
-            self.compressor.decompress_add(payload, coefficients, scale)
+        if isinstance(self.compressor, FusedSum):
+            self.compressor.decompress_sum(payloads, coefficients, scale)
+        else:
+            for payload in payloads:
+                self.compressor.decompress_add(payload, coefficients, scale)
         if not plain:
             out.add_(self.transform.inverse(coefficients, segments))

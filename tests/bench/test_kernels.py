@@ -50,7 +50,28 @@ def test_operations_ask_for_what_their_names_say() -> None:
     def top_k(rows: Tensor, k: int) -> None:
         asked["top-k"] = tuple(rows.shape), k
 
-    module = SimpleNamespace(quantize_blocks=quantize, dequantize_blocks_add=dequantize, top_k_rows=top_k)
+    def dequantize_sum(messages: list[Any], form: BlockFormat, out: Tensor, scale: float) -> None:
+        asked["sum"] = form.kind, form.bits, len(messages)
+
+    def note(name: str) -> Any:
+        return lambda tensor, *others: asked.update({name: tuple(tensor.shape)})
+
+    module = SimpleNamespace(
+        quantize_blocks=quantize,
+        dequantize_blocks_add=dequantize,
+        dequantize_blocks_sum=dequantize_sum,
+        top_k_rows=top_k,
+        **{
+            name: note(name)
+            for name in (
+                "dct_tiles",
+                "hadamard_tiles",
+                "quantize_rows",
+                "quantize_rows_between",
+                "dequantize_rows_add",
+            )
+        },
+    )
     found: dict[str, Any] = {}
     for operation in OPERATIONS:
         call = operation.prepare(module, torch.ones(3 * 4096 + 4))
@@ -67,12 +88,19 @@ def test_operations_ask_for_what_their_names_say() -> None:
         "decode-accumulate int8": {"decode": ("absmax", 8, torch.float32)},
         "decode-accumulate int4": {"decode": ("absmax", 4, torch.float32)},
         "decode-accumulate sign": {"decode": ("mean", 1, torch.float32)},
+        "decode-accumulate int4, 8 ranks": {"sum": ("absmax", 4, 8)},
         "block top-k 1 % of 4096": {"top-k": ((3, 4096), 41)},
+        "top-k 1 % of all": {"top-k": ((1, 12292), 123)},
+        "DCT, tiles of 64 x 64": {"dct_tiles": (3, 1, 64, 64)},
+        "Hadamard, blocks of 1024": {"hadamard_tiles": (12, 1, 32, 32)},
+        "quantize rows": {"quantize_rows": (48, 256)},
+        "quantize rows between extremes": {"quantize_rows_between": (48, 256)},
+        "decode-accumulate rows": {"dequantize_rows_add": (48,)},
     }
 
 
 def test_one_operation_alone() -> None:
-    rows = measure(NUMEL, CPU, 1, re.compile("top-k"))
+    rows = measure(NUMEL, CPU, 1, re.compile("block top-k"))
     assert {row["operation"] for row in rows} == {"copy", "block top-k 1 % of 4096"}
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress import config
+from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import QSGD, BlockTopK, Compressor, Linear, RandomK, TopK
 from deepspeed_compress.compression.compressors.base import ALIGNMENT
 from tests.support.codecs import CODECS, SETTINGS, decode, encode, is_random, transmit
@@ -201,3 +202,14 @@ def test_decoding_adds_to_what_is_there_and_scales(codec: Compressor, scale: flo
         expected = base.double() + times * scale * decoded.double()
         assert ((out - expected).abs() <= 2**-21 * (base.abs() + 2 * decoded.abs())).all()
     assert not torch.equal(out, base)
+
+
+@every_codec
+def test_messages_are_added_one_after_the_other(codec: Compressor) -> None:
+    numel = 3 * block_of(codec) + 7
+    payloads = [encode(codec, noise(numel, seed)) for seed in range(3)]
+    together, one_by_one = noise(numel, 9), noise(numel, 9)
+    Codec(codec).decode_add(payloads, (), together, 1 / 3)
+    for payload in payloads:
+        codec.decompress_add(payload, one_by_one, 1 / 3)
+    assert torch.equal(together, one_by_one)

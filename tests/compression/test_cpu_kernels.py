@@ -127,6 +127,17 @@ def test_decoding(form: BlockFormat, scale: float) -> None:
             assert same(out, expected)
 
 
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_messages_of_all_ranks(form: BlockFormat, ranks: int) -> None:
+    x, *sent = torch.randn(1 + ranks, 1000, generator=torch.Generator().manual_seed(ranks))
+    messages = [encoded(reference, one, form, torch.float32, None, None) for one in sent]
+    out, expected = x.clone(), x.clone()
+    cpu.dequantize_blocks_sum(messages, form, out, 1 / 3)
+    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
+    assert same(out, expected)
+
+
 def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:
     """Another order of a sum in fp64 shows in fp32 once in about 2**29 / n blocks of n elements, by one unit."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton import Runner, gpu_or_interpreter, inexact, process_with, ptx_of
+from tests.support.triton import Runner, compiled, gpu_or_interpreter, inexact, process_with
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -225,6 +225,37 @@ def test_decoding(run: Runner, form: BlockFormat, dtype: torch.dtype) -> None:
         run(check_decoding, numel, form, dtype)
 
 
+def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int) -> None:
+    """Of messages whose codes begin `offset` bytes after a multiple of 16; in the order of ranks, so bit for bit."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    generator = torch.Generator().manual_seed(ranks)
+    messages = [room(NUMEL, form, torch.float32, torch.device("cpu")) for _ in range(ranks)]
+    for numbers, codes in messages:
+        numbers.uniform_(generator=generator)
+        codes.random_(generator=generator)
+    spare = [(numbers, torch.cat((codes.new_zeros(offset), codes)).to(device)) for numbers, codes in messages]
+    out, expected = message(NUMEL).to(device), message(NUMEL)
+    gpu.dequantize_blocks_sum([(numbers.to(device), codes[offset:]) for numbers, codes in spare], form, out, 1 / 3)
+    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])
+@pytest.mark.parametrize("name", ["int8", "int4", "sign", "four levels"])
+def test_messages_of_all_ranks(run: Runner, name: str, ranks: int) -> None:
+    run(check_sums, FORMS[name], ranks, 0)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_messages_that_begin_anywhere(run: Runner, offset: int) -> None:
+    run(check_sums, FORMS["int4"], 2, offset)
+
+
+def test_messages_of_other_forms(run: Runner) -> None:
+    run(check_sums, OTHER_FORMS["3 bits"], 2, 0)
+
+
 def check_nothing(device: torch.device) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
@@ -274,6 +305,46 @@ def test_casts(run: Runner, dtype: torch.dtype) -> None:
         run(check_casts, dtype, numel)
 
 
+def check_dct(device: torch.device, rows: int, columns: int, height: int, width: int, inverse: bool) -> None:
+    """Tiles of a matrix that is wider than they are, to rounding; what lies between them is left alone."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    def tiles_of(matrix: Tensor) -> Tensor:
+        inner = matrix[: rows * height, 3 : 3 + columns * width]
+        return inner.unflatten(0, (rows, height)).unflatten(2, (columns, width)).transpose(1, 2)
+
+    generator = torch.Generator().manual_seed(height)
+    matrix = torch.randn(rows * height + 1, columns * width + 5, generator=generator).to(device)
+    out, expected = torch.full_like(matrix, 7.0), torch.full_like(matrix, 7.0)
+    gpu.dct_tiles(tiles_of(matrix), tiles_of(out), inverse)
+    reference.dct_tiles(tiles_of(matrix), tiles_of(expected), inverse)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6 * float(matrix.abs().max()))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 64, 64), (1, 2, 64, 37), (2, 1, 3, 64), (1, 3, 1, 64), (1, 1, 1, 1), (1, 1, 65, 2)]
+)
+def test_dct_to_rounding(run: Runner, shape: tuple[int, int, int, int], inverse: bool) -> None:
+    run(check_dct, *shape, inverse)
+
+
+def check_hadamard(device: torch.device, count: int, height: int, width: int) -> None:
+    """The bits of the C++ implementation, which adds in the same order and is tested against the reference."""
+    from deepspeed_compress.compression.kernels import cpu, gpu
+
+    tiles = message(count * height * width).view(count, 1, height, width)
+    expected, own = torch.empty_like(tiles), torch.empty_like(tiles, device=device)
+    gpu.hadamard_tiles(tiles.to(device), own, False)
+    cpu.hadamard_tiles(tiles, expected, False)
+    assert_same(own, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (9, 8, 16), (1, 64, 64), (5, 1, 2), (7, 1, 1), (1, 128, 128)])
+def test_hadamard(run: Runner, shape: tuple[int, int, int]) -> None:
+    run(check_hadamard, *shape)
+
+
 def check_top_k(device: torch.device, width: int, k: int) -> None:
     from deepspeed_compress.compression.kernels import gpu
 
@@ -289,10 +360,56 @@ def check_top_k(device: torch.device, width: int, k: int) -> None:
 
 @pytest.mark.parametrize(
     ("width", "k"),
-    [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82), (8193, 5)],
+    [(1, 1), (7, 1), (64, 3), (64, 64), (100, 99), (256, 3), (1000, 10), (4096, 41), (8192, 82)],
 )
 def test_top_k_with_equal_magnitudes_and_nan(run: Runner, width: int, k: int) -> None:
     run(check_top_k, width, k)
+
+
+def check_rows(device: torch.device, width: int, stochastic: bool) -> None:
+    """Bit for bit, of scales and extremes that are zero, denormal, huge, infinite, NaN."""
+    from deepspeed_compress.compression.kernels import gpu
+
+    rows = message(8200)[: 8200 // width * width].view(-1, width)
+    noise = torch.rand(rows.shape, generator=torch.Generator().manual_seed(width)) if stochastic else None
+    low, high = rows.aminmax(dim=1)
+    scales = rows.abs().amax(dim=1) / 7
+    scales[-2:] = torch.tensor([0.0, 1e-42])
+    given = [x.to(device) for x in (rows, scales, low, high)]
+    own_noise = noise.to(device) if noise is not None else None
+    codes = reference.quantize_rows(rows, scales, 7, noise)
+    assert_same(gpu.quantize_rows(given[0], given[1], 7, own_noise), codes)
+    expected = reference.quantize_rows_between(rows, low, high, 255, noise)
+    assert_same(gpu.quantize_rows_between(given[0], *given[2:], 255, own_noise), expected)
+    out, own = rows.clone(), given[0]
+    gpu.dequantize_rows_add(given[1], codes.to(device), own, 1 / 3)
+    reference.dequantize_rows_add(scales, codes, out, 1 / 3)
+    assert_same(own, out)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("width", [1, 33, 256, 4000])
+def test_rows(run: Runner, width: int, stochastic: bool) -> None:
+    run(check_rows, width, stochastic)
+
+
+def check_long_rows(device: torch.device, rows: int, width: int, k: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    generator = torch.Generator().manual_seed(width)
+    ordinary = torch.randn(rows, width, generator=generator)
+    few_values = torch.randint(-3, 4, (rows, width), generator=generator).float()
+    odd = ordinary * 1e-42
+    odd[0, width // 2], odd[0, width // 3] = math.nan, -math.inf
+    for x in (ordinary, few_values, odd):
+        expected = reference.top_k_rows(x, k)
+        assert_same(gpu.top_k_rows(x.to(device), k), expected)
+    assert_same(gpu.top_k_sampled(ordinary[:1].to(device), k), reference.top_k_sampled(ordinary[:1], k))
+
+
+@pytest.mark.parametrize(("rows", "width", "k"), [(1, 8193, 8193), (2, 33_000, 400), (1, 70_000, 7)])
+def test_top_k_of_rows_that_programs_share(run: Runner, rows: int, width: int, k: int) -> None:
+    run(check_long_rows, rows, width, k)
 
 
 def check_bits(device: torch.device, width: int, count: int) -> None:
@@ -353,7 +470,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_is_allocated() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             gpu.quantize_blocks(x, form, *results, KEY, ResidualBuffers(after, 1.0, after))
-            gpu.dequantize_blocks_add(*results, form, x, 1.0)
+            gpu.dequantize_blocks_sum([results] * 9, form, x, 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not warm or torch.cuda.max_memory_allocated() == before
@@ -378,21 +495,29 @@ def start_other_kernels() -> None:
     gpu.add_cast(torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024), 0.5)
     gpu.pack_bits(values, 11, packed)
     gpu.unpack_bits(packed, 11, 1024)
+    tiles = torch.zeros(1, 1, 32, 32)
+    gpu.hadamard_tiles(tiles, torch.zeros_like(tiles), False)
+    rows, scales = torch.zeros(3, 256), torch.ones(3)
+    codes = gpu.quantize_rows(rows, scales, 7, rows)
+    gpu.quantize_rows_between(rows, scales, scales, 255, rows)
+    gpu.dequantize_rows_add(scales, codes, rows, 0.5)
 
 
 def check_compiled_blocks(capability: int, form: BlockFormat, dtype: torch.dtype, memory: torch.dtype) -> None:
     # An odd number of elements: the last program alone may load fewer bytes at once.
-    kernels = ptx_of(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
-    assert [name for name, _ in kernels] == ["encode", "decode"]
-    for _, ptx in kernels:
-        assert inexact(ptx) == set()
-        assert "ld.global.v4.b32" in ptx
+    kernels = compiled(lambda: start_block_kernels(form, dtype, memory, 100_001), capability)
+    assert [kernel.name for kernel in kernels] == ["encode", "decode"]
+    for kernel in kernels:
+        assert inexact(kernel.ptx) == set()
+        assert "ld.global.v4.b32" in kernel.ptx
 
 
 def check_other_compiled(capability: int) -> None:
-    kernels = ptx_of(start_other_kernels, capability)
-    assert [name for name, _ in kernels] == ["top_k", "uniform_numbers", "cast_numbers", "add_scaled", "pack", "unpack"]
-    assert set().union(*(inexact(ptx) for _, ptx in kernels)) == set()
+    kernels = compiled(start_other_kernels, capability)
+    names = ["_top_k", "uniform_numbers", "cast_numbers", "add_scaled", "pack", "unpack"]
+    names += ["_hadamard", "_quantize", "_quantize_between", "_dequantize"]
+    assert [kernel.name for kernel in kernels] == names
+    assert set().union(*(inexact(kernel.ptx) for kernel in kernels)) == set()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,17 @@
 """Triton kernels on machines without a GPU: interpreted, or only compiled, each in a process of its own."""
 
+import importlib.util
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,8 +62,61 @@ class _NoDriver:
         return 0
 
 
-def ptx_of(work: Callable[[], None], capability: int) -> list[tuple[str, str]]:
-    """(name, PTX) of the kernels that `work` starts with CPU tensors: compiled for `capability`, not run.
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What `ptxas` made of a Triton program. `warps`: of a program. `shared`: bytes of shared memory of a program."""
+
+    name: str
+    ptx: str
+    cubin: bytes
+    warps: int
+    shared: int
+
+    @cached_property
+    def sass(self) -> str:
+        """Machine code."""
+        return _tool("nvdisasm", "--print-code", self.cubin)
+
+    @cached_property
+    def registers(self) -> int:
+        """Of a thread."""
+        found = re.search(r"REG:(\d+)", _tool("cuobjdump", "--dump-resource-usage", self.cubin))
+        assert found is not None
+        return int(found[1])
+
+    @property
+    def uses_local_memory(self) -> bool:
+        """Whether registers are spilled, or arrays kept outside of them."""
+        return re.search(r"\b(LDL|STL)\b", self.sass) is not None
+
+    @property
+    def warps_at_once(self) -> int:
+        """Warps of this program that a multiprocessor of capability 8.0 or 9.0 holds at once, of 64.
+
+        65536 registers, in units of 8 a thread; 164 KB of shared memory, 1 KB of it for each program; 32 programs.
+        """
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        return self.warps * min(by_registers, (164 << 10) // (self.shared + 1024), 32, 64 // self.warps)
+
+    def accesses(self, operation: str, bits: int) -> bool:
+        """Whether there is an `operation`, LDG or STG, of so many bits a thread."""
+        return re.search(rf"\b{operation}\.E\.{bits}\b", self.sass) is not None
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """What a program that comes with Triton says of `cubin`."""
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    program = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def compiled(work: Callable[[], None], capability: int) -> list[CompiledKernel]:
+    """The kernels that `work` starts with CPU tensors: compiled for `capability`, not run.
 
     To be called in a process of `process_with`, where kernels are not interpreted.
     """
@@ -65,17 +124,20 @@ def ptx_of(work: Callable[[], None], capability: int) -> list[tuple[str, str]]:
     from triton.runtime.jit import JITFunction
 
     driver.set_active(_NoDriver(capability))
-    compiled, start = [], JITFunction.run
+    kernels, start = [], JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> None:
-        compiled.append(start(kernel, *args, **options | {"warmup": True}))
+        kernels.append(start(kernel, *args, **options | {"warmup": True}))
 
     JITFunction.run = compile_only
     try:
         work()
     finally:
         JITFunction.run = start
-    return [(kernel.metadata.name, kernel.asm["ptx"]) for kernel in compiled]
+    return [
+        CompiledKernel(one.metadata.name, one.asm["ptx"], one.asm["cubin"], one.metadata.num_warps, one.metadata.shared)
+        for one in kernels
+    ]
 
 
 def inexact(ptx: str) -> set[str]:

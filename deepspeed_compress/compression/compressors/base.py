@@ -1,6 +1,6 @@
 """The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "Compressor",
     "FusedFeedback",
+    "FusedSum",
     "aligned",
     "message_key",
     "random_key",
@@ -53,6 +54,14 @@ class FusedFeedback(Protocol):
 
     def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
         """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
+
+
+@runtime_checkable
+class FusedSum(Protocol):
+    """A compressor that adds the messages of several ranks in one pass over the sum."""
+
+    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+        """As `decompress_add` of each of `payloads`, in their order."""
 
 
 def aligned(size: int) -> int:

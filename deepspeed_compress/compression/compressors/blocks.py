@@ -1,7 +1,7 @@
 """What all quantizers share: cutting into blocks, the layout of the payload, scales, symmetric levels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -71,7 +71,7 @@ class BlockQuantizer(ABC):
 
 
 class FormQuantizer(BlockQuantizer):
-    """A quantizer that is one kernel, which takes the memory of error feedback along."""
+    """A quantizer that is one kernel each way: with the memory of error feedback, and for the messages of all ranks."""
 
     @property
     @abstractmethod
@@ -97,9 +97,17 @@ class FormQuantizer(BlockQuantizer):
         kernels.quantize_blocks(x, self.form, numbers, code_field, seed, memory)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        number_field, code_field = self._split(payload, out.numel())
-        numbers = self._numbers(number_field, out.numel()).view(-1)
-        for_device(out.device).dequantize_blocks_add(numbers, code_field, self.form, out, scale)
+        self.decompress_sum([payload], out, scale)
+
+    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+        """See `FusedSum`."""
+        messages = [self._message(payload, out.numel()) for payload in payloads]
+        for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale)
+
+    def _message(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The numbers ([blocks]) and the codes of `payload`, as views."""
+        number_field, code_field = self._split(payload, numel)
+        return self._numbers(number_field, numel).view(-1), code_field
 
 
 class RowQuantizer(BlockQuantizer):

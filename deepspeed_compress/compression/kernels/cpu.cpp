@@ -412,13 +412,32 @@ void quantize_all(const Job& job, int threads) {
     }
 }
 
-void add_block(const Form& form, const uint8_t* packed, float scale, float* out, int64_t n, uint8_t* codes) {
-    unpack(packed, n, form.bits, codes);
-    make_signed(form, codes, n);
+void add_signed(const uint8_t* codes, float scale, float* out, int64_t n) {
     const auto* signed_codes = reinterpret_cast<const int8_t*>(codes);
     for (int64_t i = 0; i < n; i++) {
         const float product = float(signed_codes[i]) * scale;
         out[i] += product;
+    }
+}
+
+void add_block(const Form& form, const uint8_t* packed, float scale, float* out, int64_t n, uint8_t* codes) {
+    unpack(packed, n, form.bits, codes);
+    make_signed(form, codes, n);
+    add_signed(codes, scale, out, n);
+}
+
+// A message of blocks that do not fill whole bytes.
+void add_straddling(const Form& form, const void* numbers, int number_type, const uint8_t* packed, int64_t n,
+                    float* out, float scale, int threads) {
+    std::vector<uint8_t> codes(n);
+    unpack(packed, n, form.bits, codes.data());
+    const int64_t blocks = (n + form.block_size - 1) / form.block_size;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+        const float number = load_number(numbers, number_type, block) * scale;
+        const int64_t first = block * form.block_size, count = std::min(form.block_size, n - first);
+        make_signed(form, codes.data() + first, count);
+        add_signed(codes.data() + first, number, out + first, count);
     }
 }
 
@@ -502,34 +521,29 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
     std::memset(codes + used, 0, code_bytes - used);
 }
 
-void compress_dequantize_add(const void* numbers, int number_type, const uint8_t* codes, int64_t n, int kind, int bits,
-                             int64_t block_size, float* out, float scale, int threads) {
+// Message after message of each block, while the block of `out` is in the first cache.
+void compress_dequantize_add(const void* const* numbers, int number_type, const uint8_t* const* codes, int messages,
+                             int64_t n, int kind, int bits, int64_t block_size, float* out, float scale, int threads) {
     const Form form{kind, 0, bits, block_size};
+    if (block_size * bits % 8) {
+        for (int m = 0; m < messages; m++) add_straddling(form, numbers[m], number_type, codes[m], n, out, scale, threads);
+        return;
+    }
     const int64_t blocks = (n + block_size - 1) / block_size;
-    const bool whole_bytes = block_size * bits % 8 == 0;
-    std::vector<uint8_t> spare(whole_bytes ? 0 : n);
-    if (!whole_bytes) unpack(codes, n, bits, spare.data());
-    const Form plain{kind, 0, 8, block_size};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<uint8_t> work(block_size);
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * block_size, count = std::min(block_size, n - first);
-            const float number = load_number(numbers, number_type, block) * scale;
-            if (whole_bytes) {
-                add_block(form, codes + first * bits / 8, number, out + first, count, work.data());
-                continue;
-            }
-            for (int64_t i = 0; i < count; i++) {
-                const float product = float(signed_code(kind, bits, spare[first + i])) * number;
-                out[first + i] += product;
+            for (int m = 0; m < messages; m++) {
+                const float number = load_number(numbers[m], number_type, block) * scale;
+                add_block(form, codes[m] + first * bits / 8, number, out + first, count, work.data());
             }
         }
     }
 }
 
-// Finite numbers stay finite.
 void compress_cast(const float* x, int64_t n, void* out, int type, int threads) {
     if (type == FP32) std::memcpy(out, x, n * sizeof(float));
     if (type == BF16) cast_all<Bf16>(x, n, static_cast<uint16_t*>(out), threads);

@@ -5,7 +5,7 @@ All tensors must be contiguous. As many threads work as torch is set to (`torch.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "cast",
     "dct_tiles",
     "dequantize_blocks_add",
+    "dequantize_blocks_sum",
     "dequantize_rows_add",
     "hadamard_tiles",
     "pack_bits",
@@ -43,6 +44,7 @@ __all__ = [
 
 _POINTER, _INT, _LONG, _KEY = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_POINTERS = ctypes.POINTER(_POINTER)
 _KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3})
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
 _NO_MEMORY = (0, None, 0.0, None)
@@ -70,7 +72,7 @@ _LIBRARY = _declared(
     ),
     (
         "compress_dequantize_add",
-        [_POINTER, _INT, _POINTER, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT],
+        [_POINTERS, _INT, _POINTERS, _INT, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT],
     ),
     ("compress_cast", [_POINTER, _LONG, _POINTER, _INT, _INT]),
     ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
@@ -86,6 +88,10 @@ def _at(tensor: Tensor) -> int:
     assert tensor.is_contiguous(), f"a view with strides {tensor.stride()}"
     assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
     return tensor.data_ptr()
+
+
+def _all_at(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_POINTER * len(tensors))(*map(_at, tensors))
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
@@ -131,8 +137,18 @@ def _memory(memory: ResidualBuffers) -> tuple[int, int, float, int]:
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """See `reference.dequantize_blocks_add`."""
+    dequantize_blocks_sum([(numbers, codes)], form, out, scale)
+
+
+def dequantize_blocks_sum(
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+) -> None:
+    """See `reference.dequantize_blocks_sum`: one pass over `out`."""
+    if not messages:
+        return
+    numbers, codes = zip(*messages, strict=True)
     _LIBRARY.compress_dequantize_add(
-        *(_at(numbers), _TYPES[numbers.dtype], _at(codes), out.numel()),
+        *(_all_at(numbers), _TYPES[numbers[0].dtype], _all_at(codes), len(messages), out.numel()),
         *(_KINDS[form.kind], form.bits, form.block_size, _at(out), scale, torch.get_num_threads()),
     )
 

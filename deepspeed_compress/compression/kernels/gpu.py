@@ -2,30 +2,32 @@
 
 Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and "lloyd": they come from sums in fp64,
 whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
+`dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of a kind round alike.
 
-Nothing waits for the GPU, and nothing is allocated but the results. What no program here covers goes to `reference`:
-other forms of blocks (`_covers`), rows longer than 8192 in `top_k_rows`, bit strings of more than 16 bits a value, keys
-on the device.
+Nothing waits for the GPU, and nothing is allocated but results and the counters of `top_k_rows`. What no program covers
+goes to `reference`: other forms of blocks (`_covers`), keys on the device, tiles of the DCT larger than 64 x 64, blocks
+of the Hadamard transform of more than 8192 elements, bit strings of more than 16 bits a value, tensors that are not
+contiguous.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, gpu_select, reference
+from deepspeed_compress.compression.kernels import gpu_bits, gpu_blocks, reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers, scale_limit
-from deepspeed_compress.compression.kernels.reference import (
-    dct_tiles,
-    dequantize_rows_add,
-    hadamard_tiles,
-    quantize_rows,
-    quantize_rows_between,
-)
+from deepspeed_compress.compression.kernels.gpu_bases import dct_tiles, hadamard_tiles
+from deepspeed_compress.compression.kernels.gpu_launch import TILE, alignment, bits, flat, halves, programs, warps
+from deepspeed_compress.compression.kernels.gpu_rows import dequantize_rows_add, quantize_rows, quantize_rows_between
+from deepspeed_compress.compression.kernels.gpu_select import top_k_rows
 
 __all__ = [
     "add_cast",
     "cast",
     "dct_tiles",
     "dequantize_blocks_add",
+    "dequantize_blocks_sum",
     "dequantize_rows_add",
     "hadamard_tiles",
     "pack_bits",
@@ -40,11 +42,11 @@ __all__ = [
     "unpack_codes",
 ]
 
-_TILE = 2048
-"""Elements of a program. With `_PER_WARP` it keeps 4 loads of 16 bytes in flight a thread."""
-_PER_WARP = 512
+top_k_sampled = top_k_rows
+"""The same elements; how many a sample leaves over would have to be waited for."""
+_TOGETHER = 8
+"""Messages that a program adds: their codes are in registers together."""
 _LONGEST_BLOCK = 4096
-_LONGEST_ROW = 8192
 _WIDEST = 16
 
 
@@ -60,40 +62,38 @@ def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
         return reference.uniform(count, key, device)
     out = torch.empty(count, dtype=torch.float32, device=device)
     with torch.cuda.device(out.get_device()):
-        gpu_bits.uniform_numbers[_programs(count, _TILE)](out, count, *_halves(key), tile=_TILE, num_warps=4)
+        gpu_bits.uniform_numbers[programs(count, TILE)](out, count, *halves(key), tile=TILE, num_warps=4)
     return out
 
 
 def cast(x: Tensor, out: Tensor) -> None:
     """See `reference.cast`."""
-    if not _flat(x, out):
+    if not flat(x, out):
         return reference.cast(x, out)
     limit = torch.finfo(out.dtype).max
     with torch.cuda.device(x.get_device()):
-        gpu_bits.cast_numbers[_programs(x.numel(), _TILE)](
-            x, _bits(out), x.numel(), limit=limit, tile=_TILE, num_warps=4
-        )
+        gpu_bits.cast_numbers[programs(x.numel(), TILE)](x, bits(out), x.numel(), limit=limit, tile=TILE, num_warps=4)
     return None
 
 
 def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
     """See `reference.add_cast`."""
-    if not _flat(values, out):
+    if not flat(values, out):
         return reference.add_cast(values, out, scale)
     with torch.cuda.device(out.get_device()):
-        gpu_bits.add_scaled[_programs(out.numel(), _TILE)](
-            _bits(values), out, out.numel(), scale, tile=_TILE, num_warps=4, enable_fp_fusion=False
+        gpu_bits.add_scaled[programs(out.numel(), TILE)](
+            bits(values), out, out.numel(), scale, tile=TILE, num_warps=4, enable_fp_fusion=False
         )
     return None
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """See `reference.pack_bits`."""
-    if not 0 < width <= _WIDEST or not _flat(values, out):
+    if not 0 < width <= _WIDEST or not flat(values, out):
         return reference.pack_bits(values, width, out)
     with torch.cuda.device(out.get_device()):
-        gpu_bits.pack[_programs(out.numel(), _TILE)](
-            values, out, values.numel(), out.numel(), width=width, tile=_TILE, num_warps=4
+        gpu_bits.pack[programs(out.numel(), TILE)](
+            values, out, values.numel(), out.numel(), width=width, tile=TILE, num_warps=4
         )
     return None
 
@@ -116,33 +116,13 @@ def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, width: int, out: Tensor) -> Tensor:
-    if not 0 < width <= _WIDEST or not _flat(packed):
+    if not 0 < width <= _WIDEST or not flat(packed):
         return out.copy_(reference.unpack_bits(packed, width, out.numel()))
     with torch.cuda.device(out.get_device()):
-        gpu_bits.unpack[_programs(out.numel(), _TILE)](
-            packed, out, out.numel(), packed.numel(), width=width, tile=_TILE, num_warps=4
+        gpu_bits.unpack[programs(out.numel(), TILE)](
+            packed, out, out.numel(), packed.numel(), width=width, tile=TILE, num_warps=4
         )
     return out
-
-
-def top_k_rows(rows: Tensor, k: int) -> Tensor:
-    """See `reference.top_k_rows`."""
-    count, width = rows.shape
-    if not k <= width <= _LONGEST_ROW or not _flat(rows):
-        return reference.top_k_rows(rows, k)
-    out = torch.empty(count, k, dtype=torch.int64, device=rows.device)
-    columns = 1 << (width - 1).bit_length()
-    group = max(1, _TILE // columns)
-    with torch.cuda.device(rows.get_device()):
-        gpu_select.top_k[_programs(count, group)](
-            rows, out, count, width, k, group=group, columns=columns, num_warps=_warps(group * columns)
-        )
-    return out
-
-
-def top_k_sampled(row: Tensor, k: int) -> Tensor:
-    """See `reference.top_k_sampled`: all elements are searched, since the host would wait for how many survive."""
-    return top_k_rows(row, k)
 
 
 def quantize_blocks(
@@ -156,16 +136,17 @@ def quantize_blocks(
     """See `reference.quantize_blocks`."""
     # Without a memory its places in the launch are taken by x, which is not written then.
     before, after, decay = (memory.before, memory.after, memory.decay) if memory is not None else (x, x, 0.0)
-    if not _covers(form) or not _flat(x, numbers, codes, before, after):
+    if not _covers(form) or not flat(x, numbers, codes, before, after):
         return reference.quantize_blocks(x, form, numbers, codes, key, memory)
     group, tile = _group(form)
-    grid = _programs(x.numel(), tile)
+    grid = programs(x.numel(), tile)
     with torch.cuda.device(x.get_device()):
         gpu_blocks.encode[grid](
-            x, _bits(before), _bits(after), _bits(numbers), codes, x.numel(), codes.numel(), decay, *_halves(key or 0),
+            x, bits(before), bits(after), bits(numbers), codes, x.numel(), codes.numel(), decay, *halves(key or 0),
             kind=form.kind, levels=form.levels, bits=form.bits, block=form.block_size, group=group,
             limit=scale_limit(numbers.dtype, form.levels), after_limit=torch.finfo(after.dtype).max,
-            remember=memory is not None, stochastic=key is not None, num_warps=_warps(tile), enable_fp_fusion=False,
+            remember=memory is not None, stochastic=key is not None, alignment=alignment([codes]),
+            num_warps=warps(tile), enable_fp_fusion=False,
         )  # fmt: skip
     # The programs clear what they reach of the padding.
     if (rest := codes[grid[0] * tile * form.bits // 8 :]).numel():
@@ -175,45 +156,28 @@ def quantize_blocks(
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """See `reference.dequantize_blocks_add`."""
-    if not _covers(form) or not _flat(numbers, codes, out):
-        return reference.dequantize_blocks_add(numbers, codes, form, out, scale)
+    dequantize_blocks_sum([(numbers, codes)], form, out, scale)
+
+
+def dequantize_blocks_sum(
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+) -> None:
+    """See `reference.dequantize_blocks_sum`: one pass over `out` for 8 messages."""
+    if not _covers(form) or not flat(out, *(field for message in messages for field in message)):
+        return reference.dequantize_blocks_sum(messages, form, out, scale)
     group, tile = _group(form)
-    with torch.cuda.device(out.get_device()):
-        gpu_blocks.decode[_programs(out.numel(), tile)](
-            _bits(numbers), codes, out, out.numel(), scale,
-            kind=form.kind, bits=form.bits, block=form.block_size, group=group,
-            num_warps=_warps(tile), enable_fp_fusion=False,
-        )  # fmt: skip
+    for begin in range(0, len(messages), _TOGETHER):
+        numbers, codes = zip(*messages[begin : begin + _TOGETHER], strict=True)
+        with torch.cuda.device(out.get_device()):
+            gpu_blocks.decode[programs(out.numel(), tile)](
+                tuple(map(bits, numbers)), codes, out, out.numel(), scale,
+                kind=form.kind, bits=form.bits, block=form.block_size, group=group, alignment=alignment(codes),
+                num_warps=warps(tile), enable_fp_fusion=False,
+            )  # fmt: skip
     return None
-
-
-def _programs(count: int, each: int) -> tuple[int]:
-    return (-(-count // each),)
-
-
-def _warps(tile: int) -> int:
-    return max(4, tile // _PER_WARP)
 
 
 def _group(form: BlockFormat) -> tuple[int, int]:
     """Blocks, and elements, of a program."""
-    group = max(1, _TILE // form.block_size)
+    group = max(1, TILE // form.block_size)
     return group, group * form.block_size
-
-
-def _halves(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of `key` as int32: a number above that would make the program another one."""
-    return _int32(key & 0xFFFFFFFF), _int32((key >> 32) & 0xFFFFFFFF)
-
-
-def _int32(bits: int) -> int:
-    return bits - ((bits & 0x80000000) << 1)
-
-
-def _flat(*tensors: Tensor) -> bool:
-    return all(tensor.is_contiguous() for tensor in tensors)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """bf16 as the programs take it."""
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

@@ -16,15 +16,35 @@ __all__ = [
     "as_fp32",
     "cast_numbers",
     "from_fp32",
+    "load",
     "mixed",
     "pack",
     "saturated",
+    "store",
     "uniform_numbers",
     "unpack",
 ]
 
 _INFINITY = tl.constexpr(float("inf"))
 _BF16_NAN = tl.constexpr(0x7FC0)
+
+
+@triton.jit
+def load(x, left, tile: tl.constexpr):
+    """`tile` elements from `x` on, 0 in the place of those beyond the `left` that are there."""
+    place = tl.arange(0, tile)
+    # Without a mask where none is needed: it would cut loads of 16 bytes.
+    return tl.load(x + place) if left >= tile else tl.load(x + place, mask=place < left, other=0)
+
+
+@triton.jit
+def store(x, values, left, tile: tl.constexpr):
+    """The counterpart of `load`."""
+    place = tl.arange(0, tile)
+    if left >= tile:
+        tl.store(x + place, values)
+    else:
+        tl.store(x + place, values, mask=place < left)
 
 
 @triton.jit
@@ -65,28 +85,27 @@ def mixed(index, key_low, key_high):
     return ((bits ^ (bits >> 16)) >> 8).to(tl.float32) * (2.0**-24)
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high"])
+@triton.jit(do_not_specialize=["count", "key_low", "key_high"])
 def uniform_numbers(out, count, key_low, key_high, tile: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * tile
-    place = tl.arange(0, tile)
-    numbers = mixed((first + place).to(tl.uint32), key_low, key_high)
-    tl.store(out + first + place, numbers, mask=first + place < count)
+    numbers = mixed((first + tl.arange(0, tile)).to(tl.uint32), key_low, key_high)
+    store(out + first, numbers, count - first, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def cast_numbers(x, out, count, limit: tl.constexpr, tile: tl.constexpr):
     """`x` (fp32) to `out`, `saturated`."""
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    numbers = tl.load(x + place, mask=place < count, other=0.0)
-    tl.store(out + place, saturated(numbers, out.dtype.element_ty, limit), mask=place < count)
+    first = tl.program_id(0).to(tl.int64) * tile
+    numbers = load(x + first, count - first, tile)
+    store(out + first, saturated(numbers, out.dtype.element_ty, limit), count - first, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def add_scaled(values, out, count, factor, tile: tl.constexpr):
     """`out` (fp32) += `factor` * `values`."""
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    product = as_fp32(tl.load(values + place, mask=place < count, other=0)) * factor
-    tl.store(out + place, tl.load(out + place, mask=place < count, other=0.0) + product, mask=place < count)
+    first = tl.program_id(0).to(tl.int64) * tile
+    product = as_fp32(load(values + first, count - first, tile)) * factor
+    store(out + first, load(out + first, count - first, tile) + product, count - first, tile)
 
 
 @triton.jit

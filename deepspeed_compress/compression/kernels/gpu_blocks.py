@@ -13,7 +13,7 @@ import triton.language as tl
 from deepspeed_compress.compression.kernels.forms import OUTER
 from deepspeed_compress.compression.kernels.gpu_bits import as_fp32, from_fp32, mixed, saturated
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "integers", "rounded"]
 
 _OUTER = tl.constexpr(OUTER)
 _MIDDLE = tl.constexpr((1 + OUTER) / 2)
@@ -63,17 +63,22 @@ def _lloyd(magnitudes, total, widths):
 
 
 @triton.jit
-def _rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
-    """As `reference.quantize_rows`, int32; `noise` is not read unless `stochastic`."""
-    quotient = tl.div_rn(rows, tl.broadcast_to(tl.where(scales > 0, scales, 1.0)[:, None], rows.shape))
+def rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
+    """As `reference.quantize_rows`, int32, of a scale an element; `noise` is not read unless `stochastic`."""
+    return integers(tl.div_rn(rows, tl.where(scales > 0, scales, 1.0)), noise, -levels, levels, stochastic)
+
+
+@triton.jit
+def integers(quotient, noise, least: tl.constexpr, most: tl.constexpr, stochastic: tl.constexpr):
+    """`quotient` (fp32) rounded and clipped to int32 from `least` to `most`, below 2**22; NaN becomes 0."""
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if stochastic:
-        bounded = tl.minimum(tl.maximum(quotient + noise, -levels), levels)
+        bounded = tl.minimum(tl.maximum(quotient + noise, least), most)
         whole = _nearest(bounded)
         # The floor of the library takes a denormal for zero.
         return whole - (whole.to(tl.float32) > bounded).to(tl.int32)
     else:
-        return _nearest(tl.minimum(tl.maximum(quotient, -levels), levels))
+        return _nearest(tl.minimum(tl.maximum(quotient, least), most))
 
 
 @triton.jit
@@ -92,16 +97,20 @@ def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
         return (codes << (32 - bits)) >> (32 - bits)
 
 
-@triton.jit(do_not_specialize=["numel", "code_bytes", "key_low", "key_high"])
+@triton.jit(
+    do_not_specialize=["numel", "code_bytes", "key_low", "key_high"],
+    do_not_specialize_on_alignment=["numbers", "codes"],
+)
 def encode(
     x, before, after, numbers, codes, numel, code_bytes, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    alignment: tl.constexpr,
 ):  # fmt: skip
     """As `reference.quantize_blocks`, `group` blocks a program.
 
     `limit`: `forms.scale_limit`. `after_limit`: the largest finite number of `after`. `before` and `after` are not used
-    unless `remember`, nor the key unless `stochastic`.
+    unless `remember`, nor the key unless `stochastic`. `alignment`: a number of bytes that divides where codes begin.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
@@ -109,11 +118,13 @@ def encode(
         _encode(
             x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            alignment,
         )  # fmt: skip
     else:
         _encode(
             x, before, after, numbers, codes, first, (numel - first).to(tl.int32), code_bytes - first // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
+            alignment,
         )  # fmt: skip
 
 
@@ -122,6 +133,7 @@ def _encode(
     x, before, after, numbers, codes, first, left, room, decay, key_low, key_high,
     kind: tl.constexpr, levels: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
+    alignment: tl.constexpr,
 ):  # fmt: skip
     """The blocks from element `first` on, of which `left` elements and `room` bytes of codes are there."""
     row = tl.arange(0, group)
@@ -138,7 +150,7 @@ def _encode(
 
     values = _codes(message, scales, (first + place).to(tl.uint32), key_low, key_high, kind, levels, stochastic)
     values = tl.where(inside, values & ((1 << bits) - 1), 0)
-    _store_packed(values, place, codes + first // (8 // bits), room, bits)
+    _store_packed(values, place, tl.multiple_of(codes + first // (8 // bits), alignment), room, bits)
     if remember:
         rest = message + (-scales)[:, None] * _signed(values, kind, bits).to(tl.float32)
         tl.store(after + first + place, saturated(rest, after.dtype.element_ty, after_limit), mask=inside)
@@ -153,7 +165,7 @@ def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: t
         return (rows >= 0).to(tl.int32) * 2 + (tl.abs(rows) >= (scales * _MIDDLE)[:, None]).to(tl.int32)
     else:
         noise = mixed(index, key_low, key_high) if stochastic else 0.0
-        return _rounded(rows, scales, noise, levels, stochastic)
+        return rounded(rows, tl.broadcast_to(scales[:, None], rows.shape), noise, levels, stochastic)
 
 
 @triton.jit
@@ -166,35 +178,41 @@ def _store_packed(values, place, out, size, bits: tl.constexpr):
     tl.store(out + byte, packed.to(tl.uint8), mask=byte < size)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["numbers", "codes"])
 def decode(
     numbers, codes, out, numel, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.dequantize_blocks_add`, `group` blocks a program."""
+    """As `reference.dequantize_blocks_sum`, `group` blocks a program.
+
+    `numbers`, `codes`: tuples, an element a message. `alignment`: as of `encode`.
+    """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
-        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group)
+        _decode(numbers, codes, out, first, group * block, factor, kind, bits, block, group, alignment)
     else:
-        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group)
+        _decode(numbers, codes, out, first, (numel - first).to(tl.int32), factor, kind, bits, block, group, alignment)
 
 
 @triton.jit
 def _decode(
     numbers, codes, out, first, left, factor,
-    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr,
+    kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
     """See `_encode`."""
     per_byte: tl.constexpr = 8 // bits
-    row = tl.arange(0, group)
+    row, byte = tl.arange(0, group), tl.arange(0, group * block // per_byte)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
-    scales = as_fp32(tl.load(numbers + first // block + row, mask=row * block < left, other=0)) * factor
-
-    byte = tl.arange(0, group * block // per_byte)
-    used = (left + per_byte - 1) // per_byte
-    packed = tl.load(codes + first // per_byte + byte, mask=byte < used, other=0).to(tl.int32)
-    values = (packed[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]) & ((1 << bits) - 1)
-    signed = _signed(tl.reshape(values, [group, block]), kind, bits).to(tl.float32)
-
     target = out + first + place
-    tl.store(target, tl.load(target, mask=place < left, other=0.0) + scales[:, None] * signed, mask=place < left)
+    total = tl.load(target, mask=place < left, other=0.0)
+    # All loads before the first shuffle, which they could not pass.
+    scales, packed = (), ()
+    for message in tl.static_range(len(codes)):
+        begin = tl.multiple_of(codes[message] + first // per_byte, alignment)
+        packed += (tl.load(begin + byte, mask=byte < (left + per_byte - 1) // per_byte, other=0),)  # type: ignore[assignment]
+        scales += (tl.load(numbers[message] + first // block + row, mask=row * block < left, other=0),)  # type: ignore[assignment]
+    for message in tl.static_range(len(codes)):
+        values = packed[message].to(tl.int32)[:, None] >> (tl.arange(0, per_byte) * bits)[None, :]
+        signed = _signed(tl.reshape(values & ((1 << bits) - 1), [group, block]), kind, bits).to(tl.float32)
+        total += (as_fp32(scales[message]) * factor)[:, None] * signed
+    tl.store(target, total, mask=place < left)

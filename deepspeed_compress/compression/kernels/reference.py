@@ -5,7 +5,7 @@ give the same bits on every device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ __all__ = [
     "cast",
     "dct_tiles",
     "dequantize_blocks_add",
+    "dequantize_blocks_sum",
     "dequantize_rows_add",
     "hadamard_tiles",
     "pack_bits",
@@ -192,6 +193,14 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):
         signed = _KINDS[form.kind].signed(values[elements], form.bits).view(shape)
         dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
+
+
+def dequantize_blocks_sum(
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+) -> None:
+    """`dequantize_blocks_add` of each of `messages` (numbers and codes), in their order."""
+    for numbers, codes in messages:
+        dequantize_blocks_add(numbers, codes, form, out, scale)
 
 
 def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:

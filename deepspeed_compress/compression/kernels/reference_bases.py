@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["dct_tiles", "hadamard_tiles"]
+__all__ = ["dct_matrix", "dct_tiles", "hadamard_tiles"]
 
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
@@ -15,7 +15,7 @@ def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
 
     Both are fp32 [rows, columns, h, w], views of any strides in which the elements of a row lie side by side.
     """
-    _change_basis(tiles, out, inverse, _dct_matrix)
+    _change_basis(tiles, out, inverse, dct_matrix)
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
@@ -36,7 +36,7 @@ def _change_basis(tiles: Tensor, out: Tensor, inverse: bool, basis: Callable[[in
 
 
 @lru_cache(maxsize=1024)
-def _dct_matrix(size: int, device: torch.device) -> Tensor:
+def dct_matrix(size: int, device: torch.device) -> Tensor:
     """fp32 [size, size]: entry (k, n) is sqrt((1 or 2) / size) cos(pi (2 n + 1) k / (2 size)), 1 for k = 0."""
     numbers = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / (2 * size) * torch.outer(numbers, 2 * numbers + 1)) * math.sqrt(2 / size)

@@ -67,6 +67,15 @@ def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], 
     return lambda: kernels.dequantize_blocks_add(numbers, codes, form, total, 0.5)
 
 
+def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable[[], object]:
+    """Adding the messages of `ranks` ranks to a sum."""
+    messages = [_message(form, x) for _ in range(ranks)]
+    for numbers, codes in messages:
+        kernels.quantize_blocks(x, form, numbers, codes)
+    total = torch.zeros_like(x)
+    return lambda: kernels.dequantize_blocks_sum(messages, form, total, 0.5)
+
+
 def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the scales and the codes of `x`."""
     numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
@@ -80,6 +89,44 @@ def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:
     return lambda: kernels.top_k_rows(rows, k)
 
 
+def _top_k_all(kernels: Kernels, x: Tensor) -> Callable[[], object]:
+    """Indices of the largest of all elements."""
+    return lambda: kernels.top_k_rows(x.view(1, -1), math.ceil(DENSITY * x.numel()))
+
+
+def _transform(name: str, kernels: Kernels, x: Tensor, side: int) -> Callable[[], object]:
+    """Every tile of `side` x `side` elements, which lie one after the other."""
+    tiles = x[: x.numel() // side**2 * side**2].view(-1, 1, side, side)
+    out, transform = torch.empty_like(tiles), getattr(kernels, name)
+    return lambda: transform(tiles, out, False)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of `x`, and the magnitude of the largest element of each."""
+    rows = x[: x.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+    return rows, rows.abs().amax(dim=1)
+
+
+def _quantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
+    """Codes of one byte, of blocks whose scales are known."""
+    rows, scales = _rows(x)
+    return lambda: kernels.quantize_rows(rows, scales, 7, None)
+
+
+def _quantize_between(kernels: Kernels, x: Tensor) -> Callable[[], object]:
+    """Codes of one byte, of blocks whose extremes are known."""
+    rows, largest = _rows(x)
+    smallest = -largest
+    return lambda: kernels.quantize_rows_between(rows, smallest, largest, 255, None)
+
+
+def _dequantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
+    """Adding codes of one byte, times their scales, to a sum."""
+    rows, scales = _rows(x)
+    codes, total = torch.ones_like(rows, dtype=torch.int8), torch.zeros_like(rows)
+    return lambda: kernels.dequantize_rows_add(scales, codes, total, 0.5)
+
+
 OPERATIONS: Sequence[Operation] = (
     Operation("quantize int8", partial(_quantize, INT8)),
     Operation("quantize int4", partial(_quantize, INT4)),
@@ -90,7 +137,14 @@ OPERATIONS: Sequence[Operation] = (
     Operation("decode-accumulate int8", partial(_dequantize, INT8)),
     Operation("decode-accumulate int4", partial(_dequantize, INT4)),
     Operation("decode-accumulate sign", partial(_dequantize, SIGN)),
+    Operation("decode-accumulate int4, 8 ranks", partial(_sum, INT4, ranks=8)),
     Operation("block top-k 1 % of 4096", _top_k),
+    Operation("top-k 1 % of all", _top_k_all),
+    Operation("DCT, tiles of 64 x 64", partial(_transform, "dct_tiles", side=64)),
+    Operation("Hadamard, blocks of 1024", partial(_transform, "hadamard_tiles", side=32)),
+    Operation("quantize rows", _quantize_rows),
+    Operation("quantize rows between extremes", _quantize_between),
+    Operation("decode-accumulate rows", _dequantize_rows),
 )
 """In the order of the table."""
 
@@ -131,12 +185,12 @@ def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return list(_rows(numel, device, repeats, chosen))
+        return list(_measured(numel, device, repeats, chosen))
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(numel: int, device: torch.device, repeats: int, chosen: list[Operation]) -> Iterator[Row]:
+def _measured(numel: int, device: torch.device, repeats: int, chosen: list[Operation]) -> Iterator[Row]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(SEED)).to(device)
     copy = _row(COPY, "torch", x, seconds(partial(torch.empty_like(x).copy_, x), device, repeats))
     yield copy | {"of_copy": 1.0}

@@ -1,0 +1,110 @@
+"""Triton programs of orthonormal changes of basis: a tile is read once, stays in registers, and is written once.
+
+Options of the launch: see `gpu_bits`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed_compress.compression.kernels import reference
+from deepspeed_compress.compression.kernels.gpu_launch import flat, power_of_two, programs
+from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
+
+__all__ = ["dct_tiles", "hadamard_tiles"]
+
+_WARP_TILE = 1024
+"""Elements of a program of one warp: 32 registers a thread."""
+_LONGEST_BLOCK = 8192
+_DCT_TILE = 64
+
+
+def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.dct_tiles`; tiles up to 64 x 64 are done here."""
+    rows, columns, height, width = tiles.shape
+    if max(height, width) > _DCT_TILE:
+        return reference.dct_tiles(tiles, out, inverse)
+    left, right = (dct_matrix(size, tiles.device) for size in (height, width))
+    with torch.cuda.device(out.get_device()):
+        _dct[(rows * columns,)](
+            tiles, out, left, right, columns, height, width, *tiles.stride()[:3], *out.stride()[:3],
+            inverse=inverse, rows_up=power_of_two(height, 16), columns_up=power_of_two(width, 16), num_warps=4,
+        )  # fmt: skip
+    return None
+
+
+def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
+    """See `reference.hadamard_tiles`; tiles of up to 8192 elements are done here."""
+    rows, columns, height, width = tiles.shape
+    size = height * width
+    if size > _LONGEST_BLOCK or not flat(tiles, out):
+        return reference.hadamard_tiles(tiles, out, inverse)
+    # A program of one warp exchanges elements without shared memory.
+    group = max(1, _WARP_TILE // size)
+    with torch.cuda.device(out.get_device()):
+        _hadamard[programs(rows * columns, group)](
+            tiles, out, rows * columns, size**-0.5,
+            size=size, group=group, num_warps=max(1, size // _WARP_TILE), enable_fp_fusion=False,
+        )  # fmt: skip
+    return None
+
+
+@triton.jit(do_not_specialize=["count"])
+def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr):
+    """Sylvester's matrix of `size` rows times `factor`, times each of `count` blocks, `group` of them a program.
+
+    The operations of the C++ implementation in their order, so the same bits.
+    """
+    place = tl.program_id(0).to(tl.int64) * (group * size) + tl.arange(0, group * size)
+    inside = place < count * size
+    x = tl.load(tiles + place, mask=inside, other=0.0) * factor
+    stages: tl.constexpr = size.bit_length() - 1
+    for stage in tl.static_range(stages):
+        x = _butterflies(x, 1 << stage)
+    tl.store(out + place, x, mask=inside)
+
+
+@triton.jit
+def _butterflies(x, stride: tl.constexpr):
+    """a + b in the place of a and a - b in that of b, for all elements a and b of the flat `x` `stride` apart."""
+    pairs = tl.reshape(x, [x.numel // (2 * stride), 2, stride])
+    bits = pairs.to(tl.int32, bitcast=True)
+    other = (bits ^ tl.xor_sum(bits, axis=1, keep_dims=True)).to(tl.float32, bitcast=True)
+    second = tl.arange(0, 2)[None, :, None] == 1
+    return tl.reshape(tl.where(second, other - pairs, pairs + other), [x.numel])
+
+
+@triton.jit
+def _dct(
+    tiles, out, left, right, columns, height, width, row_step, tile_step, line, out_row_step, out_tile_step, out_line,
+    inverse: tl.constexpr, rows_up: tl.constexpr, columns_up: tl.constexpr,
+):  # fmt: skip
+    """L X R^T of one tile X [`height`, `width`] a program; L and R are the matrices, or if `inverse` their transposes.
+
+    `columns`: tiles side by side. Steps: elements from a row of tiles to the next, from a tile to the next beside it,
+    from a line of elements to the next. Heights and widths are filled with zeros up to powers of two.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    row, column = tile // columns, tile % columns
+    i, j = tl.arange(0, rows_up), tl.arange(0, columns_up)
+    inside = (i < height)[:, None] & (j < width)[None, :]
+    begin = tiles + row * row_step + column * tile_step
+    x = tl.load(begin + i[:, None] * line + j[None, :], mask=inside, other=0.0)
+    turned = tl.dot(x, _matrix(right, width, columns_up, not inverse), input_precision="tf32x3")
+    result = tl.dot(_matrix(left, height, rows_up, inverse), turned, input_precision="tf32x3")
+    target = out + row * out_row_step + column * out_tile_step
+    tl.store(target + i[:, None] * out_line + j[None, :], result, mask=inside)
+
+
+@triton.jit
+def _matrix(entries, size, up: tl.constexpr, transposed: tl.constexpr):
+    """[`up`, `up`]: `entries` ([`size`, `size`]), zeros beyond."""
+    k = tl.arange(0, up)
+    inside = (k < size)[:, None] & (k < size)[None, :]
+    matrix = tl.load(entries + k[:, None] * size + k[None, :], mask=inside, other=0.0)
+    if transposed:
+        matrix = tl.trans(matrix)
+    return matrix

@@ -1,0 +1,153 @@
+"""The machine code of the Triton kernels, without a GPU: nothing is spilled, loads are wide, enough warps fit.
+
+The figures are those of the table of kernels in the page of the design.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
+from tests.support.triton import CompiledKernel, Runner, compiled, process_with
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.rotating(7, "deepspeed_compress/compression/kernels", "tests/compression/test_gpu_code.py"),
+]
+
+FORMS = {
+    "int8": BlockFormat("absmax", 127, 8, 256),
+    "int4": BlockFormat("absmax", 7, 4, 256),
+    "norm": BlockFormat("norm", 7, 4, 256),
+    "sign": BlockFormat("mean", 1, 1, 256),
+    "four levels": BlockFormat("lloyd", 4, 2, 256),
+}
+NUMEL = 100_001
+"""Odd: the last program alone may load fewer bytes at once."""
+
+
+def _message(form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks, size = -(-NUMEL // form.block_size), -(-NUMEL * form.bits // 8)
+    return torch.zeros(blocks), torch.zeros(size, dtype=torch.uint8)
+
+
+def encode(name: str, key: int | None = None) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    memory = torch.zeros(NUMEL, dtype=torch.bfloat16)
+    form, feedback = FORMS[name], ResidualBuffers(memory, 0.9, memory)
+    gpu.quantize_blocks(torch.zeros(NUMEL), form, *_message(form), key, feedback)
+
+
+def decode(name: str, ranks: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    gpu.dequantize_blocks_sum([_message(FORMS[name])] * ranks, FORMS[name], torch.zeros(NUMEL), 0.5)
+
+
+def top_k(rows: int, width: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    gpu.top_k_rows(torch.zeros(rows, width), width // 100)
+
+
+def transform(name: str, height: int) -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    tiles = torch.zeros(3, 1, height, height)
+    getattr(gpu, name)(tiles, torch.zeros_like(tiles), False)
+
+
+def rows() -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x = torch.zeros(401, 251)
+    codes = gpu.quantize_rows(x, torch.ones(401), 7, x)
+    gpu.quantize_rows_between(x, torch.zeros(401), torch.ones(401), 255, x)
+    gpu.dequantize_rows_add(torch.ones(401), codes, x, 0.5)
+
+
+def numbers() -> None:
+    from deepspeed_compress.compression.kernels import gpu
+
+    x, half = torch.zeros(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
+    gpu.uniform(NUMEL, 1, x.device)
+    gpu.cast(x, half)
+    gpu.add_cast(half, x, 0.5)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """`wide`: of loads and stores, those of 16 bytes a thread. `warps`: so many fit at once on 9.0 and on 8.0."""
+
+    start: Callable[[], None]
+    wide: tuple[str, ...]
+    warps: tuple[int, int]
+
+
+BOTH, LOADS = ("LDG", "STG"), ("LDG",)
+KERNELS: Mapping[str, Expected] = {
+    "encode int8": Expected(lambda: encode("int8"), BOTH, (24, 28)),
+    "encode int4": Expected(lambda: encode("int4"), BOTH, (28, 28)),
+    "encode int4, stochastic": Expected(lambda: encode("int4", 1), BOTH, (20, 24)),
+    "encode norm, stochastic": Expected(lambda: encode("norm", 1), BOTH, (20, 24)),
+    "encode sign": Expected(lambda: encode("sign"), BOTH, (28, 28)),
+    "encode four levels": Expected(lambda: encode("four levels"), BOTH, (16, 28)),
+    "decode int4": Expected(lambda: decode("int4", 1), BOTH, (40, 40)),
+    "decode int4, 8 messages": Expected(lambda: decode("int4", 8), BOTH, (16, 16)),
+    "decode int8, 8 messages": Expected(lambda: decode("int8", 8), BOTH, (8, 8)),
+    "top-k of 256": Expected(lambda: top_k(3, 256), LOADS, (20, 28)),
+    "top-k of 4096": Expected(lambda: top_k(3, 4096), LOADS, (16, 24)),
+    "top-k of 8192": Expected(lambda: top_k(3, 8192), LOADS, (16, 16)),
+    "top-k of a tensor": Expected(lambda: top_k(1, NUMEL), LOADS, (16, 16)),
+    "DCT": Expected(lambda: transform("dct_tiles", 64), BOTH, (16, 8)),
+    "Hadamard": Expected(lambda: transform("hadamard_tiles", 32), BOTH, (32, 32)),
+    "Hadamard of 4096": Expected(lambda: transform("hadamard_tiles", 64), BOTH, (20, 20)),
+    "rows": Expected(rows, BOTH, (16, 16)),
+    "numbers": Expected(numbers, ("STG",), (40, 36)),
+}
+
+
+def compile_one(name: str, capability: int) -> list[CompiledKernel]:
+    return compiled(KERNELS[name].start, capability)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    cache: Path = tmp_path_factory.mktemp("triton")
+    with process_with({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_is_spilled_accesses_are_wide_and_enough_warps_fit(
+    compiler: Runner, name: str, capability: int
+) -> None:
+    expected, kernels = KERNELS[name], compiler(compile_one, name, capability)
+    assert kernels
+    for kernel in kernels:
+        assert not kernel.uses_local_memory
+        assert all(kernel.accesses(operation, 128) for operation in expected.wide), kernel.name
+    assert min(kernel.warps_at_once for kernel in kernels) >= expected.warps[capability == 80]
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "at_once"),
+    [(32, 0, 4, 64), (33, 0, 4, 48), (54, 0, 1, 32), (100, 32768, 16, 16), (255, 0, 4, 8), (32, 100 << 10, 8, 8)],
+)
+def test_warps_that_fit(registers: int, shared: int, warps: int, at_once: int) -> None:
+    kernel = CompiledKernel("", "", b"", warps, shared)
+    vars(kernel)["registers"] = registers
+    assert kernel.warps_at_once == at_once
+
+
+def test_what_is_spilled_and_what_is_wide_is_seen() -> None:
+    kernel = CompiledKernel("", "", b"", 4, 0)
+    vars(kernel)["sass"] = "STL [R1], R2 ;\nLDG.E.128 R4, desc[UR6][R2.64] ;\nSTG.E.U8 [R4.64], R1 ;"
+    assert kernel.uses_local_memory
+    assert (kernel.accesses("LDG", 128), kernel.accesses("STG", 128)) == (True, False)
