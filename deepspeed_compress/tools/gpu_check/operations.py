@@ -131,6 +131,27 @@ def dequantize(form: BlockFormat, numbers_type: torch.dtype) -> Comparison:
     )
 
 
+def dequantize_sum(form: BlockFormat, numbers_type: torch.dtype, count: int) -> Comparison:
+    """A sum to which `count` messages of any bytes were added."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        given = [x * (1.0 + 0.25 * number) for number in range(count)]
+        messages = [(one[:: form.block_size].abs().to(numbers_type), _bytes(one, form.bits)) for one in given]
+        out = x * 0.5
+        kernels.dequantize_blocks_sum(messages, form, out, FACTOR)
+        return (out,)
+
+    return Comparison(
+        "dequantize_blocks_sum",
+        f"decode {count} messages {form_name(form)}, scales {NAMES[numbers_type]}",
+        run,
+        (ONE,),
+        unit=math.lcm(form.block_size, 8),
+        large=count == 3 and form == FORMS["4 bits"],
+        bytes=18 + 6 * count,
+    )
+
+
 def _bytes(x: Tensor, bits: int) -> Tensor:
     """A byte for every 8 / `bits` elements of `x`: of eight elements, the low bits of the mantissas of the first ones.
 
@@ -264,6 +285,8 @@ COMPARISONS: Sequence[Comparison] = (
     *_quantizations(),
     *(dequantize(form, FP32) for form in FORMS.values()),
     *(dequantize(FORMS[name], kind) for name in ("4 bits", "sign", "four levels") for kind in (BF16, FP16)),
+    *(dequantize_sum(form, FP32, 3) for form in FORMS.values()),
+    *(dequantize_sum(FORMS["4 bits"], kind, count) for kind, count in ((BF16, 2), (FP32, 8), (FP32, 9))),
     *(top_k(*shape) for shape in ((1, 1), (7, 1), (64, 3), (64, 64), (256, 3), (1000, 10), (4096, 41), (8192, 82))),
     top_k(8193, 5),
     *(
