@@ -103,11 +103,21 @@ class _BucketHistory:
     order: BucketOrder = ()
     equal: int = 0
     patience: int = 1
+    copies: dict[Bucket, Tensor] = field(default_factory=dict)
+    """Room for the gradients of a bucket, which is kept: to have it anew in every step takes longer than to fill it."""
 
     def learn(self, plan: BucketOrder) -> None:
         if plan != self.plan:
             self.plan, self.order, self.equal = plan, (), 0
+            self.copies.clear()
         self.equal += 1
+
+    def copy(self, bucket: Bucket, parts: list[Tensor]) -> Tensor:
+        """`parts`, flat, one after the other: the same room in every step."""
+        if bucket not in self.copies:
+            self.copies[bucket] = torch.cat(parts)
+            return self.copies[bucket]
+        return torch.cat(parts, out=self.copies[bucket])
 
     def back_off(self) -> None:
         self.order, self.equal, self.patience = (), 0, min(2 * self.patience, LONGEST_PATIENCE)
@@ -184,7 +194,7 @@ class EarlyReductions:
 
     def _send(self, bucket: Bucket, step: _Step, reducer: PayloadReducer) -> None:
         source = self._gradients
-        flat = torch.cat([source.of(key).to(bucket.held) for key in bucket.keys])
+        flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in bucket.keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
         start = self._session.start_early_everywhere if source.everywhere else self._session.start_early
         step.sent[bucket] = (flat, start(flat, source.partition(bucket.keys), source.scale, number))

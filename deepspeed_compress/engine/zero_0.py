@@ -113,7 +113,7 @@ class _Gradients:
         self.scale = 1.0 / ranks if engine.gradient_average else 1.0
         self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
         self._engine = engine
-        self._parameters = {engine.param_names[one]: one for one in engine.module.parameters()}
+        self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
 
     def parameters(self) -> Iterator[Any]:
         return (parameter for parameter in self._parameters.values() if parameter.requires_grad)
@@ -148,9 +148,10 @@ def _contents(engine: Any) -> dict[int, Contents]:
     """What lies in each tensor that DeepSpeed may put into a bucket, by its address."""
     if isinstance(engine.optimizer, BF16_Optimizer):
         return dict(_contents_of_groups(engine.optimizer, engine.param_names))
+    # Not of the module, which takes milliseconds to walk through.
     return {
-        parameter.grad.data_ptr(): [(engine.param_names[parameter], parameter.numel())]
-        for parameter in engine.module.parameters()
+        parameter.grad.data_ptr(): [(name, parameter.numel())]
+        for parameter, name in engine.param_names.items()
         if parameter.grad is not None and parameter.grad.layout == torch.strided
     }
 
