@@ -26,7 +26,7 @@ from deepspeed_compress.communication.payload import PayloadReducer, PendingMean
 from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.engine.session import Session
 
-__all__ = ["LARGEST_BUCKET", "EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
+__all__ = ["EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
 
 Key = Any
 """A parameter in DeepSpeed's bucket, as its seam calls it: hashable."""

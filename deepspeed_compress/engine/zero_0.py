@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, even_partition
+from deepspeed_compress.communication.payload import PayloadReducer
 from deepspeed_compress.compression.segments import PADDING
-from deepspeed_compress.engine.early import LARGEST_BUCKET, EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.engine.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
@@ -86,7 +88,8 @@ def _early(engine: Any, session: Session) -> EarlyReductions | None:
     if not may_begin_early(engine):
         return None
     gradients, patches = _Gradients(engine), session.patches
-    early = EarlyReductions(session, gradients, partial(_in_buckets, engine.buffered_allreduce_fallback, gradients))
+    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, gradients)
+    early = EarlyReductions(session, gradients, reduces)
     patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
     for handle in early.handles:
         patches.precede(engine, "destroy", handle.remove)
@@ -94,11 +97,18 @@ def _early(engine: Any, session: Session) -> EarlyReductions | None:
 
 
 def _in_buckets(
-    original: Any, gradients: "_Gradients", grads: Any = None, elements_per_buffer: int = LARGEST_BUCKET
+    original: Any,
+    session: Session,
+    gradients: "_Gradients",
+    grads: Any = None,
+    elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
 ) -> None:
-    """DeepSpeed's `buffered_allreduce_fallback` with smaller buckets."""
-    size = bucket_size(sum(parameter.numel() for parameter in gradients.parameters()))
-    original(grads=grads, elements_per_buffer=min(size, elements_per_buffer))
+    """DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets where they can begin early: every bucket of a
+    reducer that works in phases waits for each of them."""
+    size = elements_per_buffer
+    if isinstance(session.reducer, PayloadReducer):
+        size = min(size, bucket_size(sum(parameter.numel() for parameter in gradients.parameters())))
+    original(grads=grads, elements_per_buffer=size)
 
 
 class _Gradients:
