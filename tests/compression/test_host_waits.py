@@ -25,23 +25,23 @@ ROWS, WIDTH = 40, 25
 SEGMENTS = (Segment("weight", 0, ROWS * WIDTH, 0, 0),)
 
 
-def starts_programs(function: Any) -> bool:
-    """Whether a function of the kernels for GPUs is no operation of torch, itself or by a helper."""
-    gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
-    names = function.__code__.co_names
-    helpers = [vars(gpu).get(name) for name in names if name.startswith("_")]
-    inside = [one for one in helpers if isinstance(one, FunctionType)]
-    return any(name.startswith("gpu_") for name in names) or any(map(starts_programs, inside))
+def starts_programs(function: FunctionType) -> bool:
+    """Whether a function of the kernels for GPUs chooses the device of a program, itself or by a helper there."""
+    used = function.__code__.co_names
+    helpers = [one for one in map(function.__globals__.get, used) if isinstance(one, FunctionType)]
+    inside = [one for one in helpers if one.__module__.startswith(f"{kernels.__name__}.gpu")]
+    return "cuda" in used or any(map(starts_programs, inside))
 
 
 @contextmanager
 def kernels_for_gpus() -> Iterator[None]:
     """Those of GPUs for tensors on CPU; what Triton does there, which waits for nothing, is done by plain torch."""
     gpu = pytest.importorskip("deepspeed_compress.compression.kernels.gpu")
-    programs = [name for name in gpu.__all__ if starts_programs(getattr(gpu, name))]
+    operations = {name: getattr(gpu, name) for name in gpu.__all__}
     with ExitStack() as stack:
-        for name in programs:
-            stack.enter_context(patch.object(gpu, name, getattr(reference, name)))
+        for name, operation in operations.items():
+            if starts_programs(operation):
+                stack.enter_context(patch.object(gpu, name, getattr(reference, operation.__name__)))
         stack.enter_context(patch.object(kernels, "_implementation", lambda _: gpu))
         yield
 
