@@ -167,7 +167,9 @@ def test_what_does_not_end_by_itself_is_ended(start: Any, monkeypatch: pytest.Mo
 
 
 TUNES = """
-import sys
+import signal, sys
+# What a shell starts in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from deepspeed_compress.tools.tune import command, trials
 with command._terminable():
