@@ -196,8 +196,9 @@ class EarlyReductions:
         source = self._gradients
         flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in bucket.keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
-        start = self._session.start_early_everywhere if source.everywhere else self._session.start_early
-        step.sent[bucket] = (flat, start(flat, source.partition(bucket.keys), source.scale, number))
+        partition = source.partition(bucket.keys)
+        pending = self._session.start_early(flat, partition, source.scale, number, source.everywhere)
+        step.sent[bucket] = (flat, pending)
 
     def _numbers(self, reducer: PayloadReducer) -> list[int]:
         """The number of the first message of each bucket of the plan, and the first one after them.

@@ -206,19 +206,15 @@ class Session:
         for store in self.stores.values():
             store.rollback()
 
-    def start_early(self, bucket: Tensor, partition: Partition, scale: float, number: int) -> Pending:
-        """`start` by the `early_reducer`, with messages from `number` on; `bucket` stays as it is."""
+    def start_early(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int, everywhere: bool
+    ) -> Pending | PendingMeans:
+        """Begin by the `early_reducer`, for owners or `everywhere`, with messages from `number` on; `bucket` stays."""
         reducer = self.early_reducer
         assert reducer is not None, "nothing may begin early in this step"
-        self._count(partition, everywhere=False)
-        return reducer.start_reduce_scatter(bucket, partition, scale, number)
-
-    def start_early_everywhere(self, bucket: Tensor, partition: Partition, scale: float, number: int) -> PendingMeans:
-        """The same of a reduction to all ranks."""
-        reducer = self.early_reducer
-        assert reducer is not None, "nothing may begin early in this step"
-        self._count(partition, everywhere=True)
-        return reducer.start_all_reduce(bucket, partition, scale, number)
+        self._count(partition, everywhere)
+        begin = reducer.start_all_reduce if everywhere else reducer.start_reduce_scatter
+        return begin(bucket, partition, scale, number)
 
     def start(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
         """Begin to reduce `bucket` to its owners; it may be overwritten."""
