@@ -548,7 +548,6 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     given = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}
     ours = run_forks(2, gpt, given, 60, str(tmp_path / "int4"))
     assert all(same for *_, same in exact + ours)
-    print([one[0] for one in exact], [one[0] for one in ours])
     assert sum(one[0] for one in ours) < 1.03 * sum(one[0] for one in exact)
     [of_none, of_ours] = [run[0][1][-1] for run in (exact, ours)]
     assert of_none["bytes_sent"] == of_none["bytes_uncompressed"] == of_ours["bytes_uncompressed"]
