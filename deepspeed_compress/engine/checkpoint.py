@@ -18,7 +18,7 @@ from deepspeed_compress.engine.norms import loss_scale
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["attach_checkpoint", "load_last", "load_state"]
+__all__ = ["attach_checkpoint", "load_last", "load_state", "on_all_ranks"]
 
 
 def attach_checkpoint(engine: Any, session: Session) -> None:
@@ -40,7 +40,7 @@ def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, *
     session.renew_weights()
     # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
     position = find_position(engine, session.config)
-    problems = _on_all_ranks(partial(_save_state, engine, directory, position))
+    problems = on_all_ranks(partial(_save_state, engine, directory, position))
     if problems:
         raise StateError(f"compression state is not saved: {problems}")
     saved = save(*args, **options)
@@ -76,12 +76,12 @@ def load_state(engine: Any, directory: Path) -> None:
     position = find_position(engine, session.config)
 
     def restore() -> None:
-        found = state.sources(directory, engine.global_rank, position)
+        found = state.sources(directory, _file_rank(session, position), position)
         same = state.restore(session.stores, found, position, loss_scale(engine), engine.device)
         session.prune_owned = not same
         session.load_decisions(found[0][1].decisions)
 
-    text = _on_all_ranks(restore)
+    text = on_all_ranks(restore)
     if not text:
         return
     session.reset()
@@ -108,6 +108,11 @@ def load_last(engine: Any) -> None:
     session.begin(engine.global_steps, loss_scale(engine))
 
 
+def _file_rank(session: Session, position: state.Position) -> int:
+    """By what number the files of this rank go; islands number their ranks each for itself."""
+    return dist.get_rank() if session.config.islands is None else position.index
+
+
 def _remembers(session: Session) -> bool:
     """Whether there is anything to save."""
     return bool(session.stores) or session.policy.observes
@@ -118,7 +123,7 @@ def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
     if _remembers(session):
         state.save(
             session.stores,
-            state.state_file(directory, engine.global_rank),
+            state.state_file(directory, _file_rank(session, position)),
             position,
             int(engine.zero_optimization_stage()),
             engine.global_steps,
@@ -128,7 +133,7 @@ def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
         )
 
 
-def _on_all_ranks(work: Callable[[], None]) -> str:
+def on_all_ranks(work: Callable[[], None]) -> str:
     """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
     problem = None
     try:
