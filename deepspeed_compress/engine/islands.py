@@ -98,6 +98,11 @@ def make_unit(settings: Islands) -> IslandUnit:
             f"{_POINTER}/{key}: islands of {size} do not divide the {world} ranks of the job (allowed: divisors); "
             "start as many ranks for every island"
         )
+    if world == size and settings.outer.optimizer == "average" and settings.outer.lr == 1.0:
+        text = (
+            f"{_POINTER}: has no effect, because all {world} ranks are one island; start more, or write smaller islands"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
     islands = [tuple(range(first, first + size)) for first in range(0, world, size)]
     places = list(zip(*islands, strict=True))
     number = rank // size

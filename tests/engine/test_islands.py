@@ -176,7 +176,7 @@ def sampled(rank: int, job: Job) -> list[int]:
         model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=config
     )
     assert engine.train_micro_batch_size_per_gpu() * 2 == engine.train_batch_size()
-    return [int(number) for batch in loader for number in batch]
+    return list(loader.data_sampler)
 
 
 def test_data_and_batches_are_those_of_the_whole_job() -> None:
