@@ -25,9 +25,7 @@ FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 # A key of these places that is as it is in `gradients`, with the same method, needs no row of its own.
-COPIES = re.compile(
-    r"(islands\.exchange|gradients\.(values|factors|overrides\[\](\.values)?|hierarchy\.inside)|weights(\.values)?)\."
-)
+COPIES = re.compile(r"(gradients\.(values|factors|overrides\[\](\.values)?|hierarchy\.inside)|weights(\.values)?)\.")
 
 
 @dataclass(frozen=True)
