@@ -128,10 +128,13 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "Show what a schedule does in which step, as a table and a picture.",
-        ("plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"),
+        "Show what a schedule does in which step, or what exchanges between islands take.",
+        (
+            "plan schedule ds_config.json --steps 10000 --output schedule.png",
+            "plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5",
+        ),
         "tools.options:add_plan_arguments",
-        "tools.plan:run",
+        "tools.plan:plan",
     ),
     Command(
         "report",

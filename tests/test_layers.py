@@ -57,6 +57,7 @@ TABLE = {
         "torch",
     ),
     "communication.reduction": allow("communication compression config errors", "torch"),
+    "communication.islands": allow("communication compression config", "torch"),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
     "engine": allow("communication compression config errors monitor policy", "torch deepspeed"),
@@ -106,7 +107,8 @@ TABLE = {
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
-    "tools.plan": allow("config errors policy tools.plots", lazily="matplotlib rich"),
+    "tools.plan": allow("config errors policy tools.plan_islands tools.plots", lazily="matplotlib rich"),
+    "tools.plan_islands": allow("config errors", lazily="models rich"),
     "tools.run_directory": allow("config errors monitor"),
     "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.bench": allow(

@@ -16,6 +16,7 @@ __all__ = ["find_common_limits", "refuse"]
 _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
+    ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
     ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
 )
 """Keys, whether they are in use, and why nothing would come of them."""

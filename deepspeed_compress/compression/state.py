@@ -23,9 +23,11 @@ from deepspeed_compress.errors import StateError
 __all__ = ["OWNED", "SHARED", "Description", "Position", "read_description", "restore", "save", "sources", "state_file"]
 
 VERSION = 2
+STEM = "deepspeed_compress"
+"""Of the names of files."""
 SHARED = frozenset({"factors"})
 """Memories that are equal on all ranks of a data-parallel group."""
-OWNED = frozenset({"means", "node_means", "spread"})
+OWNED = frozenset({"means", "node_means", "spread", "anchor", "outer_momentum"})
 """Memories in which every element has one rank that owns it. All others add up over the ranks."""
 
 
@@ -64,9 +66,9 @@ class Description:
     layouts: Mapping[str, Sequence[Layout]]
 
 
-def state_file(directory: Path, rank: int) -> Path:
+def state_file(directory: Path, rank: int, stem: str = STEM) -> Path:
     """The tensors of global rank `rank` in a checkpoint's tag directory; the JSON is beside it."""
-    return directory / f"deepspeed_compress_rank_{rank:05d}.safetensors"
+    return directory / f"{stem}_rank_{rank:05d}.safetensors"
 
 
 def save(
@@ -155,19 +157,19 @@ def _read_tensors(file: Path, description: Description) -> dict[str, list[tuple[
         raise StateError(f"{file} is missing or damaged ({error!r})") from error
 
 
-def sources(directory: Path, rank: int, position: Position) -> list[tuple[Path, Description]]:
+def sources(directory: Path, rank: int, position: Position, stem: str = STEM) -> list[tuple[Path, Description]]:
     """The files that global rank `rank`, at `position`, has to read: its own, or when the group has another size, all.
 
     Raises StateError when one of them is missing or does not fit.
     """
-    own, problem = state_file(directory, rank), None
+    own, problem = state_file(directory, rank, stem), None
     try:
         description = read_description(own)
         if description.position == position:
             return [(own, description)]
     except StateError as error:
         problem = error
-    first = read_description(state_file(directory, 0)).position
+    first = read_description(state_file(directory, 0, stem)).position
     if first.groups != position.groups:
         raise StateError(
             f"{directory}: saved with {first.groups} combinations of tensor and pipeline rank, this run has "
@@ -180,7 +182,7 @@ def sources(directory: Path, rank: int, position: Position) -> list[tuple[Path, 
         )
     if first.size == position.size:
         raise problem or StateError(f"{own} was saved by another rank")
-    files = [state_file(directory, peer) for peer in range(first.groups * first.size)]
+    files = [state_file(directory, peer, stem) for peer in range(first.groups * first.size)]
     found = [(file, read_description(file)) for file in files]
     return [(file, description) for file, description in found if description.position.group == position.group]
 

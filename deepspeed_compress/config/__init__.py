@@ -4,6 +4,7 @@ Nothing here imports torch, deepspeed or transformers.
 """
 
 from deepspeed_compress.config.expand import check_world, expand, tensor_size
+from deepspeed_compress.config.islands import Islands, Outer
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.methods import MethodConfig, SparseConfig
 from deepspeed_compress.config.models import (
@@ -57,6 +58,7 @@ __all__ = [
     "GradientsConfig",
     "Guard",
     "Hierarchy",
+    "Islands",
     "LayeredGradients",
     "Lint",
     "MemoryConfig",
@@ -64,6 +66,7 @@ __all__ = [
     "Monitor",
     "NodeConfig",
     "NoneGradients",
+    "Outer",
     "Override",
     "OverrideConfig",
     "Parallelism",

@@ -89,7 +89,33 @@ def _group_beyond_block(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
 
-_CHECKS = (_collected_and_lost, _group_beyond_block, find_unscheduled)
+def _islands(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Settings of islands that contradict each other."""
+    islands = section.islands
+    if islands is None:
+        return
+    if (islands.size is None) != islands.by_host:
+        what = f"{show(islands.size)} beside by_host {show(islands.by_host)} (allowed: one of the two)"
+        yield problem(("islands", "size"), what, '"size": 8, the ranks of an island, or "by_host": true without it')
+    for key in ("guard", "adaptive"):
+        if getattr(section, key) is not None:
+            what = "decides alike on all ranks, which islands do not before they meet (allowed with islands: null)"
+            yield problem((key,), what, f"nothing: remove {key}, or islands")
+    divided = section.parallelism or Parallelism()
+    for degree in ("tensor", "pipeline"):
+        if getattr(divided, degree) > 1:
+            what = f"{getattr(divided, degree)} is not available inside islands (allowed with islands: 1)"
+            yield problem(("parallelism", degree), what, "1, or remove islands")
+    for key, most in (("fragments", islands.sync_every), ("delay", islands.sync_every - 1)):
+        if getattr(islands, key) > most:
+            what = f"{getattr(islands, key)} with sync_every {islands.sync_every} (allowed: up to {most})"
+            yield problem(("islands", key), what, f"{most}, or a larger sync_every")
+    if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
+        what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
+        yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
+
+
+_CHECKS = (_collected_and_lost, _group_beyond_block, _islands, find_unscheduled)
 
 
 def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

@@ -67,6 +67,8 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
     if problems:
         raise_problems(problems)
     size = world_size // (TENSOR.effective(ds_config or {}, parallelism) * parallelism.pipeline)
+    if section.islands is not None and section.islands.size is not None:
+        size = section.islands.size
     for key in ("gradients", "weights"):
         if size == 1 and getattr(section, key).method != "none":
             text = f"{pointer((SECTION, key))}: has no effect, because the data-parallel size is 1"

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Density, Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, GradientsConfig, WeightsConfig
@@ -161,6 +162,8 @@ class CompressConfig(Model):
     """How gradients are compressed, chosen by `method` (`blockwise` when left out)."""
     weights: WeightsConfig = NoCompression()
     """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
+    islands: Islands | None = None
+    """Groups of ranks that train by themselves and exchange now and then; null trains all ranks as one."""
     schedule: Schedule = Schedule()
     """How compression changes over the steps of training."""
     adaptive: Adaptive | None = None

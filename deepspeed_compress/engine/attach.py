@@ -33,6 +33,7 @@ from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.engine.checkpoint import attach_checkpoint
 from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
+from deepspeed_compress.engine.islands import IslandUnit, attach_islands, divide_call, make_unit
 from deepspeed_compress.engine.limits import (
     engine_kind,
     find_limits,
@@ -97,11 +98,16 @@ def attach(engine: Any) -> Any:
     return _attach(engine, parse_section(engine.config))
 
 
-def _attach(engine: Any, config: CompressConfig) -> Any:
+def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
+    if config.islands is not None and unit is None:
+        raise ConfigError(
+            "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
+            "deepspeed_compress.initialize or install, or remove the key"
+        )
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed)
@@ -109,8 +115,10 @@ def _attach(engine: Any, config: CompressConfig) -> Any:
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, session.patches)
-    follow_steps(Steps(engine, session, watched, weight_bytes, ended))
     attach_checkpoint(engine, session)
+    if unit is not None:
+        session.islands = attach_islands(engine, unit, parameters, session)
+    follow_steps(Steps(engine, session, watched, weight_bytes, ended))
     session.begin(engine.global_steps, loss_scale(engine))
     session.patches.replace(engine, "compression", session)
     session.patches.on_undo(session.renew_weights)
@@ -320,10 +328,19 @@ def _initialize(
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
     warn_of_abandoned_locks()
-    result = original(**call)
+    unit = None if config.islands is None else make_unit(config.islands)
+    result = original(**(call if unit is None else divide_call(unit, call, call["config"])))
     if wanted(result[0]):
-        _attach(result[0], config)
-    return result
+        _attach(result[0], config, unit)
+    return result if unit is None else _with_data(result, call.get("training_data"))
+
+
+def _with_data(result: Any, training_data: Any) -> Any:
+    """`result` of deepspeed.initialize with a loader that divides over all islands."""
+    engine, optimizer, loader, scheduler = result
+    if training_data is not None:
+        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, optimizer, loader, scheduler
 
 
 def install() -> Callable[[], None]:

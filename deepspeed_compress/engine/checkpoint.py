@@ -85,13 +85,22 @@ def load_last(engine: Any) -> None:
     session.begin(engine.global_steps, loss_scale(engine))
 
 
+def _file_rank(session: Session, position: state.Position) -> int:
+    """By what number the files of this rank go; islands number their ranks each for itself."""
+    return dist.get_rank() if session.config.islands is None else position.index
+
+
 def _remembers(session: Session) -> bool:
     """Whether there is anything to save."""
     return bool(session.stores) or session.policy.observes
 
 
 def _place(engine: Any) -> Place:
-    return Place(engine.global_rank, find_position(engine, engine.compression.config), engine.device)
+    """Islands have directories of their own, in which they number their ranks each for itself."""
+    config = engine.compression.config
+    position = find_position(engine, config)
+    rank = engine.global_rank if config.islands is None else position.index
+    return Place(rank, position, engine.device)
 
 
 def _save_state(engine: Any, place: Place, directory: Path) -> None:

@@ -13,7 +13,9 @@ from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.nodes import ranks_per_node, split_by_node
 
 __all__ = [
+    "downward_group",
     "find_position",
+    "made_group",
     "make_groups",
     "partition_groups",
     "reduction_group",
@@ -49,6 +51,9 @@ def _all_groups(engine: Any) -> list[tuple[int, ...]]:
 def find_position(engine: Any, config: CompressConfig) -> Position:
     """Where this rank is among all data-parallel groups. A collective call."""
     groups, rank = _all_groups(engine), dist.get_rank()
+    if config.islands is not None:
+        # Each has files of its own.
+        groups = [group for group in groups if rank in group]
     number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
     on_node = ranks_per_node(config)
     nodes = split_by_node(mine, on_node, dist.get_world_size()) if on_node else [(rank,)]
@@ -64,24 +69,24 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
     on_node = ranks_per_node(config)
     everyone = _all_groups(engine)
     if on_node is None:
-        return Groups(whole, downward=_downward(everyone))
+        return Groups(whole, downward=downward_group(everyone))
     divided = [split_by_node(group, on_node, dist.get_world_size()) for group in everyone]
-    node = _made([node for nodes in divided for node in nodes])
+    node = made_group([node for nodes in divided for node in nodes])
     places = [place for nodes in divided for place in zip(*nodes, strict=True)]
-    return Groups(whole, node, _made(places), _downward(places))
+    return Groups(whole, node, made_group(places), downward_group(places))
 
 
-def _made(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
+def made_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
     """New `groups`, of which this rank's is returned. All ranks must make all groups, in the same order."""
     made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks) for ranks in groups}
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
 
-def _downward(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
+def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
     """See `start_exchange`: where messages go point to point, on gloo."""
     if dist.get_backend() != "gloo" or len(groups[0]) == 1:
         return None
-    made = _made(groups)
+    made = made_group(groups)
     # Nobody may go on, and perhaps end, while others still connect.
     dist.barrier()
     return made

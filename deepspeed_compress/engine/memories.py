@@ -13,7 +13,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Place", "load_memories", "save_memories", "save_on_all"]
+__all__ = ["Place", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def save_memories(
 
 def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> None:
     """Do `work`, which saves. Collective: StateError on all ranks where it fails on one."""
-    problems = _on_all_ranks(work, group)
+    problems = on_all_ranks(work, group)
     if problems:
         raise StateError(f"compression state is not saved: {problems}")
 
@@ -65,7 +65,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         session.load_decisions(found[0][1].decisions)
         steps.append(found[0][1].step)
 
-    text = _on_all_ranks(restore, place.group)
+    text = on_all_ranks(restore, place.group)
     if not text:
         return steps[0]
     session.reset()
@@ -78,7 +78,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     return None
 
 
-def _on_all_ranks(work: Callable[[], None], group: ProcessGroup | None) -> str:
+def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) -> str:
     """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
     problem = None
     try:

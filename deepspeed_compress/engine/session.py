@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.islands import IslandExchange
 from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
 from deepspeed_compress.communication.reducer import Pending, Reduced, Reducer, Run
@@ -100,6 +101,8 @@ class Session:
         """Set after loading the state of another number of ranks: residuals of all owners are here."""
         self.last_saved: Path | None = None
         """Directory of the checkpoint that this run has saved last."""
+        self.islands: IslandExchange | None = None
+        """Exchanges with other islands; None where all ranks train as one."""
         self.exact: ExactWeights | None = None
         """Of compressed weights of which every rank has a copy; None where weights are never behind their masters."""
         self.journal = records.journal

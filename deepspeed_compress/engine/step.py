@@ -46,6 +46,8 @@ class Steps:
         log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
+        if session.islands is not None:
+            session.islands.step_ended(engine.global_steps)
         self.ended()
 
 

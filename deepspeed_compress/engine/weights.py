@@ -23,7 +23,7 @@ from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
-__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights"]
+__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_sizes"]
 
 
 class GatherFactory(Protocol):
@@ -88,7 +88,7 @@ class Weights:
         self._kind = _KINDS[type(engine.optimizer)]
         self._dense = dense
         self._gathers = [
-            make_gather(group, _sizes(held, parameters, engine.param_names), held.dtype)
+            make_gather(group, flat_sizes(held, parameters, engine.param_names), held.dtype)
             for group, held, parameters in zip(
                 self._optimizer.real_dp_process_group,
                 self._held,
@@ -157,7 +157,7 @@ class Weights:
         return send
 
 
-def _sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
+def flat_sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
     """(name, numel) of what lies in the flat buffer `held`, in order: `parameters` are views of it."""
     sizes: list[tuple[str, int]] = []
     end = 0

@@ -1,10 +1,11 @@
 """Types of arguments for argparse, which says their errors after the name of the option."""
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["integer_from", "positive_integer", "positive_number", "share"]
+__all__ = ["integer_from", "positive_integer", "positive_number", "rate", "share"]
 
 
 def integer_from(least: int) -> Callable[[str], int]:
@@ -45,3 +46,16 @@ def _number(text: str, below: float, wanted: str) -> float:
     if not 0 < number < below:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return number
+
+
+def rate(text: str) -> float:
+    """Bits a second: "100mbit", "10 Gbit/s", "1e8"."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)?", text.strip().lower())
+    factor = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+    try:
+        value = float(match[1]) * factor[match[2]] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 100mbit or 10gbit")
+    return value

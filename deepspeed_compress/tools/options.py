@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepspeed_compress.tools.arguments import positive_integer
+from deepspeed_compress.tools.arguments import positive_integer, positive_number, rate
 
 __all__ = [
     "add_check_arguments",
@@ -22,10 +22,22 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("schedule",), help="schedule: what is in force in which step")
-    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
-    parser.add_argument("--steps", type=positive_integer, metavar="N", help="optimizer steps of the whole training")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
+    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    schedule = subjects.add_parser("schedule", help="what is in force in which step")
+    schedule.set_defaults(subject="schedule")
+    schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
+    schedule.add_argument("--steps", type=positive_integer, metavar="N", help="optimizer steps of the whole training")
+    schedule.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
+    islands = subjects.add_parser("islands", help="what exchanges between islands take, and how often they may be")
+    islands.set_defaults(subject="islands")
+    islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
+    what = "number of parameters such as 124M, or config.json of a model"
+    islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
+    what = "of the link of an island, such as 100mbit"
+    islands.add_argument("--bandwidth", type=rate, required=True, metavar="RATE", help=what)
+    islands.add_argument("--hosts", type=positive_integer, required=True, metavar="N", help="islands")
+    what = "seconds of an optimizer step without exchanges (default: 1)"
+    islands.add_argument("--step", type=positive_number, default=1.0, metavar="SECONDS", help=what)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,18 +1,20 @@
-"""``ds-compress plan schedule``: what a configuration does in which step, before it is run."""
+"""``ds-compress plan``; ``plan schedule``: what a configuration does in which step, before it is run."""
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import GradientsConfig, MethodConfig, brief, parse_section, read_ds_config, total_steps
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import Scheduled, timeline
+from deepspeed_compress.tools import plan_islands
 from deepspeed_compress.tools.plots import check_plotting, style_axes
 
-__all__ = ["Interval", "intervals", "run"]
+__all__ = ["Interval", "intervals", "plan", "run"]
 
 LONG = 0.15
 """Part of the picture's width that a interval needs for its name."""
@@ -53,6 +55,11 @@ def _bits(settings: GradientsConfig, raw: int) -> float | None:
     if settings.method == "none":
         return float(raw)
     return settings.bits_per_element() if isinstance(settings, MethodConfig) else None
+
+
+def plan(options: argparse.Namespace) -> int:
+    """What the command does."""
+    return _SUBJECTS[options.subject](options)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,3 +111,8 @@ def draw(found: Sequence[Interval], file: Path) -> None:
         axes.annotate(interval.settings, (place, bits), (0, 5), textcoords="offset points", ha=align, fontsize=8)
     axes.margins(y=0.15)
     figure.savefig(file, dpi=130)
+
+
+_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {"schedule": run, "islands": plan_islands.run}
+)

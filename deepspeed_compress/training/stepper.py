@@ -35,8 +35,10 @@ class Share:
 
 
 def share_of(engine: Any) -> Share:
-    """Tensor and pipeline neighbours get the same share: only the data-parallel group divides a batch."""
-    group = engine.data_parallel_group
+    """Tensor and pipeline neighbours get the same share: only the data-parallel group divides a batch, and islands."""
+    session = vars(engine).get("compression")
+    islands = session is not None and session.islands is not None
+    group = dist.group.WORLD if islands else engine.data_parallel_group
     return Share(
         dist.get_rank(group),
         dist.get_world_size(group),

@@ -1,3 +1,4 @@
+import argparse
 import itertools
 import json
 from pathlib import Path
@@ -6,7 +7,10 @@ from typing import Any
 import pytest
 
 from deepspeed_compress.cli import main
+from deepspeed_compress.config import Islands
+from deepspeed_compress.tools.arguments import rate
 from deepspeed_compress.tools.plan import Interval, intervals
+from deepspeed_compress.tools.plan_islands import fitting, plans
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -45,3 +49,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "schedule", str(file), "--steps", "10000", "--output", str(picture)]) == 0
     assert "topk density=0.02" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def islands(**settings: Any) -> Islands:
+    return Islands(size=1, exchange={"method": "none"}, **settings)
+
+
+def test_an_exchange_is_spread_over_its_steps() -> None:
+    """Two islands of a million parameters in fp32 send 4 MB an exchange, each way: 0.32 s at 100 Mbit/s."""
+    found = {plan.sync_every: plan for plan in plans(islands(), 2, 1_000_000, 1e8, 1.0)}
+    assert found[1].exchange_seconds == pytest.approx(0.32)
+    assert found[10].bytes_a_step == pytest.approx(400_000)
+    assert found[10].step_ratio == pytest.approx(1.032)
+    assert fitting(list(found.values())) == found[10]
+
+
+def test_what_is_delayed_is_hidden_as_far_as_the_link_carries_it() -> None:
+    slow, late = (plans(islands(delay=delay, sync_every=20), 2, 1_000_000, 1e7, 1.0) for delay in (0, 5))
+    assert [plan.step_ratio for plan in late if plan.sync_every >= 10] == [1.0] * 8
+    assert next(plan.step_ratio for plan in late if plan.sync_every == 1) == pytest.approx(4.2)
+    assert all(one.step_ratio <= other.step_ratio for one, other in zip(late, slow, strict=True))
+
+
+def test_the_command_for_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    arguments = ["plan", "islands", str(file), "--model", "124M", "--hosts", "4", "--bandwidth", "100mbit"]
+    file.write_text(json.dumps({"deepspeed_compress": {"islands": {"by_host": True, "sync_every": 10}}}))
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "124,000,000 parameters, 100 Mbit/s" in output
+    assert "<- written" in output
+    file.write_text(json.dumps({"deepspeed_compress": {}}))
+    assert main(arguments) == 1
+    assert "/deepspeed_compress/islands is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "bits"), [("100mbit", 1e8), ("10 Gbit/s", 1e10), ("1e6", 1e6)])
+def test_rates(text: str, bits: float) -> None:
+    assert rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1mbit", "0"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        rate(text)

@@ -1,0 +1,251 @@
+"""Exchange between islands: what the masters of each have moved, and what everybody makes of the mean.
+
+Every rank exchanges its own share of the masters with the ranks of equal place in the other islands. All islands keep
+the same `anchor`, the weights that they agreed upon last, and a rank sends how far its masters have moved from there.
+The mean is a gradient for the anchor (Local SGD, arXiv:1805.09767; DiLoCo, arXiv:2311.08105, algorithm 1; with several
+fragments and a delay Streaming DiLoCo, arXiv:2501.18512). Nothing here knows DeepSpeed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.communication.buckets import Partition, cut
+from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
+from deepspeed_compress.communication.reducer import StepClock
+from deepspeed_compress.communication.reduction import Reductions
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.config import CompressedGradients, Islands, Outer
+from deepspeed_compress.config.places import BlockwiseGradients
+
+__all__ = ["ANCHOR", "MOMENTUM", "IslandExchange", "Masters", "move_anchor"]
+
+ANCHOR, MOMENTUM = "anchor", "outer_momentum"
+"""Names of what is kept, in fp32 and alike on all islands."""
+_PLAIN = BlockwiseGradients()
+"""Any settings: their uncompressed reducer is used."""
+
+
+class Masters(Protocol):
+    """The fp32 weights that this rank steps, as one flat vector."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What lies in it, in order. Ranks of equal place have the same."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where exchanges are made."""
+
+    def read(self, segments: Sequence[Segment]) -> Tensor:
+        """A new flat fp32 tensor of the elements of `segments`, on the device of the exchange."""
+
+    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        """Replace the elements of `segments`; nobody sees it before `publish`."""
+
+    def publish(self) -> None:
+        """The weights of all ranks of the island become those of their masters. Collective in the island."""
+
+
+@dataclass
+class _Flight:
+    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count."""
+
+    partition: Partition
+    begun: int
+    sent: Tensor
+    moved: Tensor
+    healthy: Tensor
+    count: dist.Work | None
+    means: PendingMeans | None
+    plain: bool
+
+    def send_back(self) -> None:
+        """Begin the second half of the exchange."""
+        if self.count is not None:
+            self.count.wait()
+            self.count = None
+        if self.means is not None:
+            # Where no island is healthy there is nothing to divide.
+            self.means.scale = 1.0 / max(1.0, float(self.healthy))
+            self.means.send_back()
+
+    def mean(self) -> Tensor:
+        """The mean over the islands that count: of masters if `plain`, else of how far they moved."""
+        self.send_back()
+        if self.means is not None:
+            self.means.finish(self.moved)
+        return self.moved
+
+
+class IslandExchange:
+    """The exchanges of one rank. `group`: the ranks of equal place. `island`: those of its own island."""
+
+    def __init__(
+        self,
+        settings: Islands,
+        masters: Masters,
+        reductions: Reductions,
+        island: ProcessGroup,
+    ) -> None:
+        self.settings = settings
+        self.stores: ResidualStores = reductions.site.stores
+        self._masters = masters
+        self._reductions = reductions
+        self._island = island
+        self._group: ProcessGroup = reductions.site.groups.whole
+        self._clock: StepClock = reductions.site.run.clock
+        self._fragments = [_partition(run, self._group.size()) for run in cut(masters.segments, settings.fragments)]
+        self._flights: list[_Flight] = []
+        self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False)
+        # All memories are there before a state is loaded.
+        self._kept = self.stores.get(MOMENTUM, "fp32", scaled=False)
+        self._reducer(0, plain=False)
+
+    def start(self) -> None:
+        """All islands begin with the masters of the first one. Collective."""
+        for fragment in self._fragments:
+            weights = self._masters.read(fragment.segments)
+            if self._group.size() > 1:
+                dist.broadcast(weights, dist.get_global_rank(self._group, 0), group=self._group)
+            self._masters.write(fragment.segments, weights)
+            self._anchor.write(fragment.segments, weights)
+        self._settle()
+        self._masters.publish()
+
+    def step_ended(self, step: int) -> None:
+        """After optimizer step `step`, from 1: what is due is sent, and what has arrived is taken."""
+        self._clock.begin(step)
+        warm, delay = step <= self.settings.warmup_steps, self.settings.delay
+        for fragment in self._fragments if warm else self._due(step):
+            self._flights.append(self._send(fragment, step, plain=warm or self._uncompressed))
+        for flight in self._flights:
+            if flight.begun + (delay + 1) // 2 <= step:
+                flight.send_back()
+        self._land([flight for flight in self._flights if warm or flight.begun + delay <= step])
+
+    def finish(self) -> None:
+        """Take what is on its way at once, as before saving. Collective."""
+        self._land(list(self._flights))
+
+    def forget(self) -> None:
+        """Before loading: what is on its way is waited for and dropped. Collective."""
+        for flight in self._flights:
+            flight.mean()
+        self._flights.clear()
+
+    def keep_owned(self) -> None:
+        """After loading the means of all owners: drop those of others."""
+        means, rank = self.stores.by_name.get("means"), self._group.rank()
+        if means is None:
+            return
+        own = [fragment.owned_by(rank) for fragment in self._fragments]
+        values = [means.read(segments, self._masters.device) for segments in own]
+        means.clear()
+        for segments, kept in zip(own, values, strict=True):
+            means.write(segments, kept)
+        self._settle()
+
+    @property
+    def _uncompressed(self) -> bool:
+        return self.settings.exchange.method == "none"
+
+    def _due(self, step: int) -> list[Partition]:
+        """The fragments whose turn it is."""
+        every, count = self.settings.sync_every, len(self._fragments)
+        return [one for turn, one in enumerate(self._fragments) if step % every == turn * every // count]
+
+    def _send(self, fragment: Partition, step: int, plain: bool) -> _Flight:
+        sent = self._masters.read(fragment.segments)
+        moved = sent.clone() if plain else sent - self._anchor.read(fragment.segments, sent.device)
+        healthy = self._is_healthy(sent)
+        if not healthy:
+            # An island that diverged counts for nothing, and goes on with what the others have found.
+            moved.zero_()
+        if self._group.size() == 1:
+            return _Flight(fragment, step, sent, moved, healthy, None, None, plain)
+        count = dist.all_reduce(healthy, group=self._group, async_op=True)
+        means = self._reducer(step, plain).start_all_reduce(moved, fragment, 1.0)
+        return _Flight(fragment, step, sent, moved, healthy, count, means, plain)
+
+    def _is_healthy(self, weights: Tensor) -> Tensor:
+        """1.0 where all masters of the island are finite, else 0.0; the same on all its ranks."""
+        healthy = torch.isfinite(weights).all().to(torch.float32)
+        if self._island.size() > 1:
+            dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
+        return healthy
+
+    def _reducer(self, step: int, plain: bool) -> PayloadReducer:
+        exchange = self.settings.exchange
+        settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
+        reduction = self._reductions.at(settings, step)
+        reducer = reduction.plain if plain else reduction.compressed
+        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
+        return reducer
+
+    def _land(self, flights: Sequence[_Flight]) -> None:
+        for flight in flights:
+            self._take(flight)
+            self._flights.remove(flight)
+        if flights:
+            self._settle()
+            self._masters.publish()
+
+    def _take(self, flight: _Flight) -> None:
+        """Move the anchor; the masters follow, and keep what they have moved since the fragment left."""
+        segments, mean = flight.partition.segments, flight.mean()
+        if not flight.healthy:
+            return
+        target = self._target(flight, mean)
+        self._anchor.write(segments, target)
+        now = self._masters.read(segments)
+        since = now.sub_(flight.sent)
+        # Exactly the target where nothing has moved since: also where masters are not finite.
+        self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
+
+    def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
+        """The new anchor. The mean of masters is taken as it is where it is the answer: no rounding."""
+        outer, segments = self._outer(flight), flight.partition.segments
+        if flight.plain and outer.optimizer == "average" and outer.lr == 1.0:
+            return mean
+        anchor = self._anchor.read(segments, mean.device)
+        moved = mean - anchor if flight.plain else mean
+        if outer.optimizer == "average":
+            return anchor.add_(moved, alpha=outer.lr)
+        momentum = self._kept.read(segments, mean.device)
+        target = move_anchor(anchor, moved, momentum, outer)
+        self._kept.write(segments, momentum)
+        return target
+
+    def _outer(self, flight: _Flight) -> Outer:
+        warm = flight.begun <= self.settings.warmup_steps
+        return Outer() if warm else self.settings.outer
+
+    def _settle(self) -> None:
+        for store in self.stores.by_name.values():
+            store.commit()
+
+
+def move_anchor(anchor: Tensor, moved: Tensor, momentum: Tensor, outer: Outer) -> Tensor:
+    """`anchor` moved by Nesterov momentum of what islands `moved` on average; it and `momentum` change in place.
+
+    As in torch.optim.SGD with `nesterov`: momentum = m momentum + moved, anchor += lr (moved + m momentum).
+    """
+    momentum.mul_(outer.momentum).add_(moved)
+    return anchor.add_(moved.add(momentum, alpha=outer.momentum), alpha=outer.lr)
+
+
+def _partition(segments: Sequence[Segment], islands: int) -> Partition:
+    """`segments` one after the other, in near-equal runs for the ranks of equal place."""
+    placed: list[Segment] = []
+    for owner, run in enumerate(cut(segments, islands)):
+        for segment in run:
+            offset = sum((placed[-1].offset, placed[-1].numel)) if placed else 0
+            placed.append(replace(segment, offset=offset, owner=owner))
+    return Partition(tuple(placed), islands)

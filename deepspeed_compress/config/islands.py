@@ -1,0 +1,71 @@
+"""Settings of islands: groups of ranks that train by themselves and exchange now and then."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from deepspeed_compress.config.methods import BlockwiseConfig, Model
+from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
+
+__all__ = ["PRESETS", "Islands", "Outer"]
+
+
+class Outer(Model):
+    """What is done with the mean of what the islands moved since they met."""
+
+    optimizer: Literal["average", "nesterov"] = "average"
+    """`average` moves everybody by `lr` times that mean; `nesterov` by a momentum of such means."""
+    lr: float = Field(default=1.0, gt=0)
+    """Step size of that move: 1.0 with `average` is the mean of the islands' weights."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Of `nesterov`; without effect on `average`."""
+
+
+_INT4 = BlockwiseGradients(bits=4)
+_SPARSE = TopKGradients(
+    method="topk",
+    density=0.03,
+    block_size=4096,
+    values=BlockwiseConfig(bits=2),
+    error_feedback=ErrorFeedbackConfig(decay=0.95),
+)
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "local_sgd": {"sync_every": 10, "exchange": _INT4},
+        "diloco": {"sync_every": 30, "exchange": _INT4, "outer": Outer(optimizer="nesterov", lr=0.7)},
+        "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
+    }
+)
+"""What each preset writes where the file is silent. Local SGD with averaging: Stich, arXiv:1805.09767. DiLoCo:
+Douillard et al., arXiv:2311.08105, section 2. SparseLoCo: Sarfi et al., arXiv:2508.15706, section 3."""
+
+
+class Islands(Model):
+    """Groups of ranks that train by themselves; every `sync_every` steps they exchange what their weights moved."""
+
+    preset: Literal["local_sgd", "diloco", "sparseloco"] | None = None
+    """Values for the keys that are not written."""
+    size: int | None = Field(default=None, ge=1)
+    """Ranks of an island, consecutive ones of the job; null with `by_host`."""
+    by_host: bool = False
+    """Whether the ranks of each host are an island."""
+    sync_every: int = Field(default=30, ge=1)
+    """Optimizer steps from one exchange to the next."""
+    exchange: GradientsConfig = BlockwiseGradients(bits=4)
+    """How what the weights moved is compressed, chosen by `method` as gradients are."""
+    outer: Outer = Outer()
+    """What is done with the mean over the islands."""
+    fragments: int = Field(default=1, ge=1)
+    """Parts of the model that take turns within `sync_every` steps, so that traffic is even."""
+    delay: int = Field(default=0, ge=0)
+    """Optimizer steps for which an exchange travels while training goes on; 0 waits for it."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps at the start that each end with the uncompressed mean of all islands."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any) -> Any:
+        preset = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
+        return {**preset, **given} if preset else given

@@ -1,0 +1,222 @@
+"""Islands of ranks that train by themselves: against DeepSpeed alone and data parallelism, saved and resumed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from tests.support.forks import run_forks
+from tests.support.jobs import BATCH, Job, Outcome, data, network, run, start, weights
+
+SGD: Mapping[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+STAGES = (0, 1, 2, 3)
+
+
+def section(**islands: Any) -> Mapping[str, Any]:
+    return {"gradients": {"method": "none"}, "monitor": {"announce": False}, "islands": islands}
+
+
+def train(rank: int, *jobs: Job) -> list[Outcome]:
+    outcomes = []
+    for job in jobs:
+        engine = start(job)
+        outcomes.append(Outcome(run(engine, data(rank, job)), weights(engine)))
+        engine.destroy()
+    return outcomes
+
+
+def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    """The weights after every step."""
+    engine, seen = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(weights(engine))
+    return seen
+
+
+def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    return max(max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one)
+
+
+@pytest.mark.parametrize("extra", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
+    if stage == 0 and extra:
+        pytest.skip("without ZeRO masters in fp32 alone are known")
+    alone = Job(stage, extra=extra)
+    one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    for plain, ours in run_forks(2, train, alone, one):
+        assert ours == plain
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_islands_that_average_every_step_are_data_parallelism(stage: int) -> None:
+    """With SGD the mean of the steps is the step of the mean."""
+    whole = Job(stage, extra=SGD)
+    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    for plain, ours in run_forks(4, train, whole, divided):
+        assert largest(plain.parameters, ours.parameters) < 1e-6
+        assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_agree_when_they_meet_and_not_between(stage: int) -> None:
+    job = Job(stage, section=section(size=2, sync_every=3, exchange={"method": "blockwise", "bits": 4}), steps=6)
+    ranks = run_forks(4, apart, job)
+    for step, (first, second, third, fourth) in enumerate(zip(*ranks, strict=True), 1):
+        assert first == second
+        assert third == fourth
+        assert (first == third) == (step % 3 == 0), step
+
+
+def test_a_fragment_is_mixed_in_later_and_nothing_is_lost() -> None:
+    """With SGD and gradients that do not depend on the weights, late means end where means in time end."""
+    settings = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
+    jobs = [Job(1, extra=SGD, steps=8, section=section(**settings, fragments=2, delay=delay)) for delay in (0, 2)]
+    for now, later in run_forks(2, train, *jobs):
+        assert now.losses[:2] == later.losses[:2]
+        assert now.losses[4:] != later.losses[4:]
+        assert largest(now.parameters, later.parameters) < 0.05
+
+
+def test_warm_up_steps_end_with_the_mean() -> None:
+    job = Job(1, section=section(size=1, sync_every=100, warmup_steps=2), steps=4)
+    first, second = run_forks(2, apart, job)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, True, False, False]
+
+
+def broken(rank: int, job: Job) -> tuple[bool, bool]:
+    """Whether masters are finite, before and after islands meet: those of the second one are spoilt."""
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:1])
+    if rank == 1:
+        with torch.no_grad():
+            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
+    before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
+    engine.compression.islands.step_ended(2)
+    return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
+
+
+def test_an_island_that_diverged_counts_for_nothing() -> None:
+    job = Job(1, section=section(size=1, sync_every=2))
+    assert run_forks(2, broken, job) == [(True, True), (False, True)]
+
+
+def save_and_go_on(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:first])
+    engine.save_checkpoint(directory)
+    run(engine, batches[first:])
+    return weights(engine)
+
+
+def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None
+    run(engine, data(rank, job)[first:])
+    return weights(engine)
+
+
+DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> None:
+    job = Job(stage, section=DILOCO, steps=9)
+    straight = run_forks(4, save_and_go_on, job, str(tmp_path), 5)
+    assert run_forks(4, resume, job, str(tmp_path), 5) == straight
+    assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 2)])
+def test_islands_may_be_more_or_fewer_when_resumed(saved: int, loaded: int, tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
+    run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
+    ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
+    assert all(one == ranks[0] for one in ranks)
+
+
+def from_plain(rank: int, alone: Job, divided: Job, directory: str) -> list[dict[str, list[float]]]:
+    """Weights that a job without islands saved, and those that every island begins with."""
+    engine = start(alone)
+    run(engine, data(0, alone))
+    engine.save_checkpoint(directory)
+    before = weights(engine)
+    engine.destroy()
+    islands = start(divided)
+    islands.load_checkpoint(directory, load_optimizer_states=False)
+    return [before, weights(islands)]
+
+
+def test_a_checkpoint_without_islands_is_loaded_by_all(tmp_path: Path) -> None:
+    divided = Job(1, section=section(size=1))
+    for before, after in run_forks(2, from_plain, Job(1), divided, str(tmp_path)):
+        assert after == before
+
+
+def sampled(rank: int, job: Job) -> list[int]:
+    config = {**job.config(), "train_batch_size": 4 * BATCH}
+    model = network()
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=config
+    )
+    assert engine.train_micro_batch_size_per_gpu() * 2 == engine.train_batch_size()
+    return list(loader.data_sampler)
+
+
+def test_data_and_batches_are_those_of_the_whole_job() -> None:
+    ranks = run_forks(4, sampled, Job(1, section=section(size=2)))
+    assert sorted(number for rank in ranks for number in rank) == list(range(24))
+
+
+def refused(rank: int, job: Job) -> str:
+    try:
+        start(job)
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("islands", "text"),
+    [
+        ({"size": 2}, "islands/size: islands of 2 do not divide the 3 ranks"),
+        ({}, "/deepspeed_compress/islands/size: null beside by_host false"),
+        ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 with sync_every 30"),
+        ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+    for message in run_forks(3, refused, Job(1, section=section(**islands))):
+        assert text in message
+
+
+def attached_late(rank: int) -> str:
+    job = Job(1, section=None)
+    engine = start(replace(job, extra={SECTION: dict(section(size=1))}))
+    try:
+        deepspeed_compress.attach(engine)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_an_engine_that_is_made_cannot_be_divided() -> None:
+    assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
