@@ -47,6 +47,9 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
     patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", contiguous)
     if not none:
         patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
+        if buckets.defers and optimizer.reduce_scatter:
+            # A bucket is copied once in any case, into the order of its message.
+            patches.replace(optimizer, "contiguous_gradients", False)
         if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
             # DeepSpeed's half a billion would send most models at once, when backward is over.
             trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
@@ -74,7 +77,7 @@ class _Buckets:
         self._session = session
         self._deferred: list[_Reduction] = []
         # Elsewhere the stream of the reduction waits, and neither the host nor backward.
-        self._defers = get_accelerator().is_synchronized_device()
+        self.defers = get_accelerator().is_synchronized_device()
         self._group = reduction_group(engine)
         # gloo reduce-scatters by an all-reduce of everything.
         self._all_reduces = dist.get_backend(self._group) == "gloo"
@@ -82,7 +85,7 @@ class _Buckets:
     def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         """DeepSpeed's `__avg_scatter_grads`."""
         self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
-        return self._reduced_shares(params_to_reduce, 1.0 / self._group.size())
+        return self._reduced_shares(params_to_reduce, communication_data_type, 1.0 / self._group.size())
 
     def reduce_contiguous(
         self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
@@ -91,7 +94,8 @@ class _Buckets:
         parameters = self._optimizer.ipg_buckets[communication_data_type].params
         self._count_uncompressed(parameters, communication_data_type, contiguous=True)
         # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
-        return self._reduced_shares(parameters, self._optimizer.sequence_parallel_size / self._group.size())
+        scale = self._optimizer.sequence_parallel_size / self._group.size()
+        return self._reduced_shares(parameters, communication_data_type, scale)
 
     def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
         self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
@@ -110,16 +114,16 @@ class _Buckets:
         ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
         self._session.meter.bytes_uncompressed += ring(size, self._group.size())
 
-    def _reduced_shares(self, parameters: Sequence[Any], scale: float) -> list[Tensor]:
+    def _reduced_shares(self, parameters: Sequence[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
         """This rank's share of the mean gradient of each parameter, padded to its partition; none yet where they are
         handed over later.
 
         Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
         """
-        bucket = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+        bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         pending = self._session.start(bucket, _partition(self._optimizer, parameters, self._group.size()), scale)
-        reduction = _Reduction(tuple(parameters), bucket.dtype, pending, gather(bucket, pending.own))
-        if not self._defers:
+        reduction = _Reduction(tuple(parameters), dtype, pending, gather(bucket, pending.own))
+        if not self.defers:
             return self._shares(reduction)
         self._deferred.append(reduction)
         for parameter in parameters:
