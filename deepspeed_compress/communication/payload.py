@@ -18,7 +18,7 @@ from deepspeed_compress.communication.messages import MessageLayout, Messages, P
 from deepspeed_compress.communication.reducer import LEVELS, MessageCounter, Pending, Run, reduce_at_once
 from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.residuals import Residuals
-from deepspeed_compress.compression.segments import Segment, elements, gather, scatter
+from deepspeed_compress.compression.segments import Segment, elements, gather, scatter, stretch
 
 __all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
 
@@ -231,7 +231,9 @@ class PayloadReducer:
             exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
             sent = sum(layout.sizes[self._rank] for layout in layouts)
             self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
-        rounds = [self.send_owned(self.owned(bucket, layout), layout, self._counter.next()) for layout in layouts]
+        rounds = [
+            self.send_owned(elements(bucket, self._own(layout)), layout, self._counter.next()) for layout in layouts
+        ]
         return PendingGather(self, bucket, rounds)
 
     def send_owned(self, total: Tensor, layout: MessageLayout, number: int) -> _Round:
@@ -253,9 +255,12 @@ class PayloadReducer:
             payload = self._arrived(sent, owner)
             with self.run.meter.phase("decompress", bucket.device):
                 for piece in pieces:
-                    total = torch.zeros(piece.numel, dtype=torch.float32, device=bucket.device)
+                    place = stretch(bucket, piece.segments)
+                    total = bucket.new_zeros(piece.numel, dtype=torch.float32) if place is None else place.zero_()
                     self._decode([payload], piece, total, 1.0)
-                    scatter(self._delivered(total, piece), piece.segments, bucket)
+                    delivered = self._delivered(total, piece)
+                    if delivered is not place:
+                        scatter(delivered, piece.segments, bucket)
         sent.exchange.finish()
 
     def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
@@ -302,7 +307,10 @@ class PayloadReducer:
 
     def owned(self, bucket: Tensor, layout: MessageLayout) -> Tensor:
         """The elements that this rank owns, in the order of its pieces: a new flat fp32 tensor."""
-        return gather(bucket, list(_segments(layout.pieces[self._rank])))
+        return gather(bucket, self._own(layout))
+
+    def _own(self, layout: MessageLayout) -> list[Segment]:
+        return list(_segments(layout.pieces[self._rank]))
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
         return (Transfer(self.messages, self.layouts(partition), self._rank, everywhere),)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PADDING", "Segment", "elements", "gather", "scatter"]
+__all__ = ["PADDING", "Segment", "elements", "gather", "scatter", "stretch"]
 
 PADDING = ""
 """In place of a parameter's name: elements that fill a buffer up and mean nothing."""
@@ -42,10 +42,14 @@ def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
     """What `gather` returns, but a view of `bucket` where it is fp32 and they are one stretch of it."""
+    place = stretch(bucket, segments)
+    return gather(bucket, segments) if place is None else place
+
+
+def stretch(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
+    """The elements of `segments` in their place: a view of `bucket` where it is fp32 and they are one stretch of it."""
     runs = _runs(segments)
-    if bucket.dtype == torch.float32 and len(runs) == 1:
-        return bucket.narrow(0, *runs[0])
-    return gather(bucket, segments)
+    return bucket.narrow(0, *runs[0]) if bucket.dtype == torch.float32 and len(runs) == 1 else None
 
 
 def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:

@@ -85,11 +85,6 @@ def load_last(engine: Any) -> None:
     session.begin(engine.global_steps, loss_scale(engine))
 
 
-def _file_rank(session: Session, position: state.Position) -> int:
-    """By what number the files of this rank go; islands number their ranks each for itself."""
-    return dist.get_rank() if session.config.islands is None else position.index
-
-
 def _remembers(session: Session) -> bool:
     """Whether there is anything to save."""
     return bool(session.stores) or session.policy.observes

@@ -69,10 +69,12 @@ ZERO_12 = (
         ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
     ),
 )
-# DeepSpeed wraps these two for profiling without keeping their signatures: their presence is all that can be checked.
+# DeepSpeed wraps these for profiling without keeping their signatures: their presence is all that can be checked.
 ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("args", "kwargs")),
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads", ("args", "kwargs")),
+    Seam(_Z3 + "independent_gradient_partition_epilogue", ("args", "kwargs")),
+    Seam(_Z3 + "partition_grads", ("args", "kwargs")),
 )
 
 _GATHER = (

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.buckets import partition_by_owners
 from deepspeed_compress.communication.payload import PendingGather
 from deepspeed_compress.communication.reduction import WeightReduction
+from deepspeed_compress.engine.early import bucket_size
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
@@ -31,6 +32,10 @@ _OFF = (
     ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", False),
 )
 """Attributes of DeepSpeed's configuration, their keys, and the values with which it gathers by `_dist_allgather_fn`."""
+
+
+_PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+_PREFETCH_KEYS = frozenset({"stage3_prefetch_bucket_size", "prefetch_bucket_size"})
 
 
 def check_weights_3(engine: Any) -> None:
@@ -49,11 +54,23 @@ def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) ->
     """Compress the weights that forward and backward gather, except in dense steps."""
     check_weights_3(engine)
     gathers, patches = _Gathers(engine, weights, session), session.patches
-    patches.wrap(engine.optimizer.parameter_offload.get_param_coordinator(), "fetch_sub_module", gathers.fetch)
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    patches.wrap(coordinator, "fetch_sub_module", gathers.fetch)
+    if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
+        patches.replace(coordinator, _PREFETCH, _prefetch_size(engine, coordinator))
     for parameter in engine.module.parameters():
         # `counted` counts what DeepSpeed itself sends, and has the method of DeepSpeed inside.
         counted = parameter.all_gather_coalesced
         patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
+
+
+def _prefetch_size(engine: Any, coordinator: Any) -> int:
+    """Elements that are prefetched at once: DeepSpeed's 50 million would be most models in one message, which the
+    second layer waits for. After `stage3_allgather_sequential` it is 1 and stays so."""
+    theirs: int | None = vars(coordinator).get(_PREFETCH)
+    if theirs is None:
+        raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
+    return min(theirs, bucket_size(sum(parameter.ds_numel for parameter in engine.module.parameters())))
 
 
 class _Gathers:

@@ -15,6 +15,7 @@ from tests.doctor.synthetic import config, examine, losses, names, run
 TOPK = {"method": "topk", "density": 0.01}
 SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
 STOCHASTIC = {"bits": 4, "rounding": "stochastic"}
+NO_OVERLAP = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
 
 
 def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times the running median") -> tuple[Any, ...]:
@@ -74,7 +75,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (
             run(
                 {"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0},
-                config(extra={"zero_optimization": {"stage": 3}}, weights=None),
+                config(extra=NO_OVERLAP, weights=None),
             ),
             {"bits": None, "method": "none"},
         )
@@ -145,9 +146,10 @@ NEAR: dict[str, list[Run]] = {
     "compression-does-not-pay": [
         run({"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0}),
         run(
-            {"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0},
-            config(extra={"zero_optimization": {"stage": 3}}, weights=None),
+            {"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0},
+            config(extra={"zero_optimization": {"stage": 3, "overlap_comm": False}}, weights=None),
         ),
+        run({"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0}, config(extra=NO_OVERLAP, weights=None)),
     ],
     "weights-uncompressed": [
         run({"bytes_weights": 5_000_000}, config(weights=None)),

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from torch.func import functional_call
 
-from deepspeed_compress.engine.weights_3 import check_weights_3
+from deepspeed_compress.engine.weights_3 import _PREFETCH, check_weights_3
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights
@@ -64,6 +64,19 @@ def train_with_spoilt_padding(rank: int, *jobs: Job) -> list[Outcome]:
         outcomes.append(Outcome(losses, weights(engine)))
         engine.destroy()
     return outcomes
+
+
+def prefetch_sizes(rank: int) -> list[int]:
+    sizes = []
+    for zero in ({}, {"stage3_prefetch_bucket_size": 7}, ONE_BY_ONE):
+        engine = start(replace(ROUNDED, zero=zero))
+        sizes.append(vars(engine.optimizer.parameter_offload.get_param_coordinator())[_PREFETCH])
+        engine.destroy()
+    return sizes
+
+
+def test_a_prefetch_size_is_chosen_where_none_is_given() -> None:
+    assert run_forks(2, prefetch_sizes) == [[1_000_000, 7, 1]] * 2
 
 
 @pytest.mark.parametrize("key", ["stage3_use_all_reduce_for_fetch_params", "zero_quantized_nontrainable_weights"])

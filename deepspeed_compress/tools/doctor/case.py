@@ -135,7 +135,7 @@ class Case:
         """Whether messages travel during backward, so that waiting says nothing of what more bytes would take."""
         zero = (self.run.config or {}).get("zero_optimization")
         written = zero.get("overlap_comm") if isinstance(zero, Mapping) else None
-        return self.stage in (0, 1, 2) and written is not False
+        return self.stage == 3 or written is not False
 
     @property
     def step_ms(self) -> float | None:
