@@ -35,6 +35,7 @@ def find_mismatches(
         *_second_momentum(ds_config, section),
         *find_without_length(ds_config, section),
         *_guard_without_norms(ds_config, section),
+        *_ownership_that_is_not_ours(ds_config, section),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -120,6 +121,31 @@ def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) 
         place = pointer(("zero_optimization", "compute_grad_norm"))
         what = f"cannot be combined with {place}: false, because it judges gradients by their norms (allowed: null)"
         yield problem(("guard",), what, f"null, or true as {place}")
+
+
+_OTHER_ORDERS = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
+"""Keys of `zero_optimization` by which DeepSpeed orders, pads or saves its flat buffers in another way."""
+
+
+def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """Ownership is that of gradients and weights in the flat buffers of ZeRO 1 and 2, in DeepSpeed's own layout."""
+    if section.ownership == "contiguous":
+        return
+    what, parallelism = f'"{section.ownership}" cannot be combined with ', section.parallelism or Parallelism()
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if stage not in (1, 2):
+        why = f"{place}: {stage}, where no rank owns a stretch of the model (allowed: stages 1 and 2)"
+        yield problem(("ownership",), what + why, f'"contiguous", or 1 or 2 as {place}')
+    if section.gradients.method == section.weights.method == "none":
+        why = 'method "none", which leaves everything to DeepSpeed (allowed: "contiguous")'
+        yield problem(("ownership",), what + why, '"contiguous", or a method')
+    zero = ds_config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    for key in _OTHER_ORDERS:
+        if zero.get(key):
+            other = pointer(("zero_optimization", key))
+            why = f"{other}: {show(zero[key])}, which lays out the buffers in another way (allowed: false)"
+            yield problem(("ownership",), what + why, f'"contiguous", or false as {other}')
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:

@@ -42,6 +42,8 @@ from deepspeed_compress.engine.limits import (
 )
 from deepspeed_compress.engine.norms import Norms, loss_scale
 from deepspeed_compress.engine.observer import Losses, largest_of_all, new_run
+from deepspeed_compress.engine.ownership import check_ownership, dealing
+from deepspeed_compress.engine.ownership_files import keep_file_order
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.reporting import Reporter
@@ -95,11 +97,12 @@ def attach(engine: Any) -> Any:
     return _attach(engine, parse_section(engine.config))
 
 
-def _attach(engine: Any, config: CompressConfig) -> Any:
+def _attach(engine: Any, config: CompressConfig, dealt: bool = False) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
+    check_ownership(engine, config, dealt)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed)
@@ -321,9 +324,14 @@ def _initialize(
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
     warn_of_abandoned_locks()
-    result = original(**call)
+    if config.ownership == "balanced":
+        seams.check_version(deepspeed.__version__)
+        seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
+    with dealing(config.ownership == "balanced") as given:
+        result = original(**call)
+    keep_file_order(result[0], given)
     if wanted(result[0]):
-        _attach(result[0], config)
+        _attach(result[0], config, dealt=bool(given.groups))
     return result
 
 
