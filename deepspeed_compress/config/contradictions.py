@@ -10,6 +10,7 @@ from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import (
     BlockwiseWeights,
     CompressedGradients,
+    CompressedWeights,
     ErrorFeedbackConfig,
     FeedbackGradients,
     GradientsConfig,
@@ -34,6 +35,7 @@ def find_mismatches(
         *_weights_that_no_one_gathers(ds_config, section),
         *_second_momentum(ds_config, section),
         *find_without_length(ds_config, section),
+        *_overlap_of_others(ds_config, section),
         *_guard_without_norms(ds_config, section),
         *_ownership_that_is_not_ours(ds_config, section),
     ]
@@ -113,6 +115,21 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
         instead = '"method": "blockwise", "bits": 8, "rounding": "nearest"'
         yield problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", instead)
+
+
+def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """ZeRO 3 fetches weights ahead by itself, and tied layers of pipelines compute without being called."""
+    weights, parallelism = section.weights, section.parallelism or Parallelism()
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if not isinstance(weights, CompressedWeights) or not weights.overlap:
+        return
+    if stage == 3:
+        what = f"true has no effect with {place}: 3, which fetches weights ahead by itself (allowed: false)"
+        yield problem(("weights", "overlap"), what, f"false, or 1 or 2 as {place}")
+    if parallelism.pipeline > 1:
+        pipeline = f"{pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline}"
+        what = f"true cannot be combined with {pipeline}, whose tied layers compute without being called"
+        yield problem(("weights", "overlap"), f"{what} (allowed: false)", 'false, or "pipeline": 1')
 
 
 def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

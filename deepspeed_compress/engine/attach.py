@@ -150,7 +150,7 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     if kind == "zero_3":
         attach_weights_3(engine, reduction, session)
         return weight_bytes
-    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches)
+    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches, weights.overlap)
     session.exact = attach_exact(engine, held.synchronise, session.patches)
     return _no_bytes
 

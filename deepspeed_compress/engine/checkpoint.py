@@ -77,6 +77,7 @@ def load_state(engine: Any, directory: Path) -> None:
 
     def restore() -> None:
         found = state.sources(directory, engine.global_rank, position)
+        _check_owners(found[0][1], session)
         same = state.restore(session.stores, found, position, loss_scale(engine), engine.device)
         session.prune_owned = not same
         session.load_decisions(found[0][1].decisions)
@@ -91,6 +92,16 @@ def load_state(engine: Any, directory: Path) -> None:
             '"error", "reset") to start with empty memories'
         )
     warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=3)
+
+
+def _check_owners(saved: state.Description, session: Session) -> None:
+    """StateError if what owners keep was saved by other owners. Residuals of senders add up whoever has them."""
+    owners, kept = saved.section.get("ownership", "contiguous"), sorted(state.OWNED & saved.layouts.keys())
+    if owners != session.config.ownership and any(saved.layouts[name] for name in kept):
+        raise StateError(
+            f'/deepspeed_compress/ownership: "{session.config.ownership}" cannot go on from a checkpoint of '
+            f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
+        )
 
 
 def load_last(engine: Any) -> None:

@@ -104,7 +104,7 @@ class _Files:
         """A copy of `state`, the parts of masters and of the optimizer's states moved. DeepSpeed cuts the padding off
         the masters."""
         masters = [
-            self._without_padding(move(_padded(master, padding), self._device), padding)
+            move(_padded(master, padding), self._device)[: master.numel()]
             for move, master, padding in zip(
                 moves, state[SINGLE_PARTITION_OF_FP32_GROUPS], state[GROUP_PADDINGS], strict=True
             )
@@ -124,15 +124,11 @@ class _Files:
             return value
         if value.shape != (share,):
             raise StateError(
-                f'/deepspeed_compress/ownership: "balanced" cannot save or load the state {name!r} of the optimizer, of '
-                f"shape {tuple(value.shape)} (allowed: one number, or one for each of the {share} elements of a rank); "
-                'write "contiguous", or take an optimizer without such a state'
+                f'/deepspeed_compress/ownership: "balanced" cannot save or load the state {name!r} of the optimizer, '
+                f"of shape {tuple(value.shape)} (allowed: one number, or one for each of the {share} elements of a "
+                'rank); write "contiguous", or take an optimizer without such a state'
             )
         return move(value, self._device)
-
-    @staticmethod
-    def _without_padding(part: Tensor, padding: int) -> Tensor:
-        return part[: part.numel() - padding]
 
     def _slices(self) -> list[Mapping[str, fragment_address]]:
         """DeepSpeed's `_create_param_mapping` for the order of files: what of each parameter is in this rank's part."""
