@@ -70,10 +70,10 @@ class ArrivingWeights:
     def _hooks(self, module: nn.Module, needs: _Needs) -> Iterator[Any]:
         if needs:
             yield module.register_forward_pre_hook(partial(self._before_forward, needs), prepend=True)
-        yield module.register_state_dict_pre_hook(self._before_state)
-        yield module.register_load_state_dict_pre_hook(self._before_state)
+        yield module.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+        yield module.register_load_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, needs: _Needs, module: nn.Module, inputs: Any) -> None:
         if self._under_way:
             for group, last in needs:
