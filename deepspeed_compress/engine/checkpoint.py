@@ -96,8 +96,9 @@ def load_state(engine: Any, directory: Path) -> None:
 
 def _check_owners(saved: state.Description, session: Session) -> None:
     """StateError if what owners keep was saved by other owners. Residuals of senders add up whoever has them."""
-    owners, kept = saved.section.get("ownership", "contiguous"), sorted(state.OWNED & saved.layouts.keys())
-    if owners != session.config.ownership and any(saved.layouts[name] for name in kept):
+    owners = saved.section.get("ownership", "contiguous")
+    kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
+    if kept and owners != session.config.ownership:
         raise StateError(
             f'/deepspeed_compress/ownership: "{session.config.ownership}" cannot go on from a checkpoint of '
             f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'

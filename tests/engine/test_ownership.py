@@ -17,6 +17,7 @@ from torch import nn
 import deepspeed_compress
 from deepspeed_compress import ConfigError, StateError, UnsupportedError
 from deepspeed_compress.engine.ownership import balanced_order
+from tests.engine.test_checkpoint import memories
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
 
@@ -150,6 +151,36 @@ def test_compressed_training_resumes_to_the_bit(stage: int, tmp_path: Path) -> N
     results = run_forks(2, resumed_compressed, Job(stage, INT4), str(tmp_path))
     for going_on, again in results:
         assert again == going_on == results[0][0]
+
+
+def changed(rank: int, directory: str, *sections: Mapping[str, Any]) -> tuple[bool, list[float], Mapping[str, Any]]:
+    """Saved under the first section, gone on with under the second: whether memories are the same, losses, weights."""
+    first, second = (Job(2, section) for section in sections)
+    engine = start(first)
+    run(engine, data(rank, first))
+    engine.save_checkpoint(directory)
+    before = memories(engine)
+    other = start(second)
+    other.load_checkpoint(directory)
+    same = memories(other) == before
+    return same, run(other, data(rank, second)), weights(other)
+
+
+def test_ownership_may_change_in_mid_training(tmp_path: Path) -> None:
+    """Residuals of the new owners count exactly, and are gone afterwards; both ranks hold the same weights."""
+    contiguous = {**INT4, "ownership": "contiguous"}
+    (same, losses, found), (other_same, _, others) = run_forks(2, changed, str(tmp_path), contiguous, INT4)
+    assert same
+    assert other_same
+    assert found == others
+    assert all(loss == loss for loss in losses)
+
+
+def test_what_owners_keep_does_not_change_owners(tmp_path: Path) -> None:
+    delayed = {"parameters": "0.weight", "method": "blockwise", "bits": 4, "every": 2, "spread": True}
+    contiguous = {"gradients": {"bits": 4, "block_size": 32, "overrides": [delayed]}}
+    with pytest.raises(RankError, match=r"balanced. cannot go on .* of .contiguous. whose owners kept spread \("):
+        run_forks(2, changed, str(tmp_path), contiguous, {**contiguous, "ownership": "balanced"})
 
 
 GROUPS_OF = {"matrices": lambda parameter: parameter.ndim == 2, "vectors": lambda parameter: parameter.ndim == 1}
