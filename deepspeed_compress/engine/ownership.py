@@ -77,7 +77,7 @@ def balanced_order(numels: Sequence[int], ranks: int) -> list[int]:
     The largest ones, ranks - 1 of them, lie across the borders of two runs. The others are dealt out from the last one
     on, as backward finds them, each to the rank that has most room left; every rank keeps its own in the given order.
     """
-    if ranks == 1 or len(numels) < 2 * ranks:
+    if ranks == 1 or len(numels) <= ranks:
         return list(range(len(numels)))
     borders = sorted(sorted(range(len(numels)), key=lambda index: -numels[index])[: ranks - 1])
     halves = [0.0, *(numels[index] / 2 for index in borders), 0.0]
