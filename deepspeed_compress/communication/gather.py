@@ -6,8 +6,9 @@ to the new held weights, so what one message left out is in the next one: error 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import even_partition
 from deepspeed_compress.communication.exchange import Link, PendingExchange
-from deepspeed_compress.communication.messages import MessageLayout, Messages, Piece, make_layouts
+from deepspeed_compress.communication.messages import MessageLayout, Messages, Piece, layouts_of_parts
 from deepspeed_compress.communication.reducer import LEVELS, MessageCounter, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
 from deepspeed_compress.compression.segments import gather, scatter
 
-__all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather"]
+__all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
 
 EXACT = 0
 """Channel of the parameters that are not compressed: the master travels, rounded to the type of the held weights."""
@@ -53,6 +54,9 @@ class DifferenceGather:
     with one fp32 sum and one rounding an element. A master that is not finite spoils what is encoded together with it
     (its block), on every rank alike and until `synchronise`.
 
+    `order`: where the parameters stand in a rank's messages, the first ones first; those that it does not have come
+    last. Empty is the order of the buffer.
+
     A buffer goes in rounds of at most `chunk_numel` elements a rank; the next one is encoded while one travels. That
     bounds the work space: two payloads from every rank, and a few fp32 [chunk_numel].
     """
@@ -64,6 +68,7 @@ class DifferenceGather:
         messages: Messages,
         run: Run,
         chunk_numel: int = CHUNK_NUMEL,
+        order: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.group = group
         self.messages = messages
@@ -72,10 +77,26 @@ class DifferenceGather:
         self._rank: int = group.rank()
         partition = even_partition(sizes, group.size())
         parts = [partition.owned_by(rank) for rank in range(group.size())]
+        travelling = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
         self._numels = [sum(segment.numel for segment in part) for part in parts]
         # Rounds are counted by the largest share, which is what a rank sends.
         rounds = -(-max(self._numels) // chunk_numel)
-        self._layouts = make_layouts(messages, partition, rounds)
+        self._layouts = layouts_of_parts(messages, travelling, rounds)
+
+    @property
+    def rounds(self) -> int:
+        """Messages that a rank sends in one `gather`."""
+        return len(self._layouts)
+
+    def last_rounds(self) -> dict[str, int]:
+        """By parameter, the last round that brings some of it."""
+        return {
+            segment.parameter: number
+            for number, layout in enumerate(self._layouts)
+            for pieces in layout.pieces
+            for piece in pieces
+            for segment in piece.segments
+        }
 
     def own(self, held: Tensor) -> Tensor:
         """The part of `held` that this rank has the masters of: a view."""
@@ -92,9 +113,20 @@ class DifferenceGather:
         for layout in self._layouts:
             under_way.append(self._send(held, master, layout))
             if len(under_way) > 1:
-                self._take(held, under_way.popleft())
+                self.take(held, under_way.popleft())
         while under_way:
-            self._take(held, under_way.popleft())
+            self.take(held, under_way.popleft())
+
+    @torch.no_grad()
+    def begin(self, held: Tensor, master: Tensor, first_tag: int = 0) -> "PendingWeights":
+        """Begin what `gather` does: all messages leave now. `held` becomes what it is after `gather`, to the bit, round
+        by round as they are waited for; nobody may change it before, `master` may change at once.
+
+        `first_tag`: messages of several gathers that are under way at once need numbers of their own: those from
+        `first_tag` on, as many as `rounds`.
+        """
+        sent = [self._send(held, master, layout, first_tag) for layout in self._layouts]
+        return PendingWeights(self, held, deque(sent))
 
     @torch.no_grad()
     def synchronise(self, held: Tensor, master: Tensor) -> None:
@@ -105,7 +137,7 @@ class DifferenceGather:
         exchange = self._start([part.view(torch.uint8) for part in parts], 0)
         self._wait(exchange, held.device)
 
-    def _send(self, held: Tensor, master: Tensor, layout: MessageLayout) -> _Round:
+    def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> _Round:
         """Encode this rank's message of a round, and begin to exchange."""
         number, meter, rank = self._counter.next(), self.run.meter, self._rank
         messages = [held.new_empty(size, dtype=torch.uint8) for size in layout.sizes]
@@ -117,7 +149,7 @@ class DifferenceGather:
                 self._codec(piece).encode(difference, piece.segments, out, key)
         exact = sum(piece.numel for piece in layout.pieces[rank]) * held.itemsize
         meter.count("bytes_weights_saved", (exact - messages[rank].numel()) * (len(messages) - 1))
-        return _Round(layout, messages, self._start(messages, number))
+        return _Round(layout, messages, self._start(messages, first_tag + number))
 
     def _codec(self, piece: Piece) -> Codec:
         return self.messages.channels[piece.channel].codec
@@ -140,7 +172,7 @@ class DifferenceGather:
         with self.run.meter.phase("communicate", device):
             exchange.finish()
 
-    def _take(self, held: Tensor, sent: _Round) -> None:
+    def take(self, held: Tensor, sent: _Round) -> None:
         """Wait for the messages of a round, and add them to the weights."""
         self._wait(sent.exchange, held.device)
         with self.run.meter.phase("decompress", held.device):
@@ -149,6 +181,26 @@ class DifferenceGather:
                     values, encoded = _base(held, piece), payload[piece.begin : piece.end]
                     self._codec(piece).decode_add([encoded], piece.segments, values, 1.0)
                     scatter(values, piece.segments, held)
+
+
+@dataclass(frozen=True)
+class PendingWeights:
+    """Weights under way to `held`, by `DifferenceGather.begin`."""
+
+    source: DifferenceGather
+    held: Tensor
+    rounds: deque[_Round]
+    """Those that have not been waited for."""
+
+    @torch.no_grad()
+    def wait_for(self, last: int) -> None:
+        """Until the rounds up to number `last` are in the weights."""
+        while self.source.rounds - len(self.rounds) <= last and self.rounds:
+            self.source.take(self.held, self.rounds.popleft())
+
+    def finish(self) -> None:
+        """Until all are."""
+        self.wait_for(self.source.rounds)
 
 
 def _base(held: Tensor, piece: Piece) -> Tensor:

@@ -9,7 +9,7 @@ from deepspeed_compress.compression.feedback import Feedback, NoFeedback, Spread
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["Channel", "MessageLayout", "Messages", "Piece", "Transfer", "make_layouts"]
+__all__ = ["Channel", "MessageLayout", "Messages", "Piece", "Transfer", "layouts_of_parts", "make_layouts"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,14 @@ class MessageLayout:
 
 def make_layouts(messages: Messages, partition: Partition, rounds: int = 1) -> tuple[MessageLayout, ...]:
     """The messages for `partition`, in `rounds` of near-equal size; pure, hence equal on every rank."""
-    cuts = [cut(partition.owned_by(rank), rounds) for rank in range(partition.world_size)]
+    return layouts_of_parts(messages, [partition.owned_by(rank) for rank in range(partition.world_size)], rounds)
+
+
+def layouts_of_parts(
+    messages: Messages, parts: Sequence[Sequence[Segment]], rounds: int = 1
+) -> tuple[MessageLayout, ...]:
+    """The same for what each owner has, whose segments travel in the order that they have here."""
+    cuts = [cut(part, rounds) for part in parts]
     return tuple(_layout(messages, owned) for owned in zip(*cuts, strict=True))
 
 

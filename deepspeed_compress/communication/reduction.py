@@ -355,11 +355,13 @@ class WeightReduction:
     def difference_gather(
         self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
     ) -> DifferenceGather:
-        """The gather of one flat buffer of weights of type `dtype`; `sizes`: (name, numel) in its order."""
+        """The gather of one flat buffer of weights of type `dtype`; `sizes`: (name, numel) in its order. They travel in
+        the order of the model, which is about that of forward."""
         raw = self.parameters.uncompressed(self.settings.min_numel)
         channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
         channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
-        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run)
+        order = {name: place for place, name in enumerate(self.parameters.shapes)}
+        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run, order=order)
 
     def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
         """What gathers rounded weights over `group`, without feedback; what is not rounded travels in `dtype`.

@@ -10,6 +10,7 @@ from deepspeed_compress.config.overrides import Override
 from deepspeed_compress.config.places import (
     BlockwiseWeights,
     CompressedGradients,
+    CompressedWeights,
     ErrorFeedbackConfig,
     FeedbackGradients,
     GradientsConfig,
@@ -34,7 +35,9 @@ def find_mismatches(
         *_weights_that_no_one_gathers(ds_config, section),
         *_second_momentum(ds_config, section),
         *find_without_length(ds_config, section),
+        *_overlap_of_others(ds_config, section),
         *_guard_without_norms(ds_config, section),
+        *_ownership_that_is_not_ours(ds_config, section),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -140,12 +143,52 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
         yield problem(("weights",), f"{settings} cannot be combined with {place}: 3, {why}", instead)
 
 
+def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """ZeRO 3 fetches weights ahead by itself, and tied layers of pipelines compute without being called."""
+    weights, parallelism = section.weights, section.parallelism or Parallelism()
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if not isinstance(weights, CompressedWeights) or not weights.overlap:
+        return
+    if stage == 3:
+        what = f"true has no effect with {place}: 3, which fetches weights ahead by itself (allowed: false)"
+        yield problem(("weights", "overlap"), what, f"false, or 1 or 2 as {place}")
+    if parallelism.pipeline > 1:
+        pipeline = f"{pointer((SECTION, 'parallelism', 'pipeline'))}: {parallelism.pipeline}"
+        what = f"true cannot be combined with {pipeline}, whose tied layers compute without being called"
+        yield problem(("weights", "overlap"), f"{what} (allowed: false)", 'false, or "pipeline": 1')
+
+
 def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     zero = ds_config.get("zero_optimization")
     if section.guard is not None and isinstance(zero, dict) and zero.get("compute_grad_norm") is False:
         place = pointer(("zero_optimization", "compute_grad_norm"))
         what = f"cannot be combined with {place}: false, because it judges gradients by their norms (allowed: null)"
         yield problem(("guard",), what, f"null, or true as {place}")
+
+
+_OTHER_ORDERS = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
+"""Keys of `zero_optimization` by which DeepSpeed orders, pads or saves its flat buffers in another way."""
+
+
+def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """Ownership is that of gradients and weights in the flat buffers of ZeRO 1 and 2, in DeepSpeed's own layout."""
+    if section.ownership == "contiguous":
+        return
+    what, parallelism = f'"{section.ownership}" cannot be combined with ', section.parallelism or Parallelism()
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if stage not in (1, 2):
+        why = f"{place}: {stage}, where no rank owns a stretch of the model (allowed: stages 1 and 2)"
+        yield problem(("ownership",), what + why, f'"contiguous", or 1 or 2 as {place}')
+    if section.gradients.method == section.weights.method == "none":
+        why = 'method "none", which leaves everything to DeepSpeed (allowed: "contiguous")'
+        yield problem(("ownership",), what + why, '"contiguous", or a method')
+    zero = ds_config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    for key in _OTHER_ORDERS:
+        if zero.get(key):
+            other = pointer(("zero_optimization", key))
+            why = f"{other}: {show(zero[key])}, which lays out the buffers in another way (allowed: false)"
+            yield problem(("ownership",), what + why, f'"contiguous", or false as {other}')
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:

@@ -164,6 +164,9 @@ class CompressConfig(Model):
     """How weights are compressed where they are gathered: as differences with ZeRO 1 and 2, rounded with ZeRO 3."""
     islands: Islands | None = None
     """Groups of ranks that train by themselves and exchange now and then; null trains all ranks as one."""
+    ownership: Literal["contiguous", "balanced"] = "contiguous"
+    """Which rank updates which parameters under ZeRO 1 and 2. `contiguous`: DeepSpeed's cut, a stretch of the model for
+    each rank; `balanced`: parameters are dealt out, so that all ranks send and receive all through backward."""
     schedule: Schedule = Schedule()
     """How compression changes over the steps of training."""
     adaptive: Adaptive | None = None

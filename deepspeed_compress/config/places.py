@@ -306,6 +306,9 @@ class CompressedWeights(methods.MethodConfig):
 
     min_numel: int = Field(default=0, ge=0)
     """Parameters with fewer elements go uncompressed, in the same messages."""
+    overlap: bool = False
+    """Whether the next forward begins before all weights are here, with ZeRO 1 and 2 on CPU: modules wait for theirs.
+    Not for programs that read parameters between a step and the next forward."""
 
 
 class BlockwiseWeights(CompressedWeights, methods.BlockwiseConfig):

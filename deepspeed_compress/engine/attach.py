@@ -44,6 +44,8 @@ from deepspeed_compress.engine.limits import (
 from deepspeed_compress.engine.losses import follow_losses
 from deepspeed_compress.engine.norms import Norms, loss_scale
 from deepspeed_compress.engine.observer import largest_of_all, new_run
+from deepspeed_compress.engine.ownership import check_ownership, dealing
+from deepspeed_compress.engine.ownership_files import keep_file_order
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
 from deepspeed_compress.engine.records import make_records
@@ -98,7 +100,7 @@ def attach(engine: Any) -> Any:
     return _attach(engine, parse_section(engine.config))
 
 
-def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
+def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None, dealt: bool = False) -> Any:
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
@@ -108,6 +110,7 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None)
             "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
+    check_ownership(engine, config, dealt)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed)
@@ -157,7 +160,7 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     if kind == "zero_3":
         attach_weights_3(engine, reduction, session)
         return weight_bytes
-    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches)
+    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches, weights.overlap)
     session.exact = attach_exact(engine, held.synchronise, session.patches)
     return _no_bytes
 
@@ -328,11 +331,20 @@ def _initialize(
         call["args"] = copy.copy(call["args"])
         call["args"].deepspeed_config = None
     warn_of_abandoned_locks()
-    unit = None if config.islands is None else make_unit(config.islands)
-    result = original(**(call if unit is None else divide_call(unit, call, call["config"])))
+    unit, training_data = None, call.get("training_data")
+    if config.islands is not None:
+        unit = make_unit(config.islands)
+        call = divide_call(unit, call, call["config"])
+    balanced = config.ownership == "balanced"
+    if balanced:
+        seams.check_version(deepspeed.__version__)
+        seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
+    with dealing(balanced) as given:
+        result = original(**call)
+    keep_file_order(result[0], given)
     if wanted(result[0]):
-        _attach(result[0], config, unit)
-    return result if unit is None else _with_data(result, call.get("training_data"))
+        _attach(result[0], config, unit, dealt=bool(given.groups))
+    return result if unit is None else _with_data(result, training_data)
 
 
 def _with_data(result: Any, training_data: Any) -> Any:

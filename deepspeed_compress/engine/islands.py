@@ -32,7 +32,7 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, Islands
 from deepspeed_compress.engine.groups import downward_group, made_group
 from deepspeed_compress.engine.masters import find_masters
-from deepspeed_compress.engine.memories import on_all_ranks
+from deepspeed_compress.engine.memories import check_owners, on_all_ranks
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 
@@ -252,6 +252,7 @@ class _Files:
 
     def _restore(self, directory: Path) -> None:
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
+        check_owners(found[0][1], self.config)
         stores, device = self.exchange.stores.by_name, self.engine.device
         if not state.restore(stores, found, self.position, 1.0, device):
             self.exchange.keep_owned()

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.compression import state
+from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Place", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
+__all__ = ["Place", "check_owners", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
 
     def restore() -> None:
         found = state.sources(directory, place.rank, place.position)
+        check_owners(found[0][1], session.config)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
         session.prune_owned = not same
         session.load_decisions(found[0][1].decisions)
@@ -88,3 +90,14 @@ def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) ->
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return "; ".join(dict.fromkeys(found for found in problems if found))
+
+
+def check_owners(saved: state.Description, config: CompressConfig) -> None:
+    """StateError if what owners keep was saved by other owners. Residuals of senders add up whoever has them."""
+    owners = saved.section.get("ownership", "contiguous")
+    kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
+    if kept and owners != config.ownership:
+        raise StateError(
+            f'/deepspeed_compress/ownership: "{config.ownership}" cannot go on from a checkpoint of '
+            f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
+        )

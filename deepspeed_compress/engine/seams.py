@@ -69,6 +69,25 @@ ZERO_12 = (
         ("self", "grads", "grad_params", "communication_data_type", "elements_per_buffer"),
     ),
 )
+OWNERSHIP = (
+    Seam(_ENGINE + "_configure_zero_optimizer", ("self", "optimizer")),
+    Seam(_ENGINE + "_get_zero_param_shapes", ("self",)),
+    Seam(_ENGINE + "_save_zero_checkpoint", ("self", "save_path", "tag")),
+    Seam(_ENGINE + "_load_zero_checkpoint", ("self", "load_dir", "tag", "load_optimizer_states")),
+    Seam(_Z12 + "state_dict", ("self",)),
+    Seam(
+        _Z12 + "load_state_dict",
+        (
+            "self",
+            "state_dict_list",
+            "load_optimizer_states",
+            "load_from_fp32_weights",
+            "checkpoint_folder",
+            "load_serial",
+            "param_shapes",
+        ),
+    ),
+)
 # DeepSpeed wraps these for profiling without keeping their signatures: their presence is all that can be checked.
 ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("args", "kwargs")),

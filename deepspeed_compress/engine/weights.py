@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.gather import DifferenceGather
 from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.engine.patches import Patches
+from deepspeed_compress.engine.weights_overlap import ArrivingWeights
 from deepspeed_compress.errors import SeamError, UnsupportedError
 
 __all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_sizes"]
@@ -64,14 +65,18 @@ def check_weights(engine: Any) -> None:
         )
 
 
-def attach_weights(engine: Any, make_gather: GatherFactory, dense: Callable[[], bool], patches: Patches) -> "Weights":
+def attach_weights(
+    engine: Any, make_gather: GatherFactory, dense: Callable[[], bool], patches: Patches, overlap: bool = False
+) -> "Weights":
     """Compress the weights that `step` of the engine's optimizer sends, except in steps in which `dense` says not to.
 
-    `dense` must answer alike on all ranks. Nothing happens where the data-parallel group is a single rank. Raises
-    UnsupportedError, as of `check_weights`.
+    `dense` must answer alike on all ranks. `overlap`: forward begins before all weights are here. Nothing happens where
+    the data-parallel group is a single rank. Raises UnsupportedError, as of `check_weights` and `ArrivingWeights`.
     """
     check_weights(engine)
     weights = Weights(engine, make_gather, dense)
+    if overlap:
+        weights.arriving = ArrivingWeights(engine, weights.gathers, patches)
     patches.wrap(engine.optimizer, "step", weights.step)
     return weights
 
@@ -87,7 +92,9 @@ class Weights:
         self._optimizer = engine.optimizer
         self._kind = _KINDS[type(engine.optimizer)]
         self._dense = dense
-        self._gathers = [
+        self.arriving: ArrivingWeights | None = None
+        """Where forward may begin before all weights are here."""
+        self.gathers = [
             make_gather(group, flat_sizes(held, parameters, engine.param_names), held.dtype)
             for group, held, parameters in zip(
                 self._optimizer.real_dp_process_group,
@@ -102,12 +109,16 @@ class Weights:
         """The flat buffers of weights, one a parameter group."""
         return getattr(self._optimizer, self._kind.held)  # type: ignore[no-any-return]
 
-    def _buffers(self) -> Iterator[tuple[DifferenceGather, Tensor, Tensor]]:
-        """(gather, held weights, masters of the own part) of the groups that are sent."""
+    def _buffers(self) -> Iterator[tuple[int, DifferenceGather, Tensor, Tensor]]:
+        """(number, gather, held weights, masters of the own part) of the groups that are sent."""
         masters = getattr(self._optimizer, self._kind.masters)
-        for gather, held, master in zip(self._gathers, self._held, masters, strict=True):
+        for number, (gather, held, master) in enumerate(zip(self.gathers, self._held, masters, strict=True)):
             if gather.group.size() > 1:
-                yield gather, held, master
+                yield number, gather, held, master
+
+    def _await(self) -> None:
+        if self.arriving is not None:
+            self.arriving.finish()
 
     def synchronise(self) -> None:
         """Weights on every rank become the masters, rounded to their type: what DeepSpeed alone would have.
@@ -115,11 +126,13 @@ class Weights:
         Before saving, so that exported weights are exact and resuming equals going on after the save; after loading,
         wherever the weights and the masters came from. All ranks must call it; a second call changes nothing.
         """
-        for gather, held, master in self._buffers():
+        self._await()
+        for _, gather, held, master in self._buffers():
             gather.synchronise(held, master)
 
     def step(self, original: Any, *args: Any, **options: Any) -> Any:
         """DeepSpeed's `step`."""
+        self._await()
         with self.taken_over():
             return original(*args, **options)
 
@@ -147,14 +160,21 @@ class Weights:
 
     def _difference(self) -> Callable[[], None]:
         """Keep the own parts as they are now; the returned function puts them back and sends the differences."""
-        kept = [gather.own(held).clone() for gather, held, _ in self._buffers()]
+        kept = [gather.own(held).clone() for _, gather, held, _ in self._buffers()]
 
         def send() -> None:
-            for (gather, held, master), own in zip(self._buffers(), kept, strict=True):
+            for (_, gather, held, _), own in zip(self._buffers(), kept, strict=True):
                 gather.own(held).copy_(own)
-                gather.gather(held, master)
+            self._send_differences()
 
         return send
+
+    def _send_differences(self) -> None:
+        if self.arriving is not None:
+            self.arriving.begin(self._buffers())
+            return
+        for _, gather, held, master in self._buffers():
+            gather.gather(held, master)
 
 
 def flat_sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:

@@ -291,3 +291,30 @@ def test_random_numbers_come_from_seed_step_and_rank_alone() -> None:
     one, same, later = run_threads(2, repeated((3, 3, 4)))[0]
     assert torch.equal(one, same)
     assert not torch.equal(one, later)
+
+
+def later(group: ProcessGroup, case: Case, path: Sequence[Tensor]) -> list[Tensor]:
+    """As `follow`, but messages leave first and are waited for one after the other; two gathers are under way."""
+    gathers, held = [case.gather(group) for _ in range(2)], [start(case.dtype) for _ in range(2)]
+    seen = []
+    for step, masters in enumerate(path):
+        before = held[0].clone()
+        pending = []
+        for gather, one in zip(gathers, held, strict=True):
+            gather.run.clock.begin(step)
+            pending.append(gather.begin(one, gather.own(masters).clone(), len(pending) * gather.rounds))
+        assert torch.equal(held[0], before), "weights changed before anybody waited for them"
+        for number in range(gathers[0].rounds):
+            pending[0].wait_for(number)
+            pending[1].wait_for(number)
+        assert torch.equal(*held)
+        seen.append(held[0].clone())
+    return seen
+
+
+@pytest.mark.parametrize("chunk_numel", [1 << 24, 64])
+def test_weights_that_are_waited_for_later_are_the_same(chunk_numel: int) -> None:
+    case, path = Case(Codec(INT8), exact=("tied",), chunk_numel=chunk_numel), walk(3)
+    at_once = on_ranks(3, case, path)
+    for seen, found in zip(at_once, run_threads(3, lambda group, rank: later(group, case, path)), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(seen.held, found, strict=True))
