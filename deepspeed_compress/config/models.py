@@ -121,7 +121,7 @@ class Adaptive(Model):
     and no compression, are always among them."""
     max_error: Annotated[float, Field(gt=0, le=1)] | None = None
     """Relative error of what is sent, without error feedback, that a choice may have; null leaves that to the steps
-    that a loss is predicted to cost."""
+    that a loss is predicted to cost, and is 0.3 without error feedback."""
     probe_every: int = Field(default=100, ge=2)
     """Optimizer steps between measurements; they also follow when steps become much slower."""
     margin: float = Field(default=0.03, ge=0, lt=1)

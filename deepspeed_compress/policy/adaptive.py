@@ -28,6 +28,8 @@ USUAL: tuple[Mapping[str, Any], ...] = (
 """Where the configuration has no candidates."""
 CLOSE = 0.01
 """Of candidates whose predictions differ by less than this part, the one that loses least is taken."""
+UNFED = 0.3
+"""`max_error` where there is no error feedback, of which the penalty knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Adaptive:
     def __init__(self, config: CompressConfig) -> None:
         assert config.adaptive is not None
         self._config: AdaptiveConfig = config.adaptive
+        unfed = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
+        self._max_error = config.adaptive.max_error or (UNFED if unfed else math.inf)
         patches = ({"method": "none"}, *(config.adaptive.candidates or USUAL))
         made = (config.gradients, *(patched(config.gradients, patch) for patch in patches))
         self.candidates: tuple[GradientsConfig, ...] = tuple(dict.fromkeys(made))
@@ -149,8 +153,7 @@ class Adaptive:
         return Choice(chosen, evidence)
 
     def _allows(self, error: float, step: int) -> bool:
-        bound = self._config.max_error
-        return math.isfinite(penalty(error, step)) and (bound is None or error <= bound)
+        return math.isfinite(penalty(error, step)) and error <= self._max_error
 
 
 def _predicted(seen: Measurement, choice: Sequence[int], now: Sequence[int], step: int) -> float:

@@ -137,6 +137,14 @@ def test_what_loses_too_much_is_never_chosen() -> None:
     assert adaptive(max_error=0.001).choose((0,), seen(1e6), STEP).candidates == (1,)
 
 
+def test_without_error_feedback_the_penalty_is_not_enough() -> None:
+    """At 8 Mbit/s 2 bits would be soonest."""
+    for gradients, chosen in ((GRADIENTS, 3), ({**GRADIENTS, "error_feedback": None}, 2)):
+        raw = {"gradients": gradients, "adaptive": {"candidates": CANDIDATES}}
+        found = Adaptive(parse_section({SECTION: raw}))
+        assert found.choose((0,), seen(1e6), STEP).candidates == (chosen,)
+
+
 def test_hidden_messages_cost_nothing() -> None:
     """Uncompressed messages take 0.32 s, all of it during backward."""
     assert adaptive().choose((1,), seen(1e9 / 8, waited=0.0), STEP).candidates == (1,)
