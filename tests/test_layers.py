@@ -46,7 +46,7 @@ TABLE = {
     "compression.segments": allow("", "torch"),
     "compression.transforms": allow("compression.kernels compression.segments", "torch"),
     "compression.codec": allow("compression.compressors.base compression.segments compression.transforms", "torch"),
-    "compression.residuals": allow("compression.compressors compression.segments", "torch"),
+    "compression.residuals": allow("compression.compressors compression.kernels compression.segments", "torch"),
     "compression.feedback": allow(
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
+from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.segments import Segment
 
 __all__ = ["STORAGE", "Layout", "Range", "ResidualStores", "Residuals"]
@@ -226,17 +227,17 @@ class Residuals:
         self._slots.clear()
         self._homes.clear()
 
-    def square_norm(self) -> float:
-        """Sum of squares over this rank's values, those of the running step included. Waits for a GPU, once."""
+    def square_norms(self) -> list[Tensor]:
+        """Sums of squares (fp64 []) over this rank's messages, those of the running step included, one each. A GPU is
+        waited for where residuals are in host memory."""
         self._await()
-        norms = [self._norm(slot.current, _numel(layout)) for layout, slot in self._slots.items()]
-        return sum(norm**2 for norm in torch.stack(norms).tolist()) if norms else 0.0
+        return [self._square_norm(slot.current, _numel(layout)) for layout, slot in self._slots.items()]
 
-    def _norm(self, payload: Tensor, numel: int) -> Tensor:
+    def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
         # Numbers are read where they are stored, not decoded first.
         storage = self.storage
         values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
-        norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+        norm: Tensor = for_device(values.device).square_norm(values)
         return norm
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:

@@ -115,17 +115,18 @@ class Guard(Model):
 
 
 class Adaptive(Model):
-    """Chooses settings by what they cost on this network and what they lose of these gradients."""
+    """Chooses the settings that are predicted to be soonest at a loss, on this network and of these gradients."""
 
     candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
     """Settings to choose from: keys of `gradients` that differ; null has a usual list. What is written in `gradients`,
     and no compression, are always among them."""
-    max_error: float = Field(default=0.3, gt=0, le=1)
-    """Relative error of what is sent, without error feedback, that a choice may have."""
+    max_error: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Relative error of what is sent, without error feedback, that a choice may have; null leaves that to the steps
+    that a loss is predicted to cost, and is 0.3 without error feedback."""
     probe_every: int = Field(default=100, ge=2)
     """Optimizer steps between measurements; they also follow when steps become much slower."""
-    margin: float = Field(default=0.1, ge=0, lt=1)
-    """Part of its cost by which another choice must be cheaper to be taken."""
+    margin: float = Field(default=0.03, ge=0, lt=1)
+    """Part of the predicted time to a loss by which another choice must be better to be taken."""
     groups: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
     """Patterns of groups of parameters, each of which may get settings of its own; all others are one more group."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["Losses", "StepMeans", "gather_busy_times", "largest_of_all", "new_run"]
+__all__ = ["BusyTimes", "Losses", "StepMeans", "largest_of_all", "new_run"]
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,21 @@ class StepMeans:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """Sums over the ranks (fp64 [6], on the host), which nobody waits for yet: losses, metrics, milliseconds, each with
-    their number."""
+    """Numbers of all ranks (on the host), which nobody waits for yet."""
 
-    sums: torch.Tensor
+    numbers: torch.Tensor
     wait: Callable[[], object]
 
     def figures(self) -> list[float]:
         self.wait()
-        return list(self.sums.tolist())
+        return list(self.numbers.tolist())
 
-    def means(self) -> StepMeans:
-        loss, losses, metric, metrics, milliseconds, times = self.figures()
-        judged = metric / metrics if metrics else loss / losses if losses else None
-        return StepMeans(judged, milliseconds / times if times else None)
+
+def _means(sums: list[float]) -> StepMeans:
+    """Of losses, metrics and milliseconds, each with their number."""
+    loss, losses, metric, metrics, milliseconds, times = sums
+    judged = metric / metrics if metrics else loss / losses if losses else None
+    return StepMeans(judged, milliseconds / times if times else None)
 
 
 class Losses:
@@ -74,7 +75,7 @@ class Losses:
             self._add(4, step_ms)
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
-        means = StepMeans() if former is None else former.means()
+        means = StepMeans() if former is None else _means(former.figures())
         self._under_way = _summed(sums)
         self._waits[:] = [self._under_way.wait]
         return means
@@ -88,15 +89,38 @@ class Losses:
         self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
-def _summed(sums: torch.Tensor) -> _UnderWay:
-    """Begin to sum over all ranks. Collective.
+class BusyTimes:
+    """How long each rank was busy in a measured step. Gathered while training goes on, so known one measured step late:
+    a rank that observes never waits for one that is late."""
+
+    def __init__(self, device: torch.device, group: ProcessGroup | None = None) -> None:
+        self._waits: list[Callable[[], object]] = []
+        weakref.finalize(self, _wait, self._waits)
+        self._device = device
+        self._group = group
+        self._under_way: _UnderWay | None = None
+
+    def next(self, milliseconds: float | None) -> list[float]:
+        """Of the measured step before, in order of ranks, none where it is not known; gather those of this one, in
+        which this rank was busy for `milliseconds`. Collective."""
+        former = [] if self._under_way is None else self._under_way.figures()
+        every = torch.zeros(dist.get_world_size(self._group), dtype=torch.float64, device=self._device)
+        # A number that goes along with the kernel: as a tensor of its own a GPU would be waited for.
+        every.narrow(0, dist.get_rank(self._group), 1).fill_(-1.0 if milliseconds is None else milliseconds)
+        self._under_way = _summed(every, self._group)
+        self._waits[:] = [self._under_way.wait]
+        return former if former and min(former) >= 0 else []
+
+
+def _summed(sums: torch.Tensor, group: ProcessGroup | None = None) -> _UnderWay:
+    """Begin to sum over all ranks of `group`, of the job if None. Collective.
 
     On a GPU it is the stream that waits: NCCL promises nothing of two communicators at work at once, so this one is
     done before the next step uses that of the gradients. The host waits a step later, for a copy that has long arrived.
     """
     if sums.device.type == "cpu":
-        return _UnderWay(sums, dist.all_reduce(sums, async_op=True).wait)
-    dist.all_reduce(sums)
+        return _UnderWay(sums, dist.all_reduce(sums, group=group, async_op=True).wait)
+    dist.all_reduce(sums, group=group)
     copy, copied = sums.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     return _UnderWay(copy, copied.synchronize)
@@ -121,20 +145,3 @@ def new_run(group: ProcessGroup | None = None) -> str:
     found = [uuid.uuid4().hex[:8]]
     dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]
-
-
-def gather_busy_times(
-    milliseconds: float | None, device: Any, group: ProcessGroup | None = None
-) -> Callable[[], list[float]]:
-    """Begin to gather a figure of every rank of `group`, all of the job if None. Returns what gives them, in
-    order of ranks; none if it is not known."""
-    mine = torch.tensor([-1.0 if milliseconds is None else milliseconds], dtype=torch.float32, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    handle = dist.all_gather(every, mine, group=group, async_op=True)
-
-    def gathered() -> list[float]:
-        handle.wait()
-        found = torch.cat(every).tolist()
-        return found if min(found) >= 0 else []
-
-    return gathered

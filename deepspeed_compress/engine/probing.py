@@ -124,19 +124,20 @@ class Prober:
         if not isinstance(settings, MethodConfig):
             return _Trial([0.0] * len(sent), [float(self._itemsize * numel) for numel in sent], 0.0)
         compressor = settings.compressor()
-        self._wait()
-        begin = time.perf_counter()
+        begin = self._now()
         left = [_left(compressor, x) for x, _ in joined]
-        self._wait()
-        elapsed = time.perf_counter() - begin
+        elapsed = self._now() - begin
         bytes_each = compressor.payload_bytes(NUMEL) / NUMEL
         numel = sum(x.numel() for x, _ in joined)
         errors = [_weighted(rest, weights) for rest, (_, weights) in zip(left, joined, strict=True)]
         return _Trial(errors, [bytes_each * one for one in sent], elapsed * sum(sent) / max(numel, 1))
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _now(self) -> float:
+        """Seconds, of this thread's work on a CPU: what else runs there tells nothing of a codec."""
+        if self._device.type != "cuda":
+            return time.thread_time()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _probe(self, group: ProcessGroup) -> AlphaBeta:
         """Latency and bandwidth of the link, the same on all ranks; nothing takes time where there is nobody else."""

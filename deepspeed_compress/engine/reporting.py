@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config import Monitor
-from deepspeed_compress.engine.observer import gather_busy_times
+from deepspeed_compress.engine.observer import BusyTimes
 from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 
@@ -48,7 +48,7 @@ class Reporter:
         self._device = device
         self._ended: float | None = None
         self._others_listen = others_listen
-        self._group = group
+        self._busy_times = BusyTimes(device, group)
 
     def due(self, step: int) -> bool:
         """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
@@ -63,15 +63,17 @@ class Reporter:
     def report(
         self, seen: Observation, samples: int, plan: StepPlan, step_ms: float | None, norm: Callable[[], float | None]
     ) -> None:
-        """Hand the figures of a step on. Collective. `norm`: of this rank's residuals."""
+        """Hand the figures of a step on. Collective. `norm`: of this rank's residuals; asked for where it is reported.
+
+        On a GPU one of them waits until it has done all that was asked of it; afterwards nothing else has to.
+        """
         if not self.sinks:
             return
+        found = self._byte_report(self._meter.sizes())
+        residual_norm = None if found is None else norm()
         times = self._meter.milliseconds()
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
-        gathered = gather_busy_times(busy, self._device, self._group)
-        memory, residual_norm = peak_memory(self._device), norm()
-        everyone = gathered()
-        found = self._byte_report(self._meter.sizes())
+        everyone = self._busy_times.next(busy)
         if found is None:
             return
         rank, sizes = found
@@ -94,7 +96,7 @@ class Reporter:
             busy_ms_median=statistics.median(everyone) if everyone else None,
             busy_ms_max=max(everyone) if everyone else None,
             slowest_rank=everyone.index(max(everyone)) if everyone else None,
-            memory_bytes=memory,
+            memory_bytes=peak_memory(self._device),
             grad_norm=seen.grad_norm,
             loss=seen.loss,
         )

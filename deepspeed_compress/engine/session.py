@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import Partition
@@ -364,4 +365,8 @@ class Session:
     def _residual_norm(self, finished: FinishedStep) -> float | None:
         """L2 norm of what this rank left out; a momentum is none of it."""
         left = [store for name, store in self.stores.items() if name in _RESIDUALS]
-        return math.sqrt(sum(store.square_norm() for store in left)) / finished.scale_after if left else None
+        if not left:
+            return None
+        # A GPU is waited for once, whatever there is.
+        squares = [norm for store in left for norm in store.square_norms()]
+        return math.sqrt(sum(torch.stack(squares).tolist())) / finished.scale_after if squares else 0.0

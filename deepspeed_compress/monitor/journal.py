@@ -75,8 +75,11 @@ class Journal:
             return
         file = self._directory / name
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            work(file)
+            try:
+                work(file)
+            except FileNotFoundError:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                work(file)
         except OSError as error:
             self.fail("file", f"/deepspeed_compress/monitor/path: {file} cannot be written ({error.strerror or error})")
 

@@ -79,7 +79,9 @@ class Meter:
     def milliseconds(self) -> dict[str, float]:
         """Elapsed time by phase."""
         for name, first, last in self._events:
-            last.synchronize()
+            # What has been waited for elsewhere need not be waited for again.
+            if not last.query():  # type: ignore[no-untyped-call]
+                last.synchronize()
             self._elapsed[name] += first.elapsed_time(last)
         self._events.clear()
         return dict(self._elapsed)

@@ -1,7 +1,7 @@
 """Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed_compress.config.numbers import finite
@@ -29,9 +29,9 @@ class StepStatistics:
 
     `settings`: what was in force, in short form. `step_ms`: since the end of the step before, None for the first of
     a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks, the latter that
-    of `slowest_rank`. `memory_bytes`: the peak of the process so far, resident on CPU,
-    allocated on GPU. `grad_norm`, with a guard alone: L2 norm of the mean gradient before clipping. `loss`, with a
-    guard or adaptation alone: mean over ranks of the step before.
+    of `slowest_rank`, in the measured step before: None in the first. `memory_bytes`: the peak of the process so far,
+    resident on CPU, allocated on GPU. `grad_norm`, with a guard alone: L2 norm of the mean gradient before clipping.
+    `loss`, with a guard or adaptation alone: mean over ranks of the step before.
     """
 
     step: int
@@ -90,7 +90,8 @@ class StatisticsWriter:
         return self._journal.active or (self._sink is not None and self._sink.enabled)
 
     def write(self, statistics: StepStatistics) -> None:
-        fields = {name: finite(value) for name, value in asdict(statistics).items()}
+        # `asdict` would copy every value.
+        fields = {name: finite(value) for name, value in vars(statistics).items()}
         self._journal.add(STATISTICS, fields)
         if self._sink is not None and self._sink.enabled:
             self._send(self._sink, _events({**fields, "time_ms": statistics.time_ms}))

@@ -63,8 +63,10 @@ class Adaptation:
         if not seen.known:
             self._next = step + REST
             return before, before, {}
-        choice = self.adaptive.choose(self._choice, seen)
-        self._choice, self._last, self._next, self._paces = choice.candidates, step, step + self._every, ()
+        choice = self.adaptive.choose(self._choice, seen, step)
+        # The first steps of a program are slower than others, so what was chosen by them is soon looked at again.
+        rest = min(self._every, max(REST, step))
+        self._choice, self._last, self._next, self._paces = choice.candidates, step, step + rest, ()
         return before, self.settings, choice.evidence
 
     def saved(self) -> dict[str, Any]:

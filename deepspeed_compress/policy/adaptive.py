@@ -1,20 +1,21 @@
-"""The cheapest settings that lose no more than is allowed, on this network and of these gradients.
+"""The settings with which a loss is reached soonest, on this network and of these gradients.
 
 What a candidate costs: the time of its codec, and that of its bytes on the link (`alpha_beta`), as far as the
 backward pass does not hide it. What it loses: the relative error ||x - C(x)|| / ||x|| of a sample of the gradients,
-without error feedback, which makes up for a part of it.
+without error feedback. Steps are the slower the more they cost, and the more are needed the more is lost (`penalty`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config import Adaptive as AdaptiveConfig
 from deepspeed_compress.config import CompressConfig, CompressedGradients, GradientsConfig, patched, written
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
+from deepspeed_compress.policy.penalty import penalty
 
-__all__ = ["Adaptive", "Choice", "Measurement", "allocate"]
+__all__ = ["Adaptive", "Choice", "Measurement", "allocations"]
 
 USUAL: tuple[Mapping[str, Any], ...] = (
     {"method": "blockwise", "bits": 8},
@@ -26,7 +27,9 @@ USUAL: tuple[Mapping[str, Any], ...] = (
 )
 """Where the configuration has no candidates."""
 CLOSE = 0.01
-"""Of candidates that differ by less than this part of a step, the one that loses least is taken."""
+"""Of candidates whose predictions differ by less than this part, the one that loses least is taken."""
+UNFED = 0.3
+"""`max_error` where there is no error feedback, of which the penalty knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Measurement:
         )
         return codec + max(0.0, self._travel(choice) - hidden)
 
+    def step_seconds(self, choice: Sequence[int], now: Sequence[int]) -> float:
+        """What a step takes with `choice`, when it was measured with `now`."""
+        return max(0.0, self.step - self.seconds(now, now)) + self.seconds(choice, now)
+
     def _travel(self, choice: Sequence[int]) -> float:
         return self.bytes(choice) * self.link.seconds_per_byte
 
@@ -89,6 +96,8 @@ class Adaptive:
     def __init__(self, config: CompressConfig) -> None:
         assert config.adaptive is not None
         self._config: AdaptiveConfig = config.adaptive
+        unfed = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
+        self._max_error = config.adaptive.max_error or (UNFED if unfed else math.inf)
         patches = ({"method": "none"}, *(config.adaptive.candidates or USUAL))
         made = (config.gradients, *(patched(config.gradients, patch) for patch in patches))
         self.candidates: tuple[GradientsConfig, ...] = tuple(dict.fromkeys(made))
@@ -117,37 +126,47 @@ class Adaptive:
         known = [written(one) for one in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
-    def choose(self, now: Sequence[int], seen: Measurement) -> Choice:
+    def choose(self, now: Sequence[int], seen: Measurement, step: int) -> Choice:
         """The candidates to use from now on; `now` those in force, which stay unless others are clearly better.
 
-        `seen` must be `known`.
+        `seen` must be `known`. `step`: optimizer steps done.
         """
-        step, current = seen.step, tuple(now)
-        options = {(one,) * len(now) for one in range(len(self.candidates))} | {allocate(seen, self._config.max_error)}
-        allowed = sorted(option for option in options if seen.error(option) <= self._config.max_error)
-        times = {option: seen.seconds(option, now) for option in allowed}
-        fastest = min(times.values())
-        gentle = min((one for one in allowed if times[one] <= fastest + CLOSE * step), key=seen.error)
-        slack = max(self._config.margin * times.get(current, 0.0), 2 * CLOSE * step)
-        stays = current in times and times[current] < fastest + slack and seen.error(current) <= seen.error(gentle)
+        current = tuple(now)
+        options = {current, *((one,) * len(now) for one in range(len(self.candidates))), *allocations(seen)}
+        allowed = sorted(one for one in options if self._allows(seen.error(one), step))
+        times = {one: _predicted(seen, one, now, step) for one in allowed}
+        soonest = min(times.values())
+        gentle = min((one for one in allowed if times[one] <= (1 + CLOSE) * soonest), key=seen.error)
+        close = times.get(current, math.inf) <= (1 + self._config.margin) * soonest
+        stays = close and seen.error(current) <= seen.error(gentle)
         chosen = current if stays else gentle
         evidence = {
             "error": seen.error(chosen),
-            "seconds": times[chosen],
-            "seconds_before": seen.seconds(current, now),
+            "penalty": penalty(seen.error(chosen), step),
+            "step_seconds": seen.step_seconds(chosen, now),
+            "predicted": times[chosen],
+            "predicted_before": _predicted(seen, current, now, step),
             "bytes": seen.bytes(chosen),
             "bandwidth": seen.link.bandwidth,
             "latency": seen.link.latency,
         }
         return Choice(chosen, evidence)
 
+    def _allows(self, error: float, step: int) -> bool:
+        return math.isfinite(penalty(error, step)) and error <= self._max_error
 
-def allocate(seen: Measurement, max_error: float) -> tuple[int, ...]:
-    """A candidate for each group: fewest bytes first, then more where a byte removes most of the error, until the whole
-    is within `max_error`."""
+
+def _predicted(seen: Measurement, choice: Sequence[int], now: Sequence[int], step: int) -> float:
+    """Seconds with `choice` until training is where one uncompressed step would bring it."""
+    return penalty(seen.error(choice), step) * seen.step_seconds(choice, now)
+
+
+def allocations(seen: Measurement) -> Iterator[tuple[int, ...]]:
+    """Candidates for each group: first those of fewest bytes, then more and more where a byte removes most error."""
     groups, candidates = range(len(seen.norms)), range(len(seen.sizes))
     choice = [min(candidates, key=lambda one: (seen.sizes[one][group], one)) for group in groups]
-    while seen.error(choice) > max_error:
+    while True:
+        yield tuple(choice)
         upgrades = [
             (_gain(seen, group, choice[group], one), group, one)
             for group in groups
@@ -155,10 +174,9 @@ def allocate(seen: Measurement, max_error: float) -> tuple[int, ...]:
             if seen.errors[one][group] < seen.errors[choice[group]][group]
         ]
         if not upgrades:
-            break
+            return
         _, group, one = max(upgrades)
         choice[group] = one
-    return tuple(choice)
 
 
 def _gain(seen: Measurement, group: int, before: int, after: int) -> float:

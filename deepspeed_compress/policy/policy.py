@@ -104,7 +104,7 @@ class Policy:
         assert self.adaptation is not None
         before, after, evidence = self.adaptation.choose(step, seen)
         if before != after:
-            self._event(step, "adapt", "cheaper within the error that is allowed", evidence, before, after)
+            self._event(step, "adapt", "sooner at a loss, by what was measured", evidence, before, after)
 
     def skips(self, norm: float) -> bool:
         """Whether a step must not be applied, by the norm of its gradients (see `Observation`)."""

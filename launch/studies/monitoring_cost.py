@@ -4,6 +4,7 @@
 
 Engines of the same model, one a setting, take a step in turn, so that whatever else the machine does meets all of them
 alike. The ranks wait for each other before the clock starts: a rank that is late is none of the monitor's cost.
+Processor time is that of all threads of rank 0: other programs change it less than the time that passes.
 """
 
 import argparse
@@ -33,8 +34,22 @@ WARM_UP, WINDOW = 10, 10
 """Steps: left out at the beginning, and of which the mean is taken before the median."""
 
 
+Milliseconds = tuple[float, float]
+"""That passed, and in which the processor worked for this process."""
+CLOCKS = ("time", "processor")
+
+
+def now() -> Milliseconds:
+    return 1e3 * time.perf_counter(), 1e3 * time.process_time()
+
+
+def since(begin: Milliseconds) -> Milliseconds:
+    passed, worked = now()
+    return passed - begin[0], worked - begin[1]
+
+
 class Timed:
-    """An engine, and how long its steps and the ends of its steps took, in milliseconds."""
+    """An engine, and how long its steps and the ends of its steps took, by each of `CLOCKS`."""
 
     def __init__(self, model_file: Path, keys: dict[str, Any], directory: Path) -> None:
         model = build_model(model_file, read_model_config(model_file), seed=0)
@@ -52,28 +67,31 @@ class Timed:
         self.engine = deepspeed_compress.initialize(
             model=model, model_parameters=list(model.parameters()), config=ds_config
         )[0]
-        self.steps: list[float] = []
-        self.ends: list[float] = []
+        self.steps: list[Milliseconds] = []
+        self.ends: list[Milliseconds] = []
         self._finish = self.engine.compression.finish
         self.engine.compression.finish = self._timed_finish
 
     def _timed_finish(self, finished: Any) -> Any:
         dist.barrier()
-        begin = time.perf_counter()
+        begin = now()
         result = self._finish(finished)
-        self.ends.append(1e3 * (time.perf_counter() - begin))
+        self.ends.append(since(begin))
         return result
 
     def step(self, tokens: torch.Tensor) -> None:
         dist.barrier()
-        begin = time.perf_counter()
+        begin = now()
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
         self.engine.step()
-        self.steps.append(1e3 * (time.perf_counter() - begin))
+        self.steps.append(since(begin))
 
-    def end(self) -> float:
+    def step_time(self, clock: int) -> float:
+        return statistics.median(step[clock] for step in self.steps[WARM_UP:])
+
+    def end(self, clock: int) -> float:
         """Median over windows of the mean: of ten steps, one may be measured."""
-        ends = self.ends[WARM_UP:]
+        ends = [end[clock] for end in self.ends[WARM_UP:]]
         return statistics.median(
             statistics.fmean(ends[first : first + WINDOW]) for first in range(0, len(ends), WINDOW)
         )
@@ -96,11 +114,12 @@ def main() -> None:
 
 
 def show(timed: dict[str, Timed]) -> None:
-    without = timed["nothing"].end()
-    for name, one in timed.items():
-        step = statistics.median(one.steps[WARM_UP:])
-        cost = one.end() - without
-        print(f"{name}: step {step:.1f} ms, its end {one.end():.3f} ms, this costs {cost:.3f} ms ({cost / step:.2%})")
+    for clock, what in enumerate(CLOCKS):
+        without = timed["nothing"].end(clock)
+        for name, one in timed.items():
+            step, end = one.step_time(clock), one.end(clock)
+            cost = f"this costs {end - without:.3f} ms ({(end - without) / step:.2%})"
+            print(f"{what}: {name}: step {step:.1f} ms, its end {end:.3f} ms, {cost}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,18 @@ def encoded(
     return numbers, codes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, *SIZES, 1024, 3001])
+def test_sums_of_squares_differ_by_their_order_alone(numel: int, dtype: torch.dtype) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    for ops in (cpu, reference):
+        assert float(ops.square_norm(x)) == pytest.approx(float(x.double() @ x.double()), rel=1e-6)
+    for bad in (math.nan, math.inf) if numel else ():
+        x[numel // 2] = bad
+        assert not math.isfinite(cpu.square_norm(x))
+        assert not math.isfinite(reference.square_norm(x))
+
+
 @pytest.mark.parametrize("key", [None, 2**63 + 12345])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -192,7 +192,7 @@ def synchronise(rank: int, job: Job) -> tuple[list[float], list[str], dict[str, 
     for batch in data(rank, job):
         run(engine, [batch])
         stores = engine.compression.stores
-        norms.append(sum(stores[name].square_norm() for name in ("gradients", "means")))
+        norms.append(sum(float(norm) for name in ("gradients", "means") for norm in stores[name].square_norms()))
     return norms, [event.kind for event in engine.compression.events], weights(engine)
 
 

@@ -1,12 +1,17 @@
 """What is reported of a step: bytes from the layout alone, times, quality."""
 
+import itertools
 import math
 import warnings
 from pathlib import Path
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
 from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.engine.observer import BusyTimes
 from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
@@ -45,6 +50,28 @@ def test_sampled_cosine_and_interval(tmp_path):
     # Steps 0 and 3 (counted from zero) were sampled; step 3 is the fourth.
     assert [line["cosine"] is not None for line in found] == [False, False, True]
     assert 0.99 < found[2]["cosine"] <= 1.0 + 1e-6
+
+
+def busy(rank: int) -> list[list[float]]:
+    """What measured steps are told, while other sums go on."""
+    deepspeed.init_distributed("gloo")
+    times, found = BusyTimes(torch.device("cpu")), []
+    for milliseconds in (None, 10.0 + rank, 20.0 - rank, 5.0):
+        found.append(times.next(milliseconds))
+        dist.all_reduce(torch.ones(1))
+    return found
+
+
+def test_busy_times_of_all_ranks_are_known_one_measured_step_late():
+    assert run_forks(2, busy) == [[[], [], [10.0, 11.0], [20.0, 19.0]]] * 2
+
+
+def test_lines_have_the_busy_times_of_the_line_before(tmp_path):
+    found = lines(tmp_path, 1, {})
+    assert [line["busy_ms_max"] is None for line in found] == [True, True] + [False] * 4
+    for before, line in itertools.pairwise(found[1:]):
+        assert line["busy_ms_max"] >= before["busy_ms"] - 1e-9
+        assert line["busy_ms_max"] >= line["busy_ms_median"]
 
 
 def test_micro_steps_add_up(tmp_path):

@@ -133,3 +133,37 @@ def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path
     allowed = [set(ALLOWED) if "guard" in one.section else set() for one in jobs]
     for found in run_forks(2, waiting, jobs, str(tmp_path)):
         assert [waits - excepted for waits, excepted in zip(found, allowed, strict=True)] == [set()] * len(jobs)
+
+
+NORM = "engine/session.py:_residual_norm: tolist"
+COPY = "engine/observer.py:figures: tolist"
+"""Of a copy on the host, which the measured step before has begun."""
+
+
+def measured(rank: int, jobs: list[Job], directory: str) -> list[tuple[dict[str, int], int]]:
+    """How often what waits in measured steps, the first two aside, and how many these are."""
+    from tests.support.cuda_paths import on_streams
+    from tests.support.host_waits import HostWaits
+
+    found = []
+    for one in jobs:
+        section = {**one.section, "monitor": {"every": 1, "announce": False, "path": f"{directory}/{len(found)}"}}
+        with on_streams():
+            engine = start(replace(one, section=section))
+            batches = data(rank, one)
+            run(engine, batches[:2])
+            with HostWaits() as waits:
+                run(engine, batches[2:])
+            engine.destroy()
+        found.append((dict(waits.times), len(batches) - 2))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_measured_step_waits_once_on_the_rank_that_reports(stage: int, tmp_path: Path) -> None:
+    """What weights and means remember besides gradients is no reason to wait again."""
+    jobs = [one for one in JOBS[stage] if "guard" not in one.section]
+    first, second = run_forks(2, measured, jobs, str(tmp_path))
+    for (times, steps), (others, _) in zip(first, second, strict=True):
+        assert times == {NORM: steps, COPY: steps}
+        assert others == {COPY: steps}

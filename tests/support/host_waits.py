@@ -1,6 +1,7 @@
 """Operations for which the host would wait until a GPU has done all that came before, seen on CPU."""
 
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from functools import partialmethod
 from pathlib import Path
@@ -35,13 +36,18 @@ _COPIES = ("tolist", "numpy", "cpu")
 
 
 class HostWaits(TorchDispatchMode):
-    """While it is entered: `found`, what waits by the word of files below `root`, as "file:function: operation"."""
+    """While it is entered: `found`, what waits by the word of files below `root`, as "file:function: operation", and
+    `times`, how often it does."""
 
     def __init__(self, root: Path = _PACKAGE) -> None:
         super().__init__()
         self._root = str(root)
-        self.found: set[str] = set()
+        self.times: Counter[str] = Counter()
         self._patches = ExitStack()
+
+    @property
+    def found(self) -> set[str]:
+        return set(self.times)
 
     def __enter__(self) -> "HostWaits":
         for name in _COPIES:
@@ -61,7 +67,7 @@ class HostWaits(TorchDispatchMode):
     def note(self, operation: str) -> None:
         place = _caller(self._root)
         if place is not None:
-            self.found.add(f"{place}: {operation}")
+            self.times[f"{place}: {operation}"] += 1
 
 
 def _watched(waits: HostWaits, name: str, original: Any) -> partialmethod[Any]:

@@ -99,6 +99,25 @@ void add_all(const typename M::Stored* values, int64_t n, float* out, float scal
     }
 }
 
+// Sums of a block in fp32 that are independent of each other, so that they are one vector; blocks in fp64.
+template <typename M>
+double sum_squares(const typename M::Stored* values, int64_t n) {
+    constexpr int64_t LANES = 16, BLOCK = 1024;
+    double total = 0;
+    for (int64_t start = 0; start < n; start += BLOCK) {
+        float lanes[LANES] = {};
+        const int64_t end = std::min(n, start + BLOCK), whole = start + (end - start) / LANES * LANES;
+        for (int64_t i = start; i < whole; i += LANES)
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                const float x = M::load(values[i + lane]);
+                lanes[lane] += x * x;
+            }
+        for (int64_t i = whole; i < end; i++) lanes[0] += M::load(values[i]) * M::load(values[i]);
+        for (const float lane : lanes) total += lane;
+    }
+    return total;
+}
+
 float load_number(const void* numbers, int type, int64_t i) {
     if (type == FP32) return static_cast<const float*>(numbers)[i];
     const uint16_t raw = static_cast<const uint16_t*>(numbers)[i];
@@ -554,6 +573,12 @@ void compress_add_cast(const void* values, int type, int64_t n, float* out, floa
     if (type == FP32) add_all<Fp32>(static_cast<const float*>(values), n, out, scale, threads);
     if (type == BF16) add_all<Bf16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
     if (type == FP16) add_all<Fp16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
+}
+
+void compress_square_norm(const void* values, int type, int64_t n, double* out) {
+    if (type == FP32) *out = sum_squares<Fp32>(static_cast<const float*>(values), n);
+    if (type == BF16) *out = sum_squares<Bf16>(static_cast<const uint16_t*>(values), n);
+    if (type == FP16) *out = sum_squares<Fp16>(static_cast<const uint16_t*>(values), n);
 }
 
 void compress_top_k(const float* rows, int64_t count, int64_t n, int64_t k, int64_t* columns, int threads) {

@@ -35,6 +35,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "quantize_rows_between",
+    "square_norm",
     "top_k_rows",
     "top_k_sampled",
     "uniform",
@@ -76,6 +77,7 @@ _LIBRARY = _declared(
     ),
     ("compress_cast", [_POINTER, _LONG, _POINTER, _INT, _INT]),
     ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
+    ("compress_square_norm", [_POINTER, _INT, _LONG, _POINTER]),
     ("compress_top_k", [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT]),
     ("compress_pack_bits", [_POINTER, _LONG, _INT, _POINTER, _LONG]),
     ("compress_unpack_bits", [_POINTER, _INT, _LONG, _POINTER]),
@@ -109,6 +111,13 @@ def cast(x: Tensor, out: Tensor) -> None:
 def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
     """See `reference.add_cast`."""
     _LIBRARY.compress_add_cast(_at(values), _TYPES[values.dtype], out.numel(), _at(out), scale, torch.get_num_threads())
+
+
+def square_norm(values: Tensor) -> Tensor:
+    """See `reference.square_norm`; sums are in another order."""
+    out = torch.empty((), dtype=torch.float64)
+    _LIBRARY.compress_square_norm(_at(values), _TYPES[values.dtype], values.numel(), _at(out))
+    return out
 
 
 def quantize_blocks(

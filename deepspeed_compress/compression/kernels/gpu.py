@@ -35,6 +35,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "quantize_rows_between",
+    "square_norm",
     "top_k_rows",
     "top_k_sampled",
     "uniform",
@@ -42,6 +43,7 @@ __all__ = [
     "unpack_codes",
 ]
 
+square_norm = reference.square_norm
 top_k_sampled = top_k_rows
 """The same elements; how many a sample leaves over would have to be waited for."""
 _TOGETHER = 8

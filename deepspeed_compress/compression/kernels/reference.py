@@ -30,6 +30,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "quantize_rows_between",
+    "square_norm",
     "top_k_rows",
     "top_k_sampled",
     "uniform",
@@ -70,6 +71,12 @@ def cast(x: Tensor, out: Tensor) -> None:
 def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
     """`out` (flat fp32) += `scale` * `values` (fp32, bf16 or fp16), product and sum rounded each by itself."""
     out.add_(values.to(torch.float32) * scale)
+
+
+def square_norm(values: Tensor) -> Tensor:
+    """The sum of squares of `values` (flat fp32, bf16 or fp16), squared in fp32: fp64 [], infinite beyond fp32."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    return norm.to(torch.float64).square()
 
 
 def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:

@@ -197,6 +197,10 @@ def _add_cast(out_type: torch.dtype, kernels: Kernels, x: Tensor, first: int) ->
     return (out,)
 
 
+def _square_norm(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    return (kernels.square_norm(x).view(1),)
+
+
 def _uniform(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
     return (kernels.uniform(x.numel(), _key(first), x.device),)
 
@@ -297,6 +301,7 @@ COMPARISONS: Sequence[Comparison] = (
         Comparison("add_cast", f"add {NAMES[kind]}", partial(_add_cast, kind), (ONE,), large=kind is BF16, bytes=15)
         for kind in (FP32, BF16, FP16)
     ),
+    Comparison("square_norm", "sum of squares", _square_norm, (_ROOM,), rule=within(1e-5), plain=True, promised=False),
     Comparison("uniform", "uniform numbers", _uniform, (ONE,), large=True, bytes=9),
     *(pack_bits(width) for width in (1, 2, 3, 5, 8, 11, 16, 17)),
     *(pack_codes(width) for width in (1, 2, 3, 4, 8)),
