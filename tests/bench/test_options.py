@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
-from deepspeed_compress.tools.bench.systems import PEERS as MADE
+from deepspeed_compress.tools.bench.peers import PEERS as MADE
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
