@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import CompressError, DataError
@@ -29,6 +30,8 @@ Point = tuple[float, float]
 COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")
 """The first run is what the others are compared with."""
 INK = "#1f2328"
+MANY, BESIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
+"""Where a legend of more than so many runs stands, which would cover them."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,8 @@ def draw_panels(
         _draw_runs(axes, runs, goal, dashed)
         _limit(axes, runs, goal, logarithmic)
         style_axes(axes, title)
-        axes.legend(frameon=False, fontsize=8 if dashed else None, title="to the dotted line", alignment="left")
+        place: dict[str, Any] = dict(BESIDE) if len(runs) > MANY else {}
+        axes.legend(frameon=False, title="to the dotted line", alignment="left", **place)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 

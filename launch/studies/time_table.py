@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from deepspeed_compress.tools.bench.links import bits_per_second
+from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second
 from deepspeed_compress.tools.bench.options import PEERS
 from deepspeed_compress.tools.bench.rows import Row
 from deepspeed_compress.tools.bench.workload import DEEPSPEED, stage_of
@@ -132,11 +132,17 @@ def table(found: Sequence[Outcome], rates: Sequence[str]) -> str:
     """Markdown of the outcomes on one number of hosts, the fastest at the slowest rate first."""
     base = next(one for one in found if one.name == BASELINE)
     heads = ["setting", "MB sent", "steps to held-out goal", "steps to training goal"]
-    heads += [f"{rate}: {what}" for rate in rates for what in ("s a step", "s to the loss", "times as fast as DDP")]
+    heads += [
+        f"{_spoken(rate)}: {what}" for rate in rates for what in ("s a step", "s to the loss", "times as fast as DDP")
+    ]
     slowest = rates[-1] if rates else ""
     ordered = sorted(found, key=lambda one: one.seconds.get(slowest, float("inf")))
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *(_cells(one, base, rates) for one in ordered)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _spoken(rate: str) -> str:
+    return "no limit" if rate == UNLIMITED else rate
 
 
 def _cells(one: Outcome, base: Outcome, rates: Sequence[str]) -> list[str]:
@@ -169,18 +175,20 @@ def report(trained: Sequence[Trained], window: int, times: StepTimes, output_dir
     write_text(output_dir / "time_to_loss.md", text)
     write_json(output_dir / "time_to_loss.json", {"outcomes": [asdict(one) for one in found]})
     for count in hosts:
-        if times.rates(count):
-            _draw([run for run in trained if run.hosts == count], window, times, output_dir / f"{count}hosts.png")
+        _draw([run for run in trained if run.hosts == count], window, times, output_dir / f"{count}hosts.png")
 
 
 def _draw(trained: Sequence[Trained], window: int, times: StepTimes, file: Path) -> None:
     """Held-out losses of the first seed over seconds, a panel for each rate; what PyTorch offers is dashed."""
     first = [run for run in trained if run.seed == trained[0].seed]
-    goal = goal_of(next(run.curve for run in first if run.name == BASELINE), window)
+    baseline = next(run for run in first if run.name == BASELINE)
     panels = {
-        f"{first[0].hosts} hosts, {rate}": _timed_runs(first, times, rate) for rate in times.rates(first[0].hosts)
+        f"{baseline.hosts} hosts, {_spoken(rate)}": _timed_runs(first, times, rate)
+        for rate in times.rates(baseline.hosts)
+        if times.of(BASELINE, baseline.hosts, rate, 0)
     }
-    draw_panels(panels, goal.held_out, file, PEERS, logarithmic=True)
+    if panels:
+        draw_panels(panels, goal_of(baseline.curve, window).held_out, file, PEERS, logarithmic=True)
 
 
 def _timed_runs(trained: Sequence[Trained], times: StepTimes, rate: str) -> list[TimedRun]:

@@ -20,7 +20,7 @@ examples, from the root of the repository:
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 2 \\
       --only 'ddp$|powersgd4|int4' --seeds 0 1 2
   ds-compress bench step --config configs/zero0_int4.json --peers ddp ddp-powersgd4 --output runs/steps.json \\
-      --emulate 4,unlimited,1gbit,100mbit
+      --emulate 4,none,1gbit,100mbit
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 --train-none \\
       --times runs/steps.json
 """
@@ -45,7 +45,7 @@ from deepspeed_compress.errors import CompressError, ConfigError, DataError
 from deepspeed_compress.models import read_model_config
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.rows import read_document
-from deepspeed_compress.tools.bench.workload import Contender, group_contenders
+from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
 from launch.studies.loss_curve import Curve, Goal, Job
@@ -171,8 +171,7 @@ class Study:
 
     def _job(self, run: Run, goal: Goal | None) -> Job:
         options, file = self.options, self.files.get(run.name, NATIVE)
-        sizes = {"micro_batch": None, "seq_len": options.seq_len, "seed": run.seed}
-        workload = group_contenders([str(file)], str(options.model), (), sizes, run.hosts)[0].workload
+        workload = self._workload(run, file)
         ds_config = _trained_as(file, run.seed)
         batch_tokens = workload.micro_batch * workload.accumulation * run.hosts * options.seq_len
         return Job(
@@ -187,6 +186,14 @@ class Study:
             data=self.data,
             goal=goal,
         )
+
+    def _workload(self, run: Run, file: Path) -> Workload:
+        """What every setting computes in a step. Raises ConfigError when `file` asks for another batch or layout."""
+        sizes = {"micro_batch": None, "seq_len": self.options.seq_len, "seed": run.seed}
+        groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
+        if len(groups) > 1:
+            raise ConfigError(f"{file}: batch, clipping, precision or layout are not those of {NATIVE}; write the same")
+        return groups[0].workload
 
     def _goal(self, run: Run) -> Goal | None:
         """The last losses of DDP; None for itself."""
@@ -214,6 +221,7 @@ class Study:
         if self._curve(run) is not None:
             return True
         file = self._file(run)
+        print(f"{run}: {file.with_suffix('.log')}", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file.with_suffix(".job"), asdict(self._job(run, self._goal(run))))
         ranks = ("--standalone", "--nproc_per_node", str(run.hosts), "-m", "launch.studies.loss_curve")

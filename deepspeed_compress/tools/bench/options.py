@@ -104,7 +104,7 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
-    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,1gbit,100mbit"
+    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,none,1gbit,100mbit"
     where.add_argument(
         "--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=f"{emulate} (else: the launcher's processes)"
     )
