@@ -9,24 +9,29 @@ examples:
 """
 
 import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from deepspeed_compress.errors import CompressError, DataError
 from deepspeed_compress.monitor import KINDS
-from deepspeed_compress.tools.plots import check_plotting, style_axes
+from deepspeed_compress.tools.plots import check_plotting, plain_decades, style_axes
 from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summary
 
-__all__ = ["Point", "TimedRun", "common_goal", "curve", "draw", "print_table", "read_run", "time_to"]
+__all__ = ["Point", "TimedRun", "common_goal", "curve", "draw", "draw_panels", "print_table", "read_run", "time_to"]
 
 Point = tuple[float, float]
 """Seconds of training, and the held-out loss then."""
-COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e")
+COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")
 """The first run is what the others are compared with."""
 INK = "#1f2328"
+MANY, BESIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
+"""Where a legend of more than so many runs stands, which would cover them."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +113,61 @@ def print_table(runs: Sequence[TimedRun], title: str) -> None:
 
 
 def draw(runs: Sequence[TimedRun], title: str, file: Path) -> None:
-    """The losses over time, and where each run reaches the goal, as a PNG."""
+    """The losses over time, and where each run reaches the lowest loss that all do, as a PNG."""
+    draw_panels({title: runs}, common_goal(runs), file)
+
+
+def draw_panels(
+    panels: Mapping[str, Sequence[TimedRun]],
+    goal: float,
+    file: Path,
+    dashed: Collection[str] = (),
+    logarithmic: bool = False,
+) -> None:
+    """Losses over time as a PNG: a panel for each title, and where each run reaches `goal`, if it does.
+
+    The first run of a panel is what the others are compared with. Runs that are named in `dashed` are drawn so.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor="white")
-    axes, goal, times = figure.add_subplot(), common_goal(runs), _times(runs)
+    figure = Figure(figsize=(8, 4.2 * len(panels)), layout="constrained", facecolor="white")
+    for number, (title, runs) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, number)
+        _draw_runs(axes, runs, goal, dashed)
+        _limit(axes, runs, goal, logarithmic)
+        style_axes(axes, title)
+        place: dict[str, Any] = dict(BESIDE) if len(runs) > MANY else {}
+        axes.legend(frameon=False, title="to the dotted line", alignment="left", **place)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def _draw_runs(axes: Any, runs: Sequence[TimedRun], goal: float, dashed: Collection[str]) -> None:
     axes.axhline(goal, color=INK, linewidth=0.8, linestyle=":")
-    for run, seconds, colour in zip(runs, times, COLOURS, strict=False):
-        gain = "" if run is runs[0] else f", {times[0] / seconds:.1f} times as fast"
-        label = f"{run.name}: {seconds:.0f} s{gain}"
-        axes.plot(*zip(*run.points, strict=True), color=colour, linewidth=2.2, label=label)
-        axes.plot(seconds, goal, "o", color=colour, markersize=8, markeredgecolor="white")
-    axes.set_xlim(0, 1.12 * max(times))
+    times = [time_to(goal, run.points) for run in runs]
+    for run, seconds, colour in zip(runs, times, itertools.cycle(COLOURS)):
+        style = {"linewidth": 1.4, "linestyle": "--"} if run.name in dashed else {"linewidth": 2.2}
+        axes.plot(*zip(*run.points, strict=True), color=colour, label=_label(run.name, seconds, times[0]), **style)
+        if seconds is not None:
+            axes.plot(seconds, goal, "o", color=colour, markersize=8, markeredgecolor="white")
+
+
+def _label(name: str, seconds: float | None, first: float | None) -> str:
+    if seconds is None:
+        return f"{name}: not reached"
+    gain = "" if first is None or seconds == first else f", {first / seconds:.1f} times as fast"
+    return f"{name}: {seconds:.0f} s{gain}"
+
+
+def _limit(axes: Any, runs: Sequence[TimedRun], goal: float, logarithmic: bool) -> None:
+    """The horizontal axis ends soon after the last run reaches the goal."""
+    last = 1.12 * max(time_to(goal, run.points) or 0.0 for run in runs)
+    if logarithmic:
+        plain_decades(axes, (min(run.points[0][0] for run in runs), last))
+    else:
+        axes.set_xlim(0, last)
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out loss")
-    style_axes(axes, title)
-    axes.legend(frameon=False, title="to the dotted line", alignment="left")
-    figure.savefig(file, dpi=120)
 
 
 def main() -> int:

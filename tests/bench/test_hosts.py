@@ -1,5 +1,6 @@
 """Rate-limited hosts: what is limited, and that nothing stays behind."""
 
+import math
 import os
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def _own_namespaces(process: int) -> list[str]:
     return [path.name for path in NAMESPACES.glob(f"{PREFIX}{process}-*")]
 
 
-@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("64kbit", 64e3), ("8bit", 8)])
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("64kbit", 64e3), ("8bit", 8), ("none", math.inf)]
+)
 def test_rates_are_read_as_tc_reads_them(rate: str, bits: float) -> None:
     assert bits_per_second(rate) == bits
 

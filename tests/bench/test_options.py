@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.tools.bench.options import BENCHMARKS, PEERS, Emulation, count, emulation, size
-from deepspeed_compress.tools.bench.systems import PEERS as MADE
+from deepspeed_compress.tools.bench.peers import PEERS as MADE
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
@@ -22,7 +22,7 @@ def test_every_peer_can_be_made() -> None:
 
 
 def test_hosts_and_rates() -> None:
-    assert emulation("4,1gbit,100mbit") == Emulation(4, ("1gbit", "100mbit"))
+    assert emulation("4,none,1gbit,100mbit") == Emulation(4, ("none", "1gbit", "100mbit"))
 
 
 @pytest.mark.parametrize("text", ["2", "1,1gbit", "x,1gbit", "2,", "2,fast", "2,1gbit,0mbit", "1000,1gbit"])

@@ -13,7 +13,7 @@ from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy.alpha_beta import AlphaBeta
 from deepspeed_compress.tools.bench.hosts import signals_as_exceptions
-from deepspeed_compress.tools.bench.links import bits_per_second, check_machine
+from deepspeed_compress.tools.bench.links import UNLIMITED, bits_per_second, check_machine
 from deepspeed_compress.tools.bench.rows import Row, check_launched, new_document, run_on_hosts, save_document
 from deepspeed_compress.tools.plots import COLOURS, WIDTH, check_plotting, style_axes
 
@@ -82,7 +82,8 @@ def table_of(heading: str, rows: Sequence[Row]) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    bus, link = row["fitted_bus_bytes_per_s"], bits_per_second(row["rate"]) / 8 if row["rate"] else None
+    limited = row["rate"] not in (None, UNLIMITED)
+    bus, link = row["fitted_bus_bytes_per_s"], bits_per_second(row["rate"]) / 8 if limited else None
     return [
         row["collective"],
         f"{1e3 * row['fit']['latency']:.2f}",

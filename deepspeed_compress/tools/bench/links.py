@@ -1,5 +1,6 @@
 """Links of emulated hosts: network namespaces of one Linux machine, and the rate that each link is limited to."""
 
+import math
 import os
 import re
 import shutil
@@ -86,7 +87,9 @@ def _effective_capabilities() -> int:
 
 
 def bits_per_second(rate: str) -> float:
-    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"."""
+    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"; infinity for "none"."""
+    if rate == UNLIMITED:
+        return math.inf
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if found is None or float(found[1]) == 0:
         raise ClusterError(f'rate {rate!r}: write a number and a unit, such as "100mbit" or "1gbit", or "{UNLIMITED}"')

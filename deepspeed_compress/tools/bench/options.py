@@ -11,7 +11,15 @@ from typing import Any
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
-PEERS = ("deepspeed", "deepspeed-bf16", "ddp", "ddp-bf16", "ddp-powersgd1", "ddp-powersgd4", "fsdp2")
+PEERS = (
+    "deepspeed",
+    "deepspeed-bf16",
+    "ddp",
+    "ddp-bf16",
+    *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
+    *(f"ddp-post-local{steps}" for steps in (4, 8)),
+    "fsdp2",
+)
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -96,7 +104,7 @@ def _kernels_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
-    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,1gbit,100mbit"
+    emulate = "make HOSTS hosts on this machine, one process each, whose links carry RATE, such as 2,none,1gbit,100mbit"
     where.add_argument(
         "--emulate", type=emulation, metavar="HOSTS,RATE[,RATE...]", help=f"{emulate} (else: the launcher's processes)"
     )

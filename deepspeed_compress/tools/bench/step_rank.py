@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from deepspeed_compress.monitor import KINDS
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import UNLIMITED, set_own_rate
 from deepspeed_compress.tools.bench.rows import Emit, Log, Row, rank_main
-from deepspeed_compress.tools.bench.systems import PEERS, System, compute_only, engine
+from deepspeed_compress.tools.bench.systems import System, compute_only, make, tokens
 from deepspeed_compress.tools.bench.workload import Contender, Group, Workload
 
 __all__ = ["measure", "measure_group"]
@@ -20,6 +21,7 @@ __all__ = ["measure", "measure_group"]
 SETTLING_STEPS = 1
 """Not measured, after every change of the rate: the congestion window finds it."""
 UNCOMPRESSED = "bytes_uncompressed"
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ def _first_only(action: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _compute_only(workload: Workload, count: int) -> Row:
-    compute_only(workload).step()  # what it loads once is no part of any contender's memory
+    _step_of(workload, compute_only(workload))()  # what it loads once is no part of any contender's memory
     peak = gauges.Peak()
     system = compute_only(workload)
+    step = _step_of(workload, system)
     peak.begin()
-    gauges.times(system.step, system.first_steps)
+    gauges.times(step, system.first_steps)
     dist.barrier()
-    seconds = gauges.times(system.step, count)
+    seconds = gauges.times(step, count)
     dist.barrier()
     return {
         "compute_only_s": gauges.over_ranks(seconds),
@@ -67,25 +70,23 @@ def _compute_only(workload: Workload, count: int) -> Row:
     }
 
 
+def _step_of(workload: Workload, system: System) -> Step:
+    return partial(system.stepper.train, tokens(workload, system.share))
+
+
 def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log) -> Iterable[Row]:
     """Make the contender, measure it at every rate, and take it down."""
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
-    system = _made(workload, contender)
-    counted = _count_steps(system.session)
+    system = make(workload, contender)
+    step, counted = _step_of(workload, system), _count_steps(system.session)
     peak.begin()
-    gauges.times(system.step, system.first_steps)
+    gauges.times(step, system.first_steps)
     for rate, count in steps.items():
         log(f"{contender.name}{f' at {rate}' if rate else ''}")
-        yield _measure_rate(rate, count, system, counted, peak)
+        yield _measure_rate(rate, count, system, step, counted, peak)
     _set_rate(UNLIMITED, steps)
     system.close()
-
-
-def _made(workload: Workload, contender: Contender) -> System:
-    if contender.ds_config is None:
-        return PEERS[contender.kind](workload)
-    return engine(workload, contender.ds_config)
 
 
 def _set_rate(rate: str, steps: Iterable[str | None]) -> None:
@@ -108,25 +109,33 @@ def _count_steps(session: Any) -> list[Counted]:
     return counted
 
 
-def _measure_rate(rate: str | None, count: int, system: System, counted: list[Counted], peak: gauges.Peak) -> Row:
+def _measure_rate(
+    rate: str | None, count: int, system: System, step: Step, counted: list[Counted], peak: gauges.Peak
+) -> Row:
+    """`count` periods of the system; seconds and bytes are those of a step."""
     if rate is not None:
         set_own_rate(rate)
     dist.barrier()
-    gauges.times(system.step, SETTLING_STEPS)
+    gauges.times(step, SETTLING_STEPS)
     counted.clear()
-    begin = gauges.quiet_counters() if rate is not None else None
-    seconds = gauges.times(system.step, count)
-    sent = gauges.quiet_counters().since(begin, count) if begin is not None else {}
+    begin, steps = gauges.quiet_counters() if rate is not None else None, count * system.period
+    seconds = _by_period(gauges.times(step, steps), system.period)
+    sent = gauges.quiet_counters().since(begin, steps) if begin is not None else {}
     return {
         "ranks": dist.get_world_size(),
         "rate": rate,
-        "steps": count,
+        "steps": steps,
         "step_s": gauges.over_ranks(seconds),
         "split_ms": _split(seconds, counted),
         "traffic": gauges.gather(sent | _mean_sizes(counted)),
         "peak_bytes": gauges.gather(peak.bytes()),
         "residual_bytes": gauges.gather(_residual_bytes(system.session)),
     }
+
+
+def _by_period(seconds: list[float], period: int) -> list[float]:
+    """Means of each `period` steps: of local SGD most are short and some long, and a median would be of one kind."""
+    return [statistics.mean(seconds[begin : begin + period]) for begin in range(0, len(seconds), period)]
 
 
 def _split(seconds: list[float], counted: list[Counted]) -> dict[str, float] | None:

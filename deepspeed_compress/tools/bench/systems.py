@@ -1,60 +1,79 @@
-"""Ways to train, made and ready to take steps: compute alone, DeepSpeed with and without the package, DDP and FSDP2."""
+"""Ways to train, made and ready to take steps: compute alone, DeepSpeed with and without the package, its peers."""
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.models import Layout, build_model, build_parallel, read_model_config
+from deepspeed_compress.models import Layout, build_parallel, read_model_config
+from deepspeed_compress.tools.bench import peers
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.workload import Workload
-from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
+from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper, Wrapped
+from deepspeed_compress.tools.bench.workload import Contender, Workload
+from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
-__all__ = ["DTYPES", "LEARNING_RATE", "PEERS", "System", "bare_model", "compute_only", "engine", "plain_step", "tokens"]
+__all__ = ["System", "compute_only", "make", "tokens"]
 
-LEARNING_RATE = 1e-3
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+AT_ONCE = Optimizer()
 
 
 @dataclass(frozen=True)
 class System:
-    """`step` takes an optimizer step. `session`: of the package, if it is there.
+    """`stepper` takes optimizer steps on this rank's `share` of a batch. `session`: of the package, if it is there.
 
-    `first_steps` are not measured: ZeRO 3 records the order of layers, memory is allocated, methods begin late.
+    It begins with `dense_steps` without compression. What is sent repeats after `period` steps.
     """
 
-    step: Callable[[], object]
+    stepper: Stepper
+    share: Share
     close: Callable[[], object] = lambda: None
     session: Any = None
-    first_steps: int = 2
+    dense_steps: int = 0
+    period: int = 1
+
+    @property
+    def first_steps(self) -> int:
+        """Those that are not measured: besides, ZeRO 3 records the order of layers, and memory is allocated."""
+        return self.dense_steps + 2
 
 
-def tokens(workload: Workload, rank: int, count: int, size: int) -> Tensor:
-    """Random tokens [count, size, seq_len], others on each `rank`."""
+def tokens(workload: Workload, share: Share) -> Tensor:
+    """Random tokens [micro_batches, micro_size, seq_len], others on each rank of `share`."""
     vocabulary = read_model_config(Path(workload.model)).vocab_size
-    generator = torch.Generator().manual_seed(workload.seed + 1 + rank)
-    return torch.randint(vocabulary, (count, size, workload.seq_len), generator=generator).to(device())
+    generator = torch.Generator().manual_seed(workload.seed + 1 + share.rank)
+    size = (share.micro_batches, share.micro_size, workload.seq_len)
+    return torch.randint(vocabulary, size, generator=generator).to(device())
 
 
-def engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
+def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONCE, start: int = 0) -> System:
+    """The contender on this rank. `optimizer`, and `start` as in `Peer`: of those that DeepSpeed does not train."""
+    if contender.ds_config is not None:
+        return _engine(workload, contender.ds_config)
+    peer = PEERS[contender.kind]
+    dense = 0 if peer.least_start is None else max(start, peer.least_start)
+    wrapped = peer.wrap(peers.bare_model(workload), dense)
+    return replace(_plain(workload, wrapped, optimizer), dense_steps=dense, period=peer.period)
+
+
+def compute_only(workload: Workload) -> System:
+    """The whole model on one process with its share of the sequences, and nothing to communicate."""
+    return _plain(workload, peers.alone(peers.bare_model(workload), 0), AT_ONCE)
+
+
+def _plain(workload: Workload, wrapped: Wrapped, optimizer: Optimizer) -> System:
+    share = Share(dist.get_rank(), dist.get_world_size(), *workload.share, dist.group.WORLD)
+    return System(TorchStepper(wrapped, workload, optimizer), share)
+
+
+def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     """An engine of DeepSpeed, of the package when `ds_config` has its section."""
     path, partition = Path(workload.model), workload.partition
     layout = Layout(
@@ -70,114 +89,7 @@ def engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     made = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(dict(ds_config)))[
         0
     ]
-    batch = tokens(workload, share_of(made).rank, workload.accumulation, workload.micro_batch)
     stepper = PipelineStepper(made) if workload.pipeline > 1 else PlainStepper(made)
-    return System(lambda: stepper.train(batch), made.destroy, made.compression if compressed else None)
-
-
-def compute_only(workload: Workload) -> System:
-    """The whole model on one process with its share of the sequences, and nothing to communicate."""
-    model = bare_model(workload)
-    return System(plain_step(model, model, workload))
-
-
-def bare_model(workload: Workload) -> Any:
-    """The model on this rank's device, in the precision of the workload."""
-    path = Path(workload.model)
-    model: Any = build_model(path, read_model_config(path), workload.seed)
-    if workload.recompute:
-        model.gradient_checkpointing_enable()
-    return model.to(device(), DTYPES[workload.precision]).train()
-
-
-def plain_step(
-    model: Any,
-    parameters_of: Any,
-    workload: Workload,
-    synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext(),
-) -> Callable[[], None]:
-    """A step of `model` on the share of this process: clipping and AdamW of the parameters of `parameters_of`.
-
-    `synchronised(last)` is the context of each micro-batch, which tells whether it is the last one of the step.
-    """
-    optimizer = torch.optim.AdamW(parameters_of.parameters(), lr=LEARNING_RATE)
-    batch = tokens(workload, dist.get_rank(), *workload.share)
-
-    def step() -> None:
-        for number, part in enumerate(batch, 1):
-            with synchronised(number == len(batch)):
-                (model(input_ids=part, labels=part, use_cache=False).loss / len(batch)).backward()
-        if workload.clipping:
-            torch.nn.utils.clip_grad_norm_(parameters_of.parameters(), workload.clipping)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-POWERSGD_STARTS = 2
-"""The earliest optimizer step at which the hook accepts a warm start with error feedback."""
-ONE_BUCKET_MB = 2**30
-"""More than any model: with more than one bucket PowerSGD aborts on gloo."""
-
-Hook = Callable[[Any, Any], Any]
-
-
-def _ddp(workload: Workload, hook: Hook | None = None, state: Callable[[], object] = lambda: None) -> System:
-    """DDP, whose gradients `hook(state, bucket)` sums."""
-    ids = [device().index] if device().type == "cuda" else None
-    model = DistributedDataParallel(bare_model(workload), device_ids=ids)
-    if hook is not None:
-        model.register_comm_hook(state(), hook)
-    return System(plain_step(model, model, workload, partial(_ddp_synchronised, model)))
-
-
-def _ddp_synchronised(model: DistributedDataParallel, last: bool) -> AbstractContextManager[object]:
-    return nullcontext() if last else model.no_sync()
-
-
-def _compressed_to_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    # By its own name DDP refuses this hook without CUDA, where gloo sums bf16 as well.
-    return bf16_compress_hook(state, bucket)
-
-
-def _powersgd(workload: Workload, rank: int) -> System:
-    """PowerSGD of DDP, measured after it has begun: the first steps are dense."""
-    model = DistributedDataParallel(bare_model(workload), bucket_cap_mb=ONE_BUCKET_MB)
-    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_STARTS)
-    model.register_comm_hook(state, powerSGD_hook)
-    step = plain_step(model, model, workload, partial(_ddp_synchronised, model))
-    return System(step, first_steps=POWERSGD_STARTS + 2)
-
-
-def _fsdp2(workload: Workload) -> System:
-    """FSDP2: every block that transformers says must not be split, and the rest."""
-    model = bare_model(workload)
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return System(plain_step(model, model, workload, partial(_fsdp2_synchronised, model)))
-
-
-def _blocks(model: Any) -> list[torch.nn.Module]:
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-@contextmanager
-def _fsdp2_synchronised(model: Any, last: bool) -> Any:
-    model.set_requires_gradient_sync(last)
-    yield
-
-
-PEERS: Mapping[str, Callable[[Workload], System]] = MappingProxyType(
-    {
-        "ddp": _ddp,
-        "ddp-bf16": partial(_ddp, hook=_compressed_to_bf16),
-        "ddp-powersgd1": partial(_powersgd, rank=1),
-        "ddp-powersgd4": partial(_powersgd, rank=4),
-        "fsdp2": _fsdp2,
-    }
-)
-"""By name: what makes it on this rank."""
+    session: Any = made.compression if compressed else None
+    dense = session.config.schedule.warmup_steps if compressed else 0
+    return System(stepper, share_of(made), made.destroy, session, dense)

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Time to a loss, against every peer: steps that each way to train needs, times what a step takes on a network.
+
+Losses after so many steps do not depend on the network, and the time of a step does not depend on the loss. So every
+setting is trained once for each seed, on this machine without a slow network, until its held-out loss and its smoothed
+training loss (the mean of 50 batches) are those of DDP after --steps steps; and `ds-compress bench step` measures what
+steps take. Same text, seeds, batches and rates for all: AdamW at a constant rate after 20 steps, so that every point of
+a curve is as good as the run could be by then.
+
+PowerSGD and post-local SGD begin after a tenth of the steps, as PyTorch says. Those before are timed as steps of DDP,
+and the warm-up of a file as steps of DeepSpeed. The losses of DDP stand for DeepSpeed and FSDP2 as well, whose updates
+are the same but for rounding.
+A file that is adaptive chooses by the network, which is not there: give the file of what it chooses on yours, or train
+it on emulated hosts with compare_runs.
+
+Finished runs are kept and not repeated; tables and pictures show what is there.
+
+examples, from the root of the repository:
+  python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4
+  python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 2 \\
+      --only 'ddp$|powersgd4|int4' --seeds 0 1 2
+  ds-compress bench step --config configs/zero0_int4.json --peers ddp ddp-powersgd4 --output runs/steps.json \\
+      --emulate 4,none,1gbit,100mbit
+  python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4 --train-none \\
+      --times runs/steps.json
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from deepspeed_compress.config import SECTION, parse_section, read_ds_config
+from deepspeed_compress.errors import CompressError, ConfigError, DataError
+from deepspeed_compress.models import read_model_config
+from deepspeed_compress.tools.arguments import positive_integer
+from deepspeed_compress.tools.bench.rows import read_document
+from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
+from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
+from launch.studies.loss_curve import Curve, Goal, Job
+from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, report
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "configs" / "zero0_int4.json"
+"""Whose optimizer and clipping the peers have."""
+PEERS = (
+    BASELINE,
+    "ddp-bf16",
+    *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
+    *(f"ddp-post-local{steps}" for steps in (4, 8)),
+)
+OURS = (
+    *(ROOT / "configs" / f"{name}.json" for name in ("zero0_int4", "zero1_int4_weights", "zero1_wan")),
+    *sorted((Path(__file__).parent / "configs").glob("*.json")),
+)
+RATE_WARMUP_STEPS, START, WINDOW, EVAL_TOKENS = 20, 0.1, 50, 16384
+"""`START`: share of the steps that late methods begin after. `WINDOW`: steps whose training losses are averaged."""
+ATTEMPTS = 3
+"""PyTorch's PowerSGD aborts on gloo now and then."""
+CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    options = _options(argv)
+    os.environ |= CPU
+    try:
+        study = Study(options, _prepare_data(options))
+        failures = 0 if options.train_none else study.train_missing()
+        times = StepTimes([read_document(file) for file in options.times])
+        report(study.trained(), study.window, times, options.output_dir)
+    except CompressError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return int(failures > 0)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.studies.time_to_loss",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
+    parser.add_argument("--output-dir", type=Path, required=True, help="curves, tables and pictures go here")
+    ours = "configurations of ours (default: 4 bits, 4 bits both ways, with signs of weights, wan, PowerSGD rank 4)"
+    parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
+    parser.add_argument("--peers", nargs="*", choices=(*PEERS, "fsdp2"), default=PEERS, metavar="PEER")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to train")
+    parser.add_argument("--train-none", action="store_true", help="tables and pictures of what is there")
+    times = "files of `bench step --output`, whose rows are found by name, hosts and rate"
+    parser.add_argument("--times", type=Path, nargs="*", default=(), metavar="FILE.json", help=times)
+    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
+    parser.add_argument("--hosts", type=positive_integer, nargs="+", default=[4, 2], help="(default: 4, then 2)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=positive_integer, default=300, help="of DDP, to the goal (default: 300)")
+    longest = "of the others, if they do not reach it earlier (default: twice --steps)"
+    parser.add_argument("--longest", type=positive_integer, metavar="STEPS", help=longest)
+    parser.add_argument("--eval-every", type=positive_integer, default=20, metavar="STEPS")
+    parser.add_argument("--seq-len", type=positive_integer, default=64)
+    options = parser.parse_args(argv)
+    options.longest = options.longest or 2 * options.steps
+    return options
+
+
+def _cache_dir(options: argparse.Namespace) -> Path:
+    path: Path = options.output_dir / "tokenizer" / "tokens"
+    return path
+
+
+def _prepare_data(options: argparse.Namespace) -> str:
+    """Train the tokenizer and encode the text where that is not done yet: the key of the tokens."""
+    files, tokenizer = text_files(options.data), options.output_dir / "tokenizer"
+    if not (tokenizer / "tokenizer.json").is_file():
+        train_tokenizer(files, tokenizer, read_model_config(options.model).vocab_size)
+    key = cache_key(files, tokenizer)
+    build_cache(files, tokenizer, _cache_dir(options), key)
+    return key
+
+
+@dataclass(frozen=True)
+class Run:
+    """A setting on so many hosts, with one seed."""
+
+    hosts: int
+    seed: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.hosts} hosts, seed {self.seed}"
+
+
+class Study:
+    """The runs of the options, on the tokens of the key `data`."""
+
+    def __init__(self, options: argparse.Namespace, data: str) -> None:
+        self.options, self.data = options, data
+        self.files = {file.stem: file for file in options.configs}
+        self.window = min(WINDOW, options.steps)
+        self.names = tuple(dict.fromkeys((BASELINE, *options.peers, *self.files)))
+
+    def train_missing(self) -> int:
+        """DDP first, which sets the goal of the others; the number of runs that failed."""
+        names = [name for name in self.names if name == BASELINE or self.options.only.search(name)]
+        runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, names)]
+        failed = [run for run in track(runs, "runs", console=Console(stderr=True)) if not self._train(run)]
+        for run in failed:
+            print(f"{run}: failed, see {self._file(run).with_suffix('.log')}", file=sys.stderr)
+        return len(failed)
+
+    def trained(self) -> list[Trained]:
+        """What is there, DDP first."""
+        runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, self.names)]
+        found = ((run, self._curve(run)) for run in runs)
+        return [Trained(run.name, run.hosts, run.seed, curve) for run, curve in found if curve is not None]
+
+    def _file(self, run: Run) -> Path:
+        path: Path = self.options.output_dir / f"{run.hosts}hosts" / f"seed{run.seed}" / f"{run.name}.json"
+        return path
+
+    def _job(self, run: Run, goal: Goal | None) -> Job:
+        options, file = self.options, self.files.get(run.name, NATIVE)
+        workload = self._workload(run, file)
+        ds_config = _trained_as(file, run.seed)
+        batch_tokens = workload.micro_batch * workload.accumulation * run.hosts * options.seq_len
+        return Job(
+            workload=workload,
+            contender=Contender(run.name, run.name, ds_config if run.name in self.files else None),
+            native={key: ds_config[key] for key in ("optimizer", "scheduler")},
+            start=round(START * options.steps),
+            steps=options.steps if run.name == BASELINE else options.longest,
+            eval_every=options.eval_every,
+            eval_batches=max(1, EVAL_TOKENS // batch_tokens),
+            window=self.window,
+            data=self.data,
+            goal=goal,
+        )
+
+    def _workload(self, run: Run, file: Path) -> Workload:
+        """What every setting computes in a step. Raises ConfigError when `file` asks for another batch or layout."""
+        sizes = {"micro_batch": None, "seq_len": self.options.seq_len, "seed": run.seed}
+        groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
+        if len(groups) > 1:
+            raise ConfigError(f"{file}: batch, clipping, precision or layout are not those of {NATIVE}; write the same")
+        return groups[0].workload
+
+    def _goal(self, run: Run) -> Goal | None:
+        """The last losses of DDP; None for itself."""
+        if run.name == BASELINE:
+            return None
+        curve = self._curve(replace(run, name=BASELINE))
+        if curve is None:
+            raise DataError(f"{run}: {BASELINE} has not been trained, which sets the goal")
+        return goal_of(curve, self.window)
+
+    def _curve(self, run: Run) -> Curve | None:
+        """Of a finished run; None when it is not there. Raises DataError when it was made with other options."""
+        if not self._file(run).is_file():
+            return None
+        found = json.loads(self._file(run).read_text())
+        wanted = json.loads(json.dumps(asdict(self._job(run, self._goal(run)))))
+        differing = [key for key, value in wanted.items() if found["job"].get(key) != value]
+        if differing:
+            names = ", ".join(differing)
+            raise DataError(f"{self._file(run)}: made with another {names}; remove it, or use another --output-dir")
+        return Curve.from_json(found)
+
+    def _train(self, run: Run) -> bool:
+        """Whether the run is there now."""
+        if self._curve(run) is not None:
+            return True
+        file = self._file(run)
+        print(f"{run}: {file.with_suffix('.log')}", flush=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file.with_suffix(".job"), asdict(self._job(run, self._goal(run))))
+        ranks = ("--standalone", "--nproc_per_node", str(run.hosts), "-m", "launch.studies.loss_curve")
+        paths = (file.with_suffix(".job"), _cache_dir(self.options), file)
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *map(str, paths)]
+        with file.with_suffix(".log").open("a") as log:
+            for _ in range(ATTEMPTS):
+                if subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0:
+                    return True
+        return False
+
+
+def _trained_as(file: Path, seed: int) -> dict[str, Any]:
+    """The configuration with the study's schedule and seed. Raises ConfigError when it chooses by the network."""
+    ds_config = read_ds_config(str(file))
+    if parse_section(ds_config).adaptive is not None:
+        raise ConfigError(
+            f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; name what it chooses"
+        )
+    params = {"warmup_max_lr": ds_config["optimizer"]["params"]["lr"], "warmup_num_steps": RATE_WARMUP_STEPS}
+    schedule = {"type": "WarmupLR", "params": params | {"warmup_type": "linear"}}
+    section = ds_config[SECTION] | {"seed": seed, "monitor": {"every": 1000}}
+    return ds_config | {"scheduler": schedule, SECTION: section}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Time to a loss: the curves of ours and of peers, and what becomes of them and of step times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_compress.config import SECTION, find_problems, read_ds_config
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.tools.bench import gauges
+from deepspeed_compress.tools.bench.options import PEERS as TIMED
+from deepspeed_compress.tools.bench.workload import Contender, Workload
+from deepspeed_compress.training.data import build_cache, cache_key, train_tokenizer
+from deepspeed_compress.training.output import Silent
+from launch.studies import time_to_loss
+from launch.studies.loss_curve import Curve, Goal, Job, train
+from launch.studies.time_table import StepTimes, Timed, Trained, outcomes, table
+from tests.support.forks import run_forks
+
+TOY = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+TOY |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+NATIVE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "warmup_type": "linear"},
+    },
+}
+STEPS, START = 8, 3
+
+
+class Text:
+    """A toy model's file, and tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.text, self.model, self.cache = directory / "text.txt", directory / "model.json", directory / "cache"
+        self.text.write_text("the king said nothing, for who would answer?\n'Tis late; it's cold. " * 400)
+        self.model.write_text(json.dumps(TOY))
+        tokenizer = train_tokenizer([self.text], directory / "tokenizer", 300)
+        self.key = cache_key([self.text], tokenizer)
+        build_cache([self.text], tokenizer, self.cache, self.key)
+
+    def job(self, name: str, ds_config: dict[str, Any] | None = None, goal: Goal | None = None) -> Job:
+        workload = Workload(str(self.model), 1, 1, "balanced", False, "fp32", 2, 1, 1.0, 16, 1)
+        return Job(workload, Contender(name, name, ds_config), NATIVE, START, STEPS, 2, 4, 4, self.key, goal)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text(tmp_path_factory.mktemp("text"))
+
+
+def trained(rank: int, jobs: list[Job], cache: Path) -> list[Curve]:
+    gauges.join()
+    curves = [train(job, cache, Silent()) for job in jobs]
+    dist.destroy_process_group()
+    return curves
+
+
+def curves(text: Text, jobs: list[Job]) -> list[Curve]:
+    first, second = run_forks(2, trained, jobs, text.cache, timeout=300)
+    assert first == second
+    return first
+
+
+def test_without_compression_all_make_the_same_updates(text: Text) -> None:
+    """DeepSpeed with and without ZeRO, and FSDP2, have the curve of DDP, whose losses stand for theirs."""
+    engines = [text.job(f"zero{stage}", NATIVE | {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 3)]
+    ddp, *others = curves(text, [text.job("ddp"), text.job("fsdp2"), *engines])
+    assert ddp.train[-1] < ddp.train[0] - 0.05
+    for other in others:
+        assert other.train == pytest.approx(ddp.train, abs=2e-5)
+        assert [loss for _, loss in other.held_out] == pytest.approx([loss for _, loss in ddp.held_out], abs=2e-5)
+        assert [step for step, _ in other.held_out] == [2, 4, 6, 8]
+
+
+def test_late_methods_begin_as_ddp(text: Text) -> None:
+    section = {"gradients": {"bits": 4}, "schedule": {"warmup_steps": START}, "monitor": {"every": 1000}}
+    ours = text.job("ours", NATIVE | {"zero_optimization": {"stage": 0}, SECTION: section})
+    ddp, *late = curves(text, [*map(text.job, ("ddp", "ddp-powersgd1", "ddp-post-local4")), ours])
+    assert ddp.dense_steps == 0
+    for curve in late:
+        assert curve.dense_steps == START
+        # The loss of a step is that of the weights before it.
+        assert curve.train[: START + 1] == pytest.approx(ddp.train[: START + 1], abs=2e-5)
+        assert curve.train[START + 1 :] != pytest.approx(ddp.train[START + 1 :], abs=2e-5)
+        assert curve.train[-1] == pytest.approx(ddp.train[-1], abs=0.1)
+
+
+def test_a_run_ends_where_both_losses_are_reached(text: Text) -> None:
+    (whole,) = curves(text, [text.job("ddp")])
+    loss, mean = whole.held_out[1][1], whole.smoothed(4)[0][1]
+    both, other = curves(text, [text.job("ddp", goal=Goal(loss, mean)), text.job("ddp", goal=Goal(loss, 0.0))])
+    assert (both.train, both.held_out) == (whole.train[:4], whole.held_out[:2])
+    assert other == whole
+
+
+def test_files_of_the_study_are_valid_and_peers_can_be_timed() -> None:
+    for file in time_to_loss.OURS:
+        assert find_problems(read_ds_config(str(file))) == []
+    assert set(time_to_loss.PEERS) <= set(TIMED)
+
+
+def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
+    ds_config = read_ds_config("configs/zero1_int4_weights.json")
+    ds_config[SECTION]["adaptive"] = {}
+    (tmp_path / "adaptive.json").write_text(json.dumps(ds_config))
+    with pytest.raises(ConfigError, match="/deepspeed_compress/adaptive chooses by the network"):
+        time_to_loss._trained_as(tmp_path / "adaptive.json", 0)
+
+
+def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None, sent: float = 4e6) -> dict[str, Any]:
+    ds_config = None if stage is None else {"zero_optimization": {"stage": stage}}
+    contender = {"name": name, "kind": name, "ds_config": ds_config}
+    return {
+        "contender": contender,
+        "ranks": 2,
+        "rate": rate,
+        "step_s": {"median": seconds},
+        "bytes": {"interface": sent},
+    }
+
+
+def falling(*losses: float, dense_steps: int = 0) -> Curve:
+    """Evaluated every 10 steps; the loss of training is that of the evaluation that follows."""
+    held_out = tuple((10 * number, loss) for number, loss in enumerate(losses, 1))
+    return Curve(dense_steps, tuple(loss for _, loss in held_out for _ in range(10)), held_out)
+
+
+def test_dense_steps_are_timed_as_the_uncompressed_peer() -> None:
+    times = StepTimes([{"rows": [row("ddp", 2.0), row("ddp-powersgd4", 0.5), row("ours", 0.25, stage=1)]}])
+    powersgd = times.of("ddp-powersgd4", 2, "1gbit", 30)
+    assert powersgd == Timed(0.5, 2.0, 30, 4e6)
+    assert (powersgd.at(20), powersgd.at(50)) == (40.0, 70.0)
+    assert times.of("ours", 2, "1gbit", 0) == Timed(0.25, 0.25, 0, 4e6)
+    # What DeepSpeed takes at this stage is not known.
+    assert times.of("ours", 2, "1gbit", 30) is None
+    assert times.of("ddp", 4, "1gbit", 0) is None
+
+
+def test_seconds_are_steps_times_step_time() -> None:
+    names = {"ddp": falling(6.0, 5.0, 4.0), "ours": falling(6.0, 5.0, 4.5, 3.5), "late": falling(5.0, 4.5)}
+    times = StepTimes([{"rows": [row("ddp", 2.0), row("ours", 0.1), row("deepspeed", 3.0, stage=1)]}])
+    found = {
+        one.name: one for one in outcomes([Trained(name, 2, 0, curve) for name, curve in names.items()], 10, times)
+    }
+    assert list(found) == ["ddp", "deepspeed, ZeRO 1", "ours", "late"]
+    assert (found["ddp"].seconds, found["deepspeed, ZeRO 1"].seconds) == ({"1gbit": 60.0}, {"1gbit": 90.0})
+    # Half way between the evaluations at 30 and 40.
+    assert (found["ours"].held_out, found["ours"].seconds) == ({0: 35.0}, {"1gbit": pytest.approx(3.5)})
+    assert found["ours"].train == {0: pytest.approx(35.0, abs=1)}
+    assert (found["late"].held_out, found["late"].seconds) == ({0: None}, {})
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table([*found.values()], ["1gbit"]).splitlines()
+    ]
+    assert lines[2] == ["ours", "4.00", "35", "35", "0.100", "4", "17.1"]
+    assert lines[3] == ["ddp", "4.00", "30", "30", "2.000", "60", "1.0"]
+    assert lines[5] == ["late", "-", "not in 20", "not in 20", "-", "-", "-"]
+
+
+def test_several_seeds_are_means_and_one_that_fails_shows() -> None:
+    runs = [Trained("ddp", 2, seed, falling(6.0, 4.0 + seed)) for seed in (0, 1)]
+    runs += [Trained("ours", 2, 0, falling(5.0, 4.5, 4.0)), Trained("ours", 2, 1, falling(5.0, 4.5))]
+    times = StepTimes([{"rows": [row("ddp", 2.0), row("ours", 0.1)]}])
+    ours = outcomes(runs, 10, times)[1]
+    assert ours.held_out == {0: 30.0, 1: 10.0}
+    assert ours.seconds == {"1gbit": pytest.approx(2.0)}
+    assert "| 20 (10 to 30) |" in table(outcomes(runs, 10, times), ["1gbit"])
+    worse = [*runs[:3], Trained("ours", 2, 1, falling(7.0))]
+    assert outcomes(worse, 10, times)[1].seconds == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_study_from_text_to_tables(tmp_path: Path, text: Text, capfd: pytest.CaptureFixture[str]) -> None:
+    where = ["--data", str(text.text), "--output-dir", str(tmp_path), "--model", str(text.model), "--hosts", "2"]
+    short = ["--steps", "6", "--eval-every", "2", "--seq-len", "16", "--only", "^(ddp|ddp-bf16|zero0_int4)$"]
+    assert time_to_loss.main([*where, *short]) == 0
+    assert [line.split("|")[1].strip() for line in capfd.readouterr().out.splitlines() if "|" in line][2:] == [
+        "ddp",
+        "ddp-bf16",
+        "zero0_int4",
+    ]
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "2hosts").rglob("*.json")}
+    assert len(made) == 3
+    steps = tmp_path / "steps.json"
+    rows = [
+        row(name, seconds, rate) | {"workload": {}}
+        for rate in ("1gbit", "100mbit")
+        for name, seconds in (("ddp", 2.0), ("zero0_int4", 0.1))
+    ]
+    steps.write_text(json.dumps({"rows": rows}))
+    assert time_to_loss.main([*where, *short, "--times", str(steps)]) == 0
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "2hosts").rglob("*.json")} == made
+    assert (tmp_path / "2hosts.png").read_bytes().startswith(b"\x89PNG")
+    seconds = {
+        one["name"]: one["seconds"] for one in json.loads((tmp_path / "time_to_loss.json").read_text())["outcomes"]
+    }
+    assert seconds["ddp"] == {"1gbit": 12.0, "100mbit": 12.0}
+    # Finished runs were made with other options.
+    assert time_to_loss.main([*where, *short, "--steps", "4"]) == 2
+    assert "made with another" in capfd.readouterr().err
