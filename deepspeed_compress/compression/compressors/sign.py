@@ -19,8 +19,8 @@ class Sign(FormQuantizer):
     ||x||**2 - ||x||_1**2 / n, so it needs error feedback. An element that is 0 becomes the mean, unless all are 0.
 
     `levels` 3 adds a level at zero, as the ternary weights of Li and Liu (arXiv:1605.04711) have: s is the mean of the
-    magnitudes that reach 3/4 of the mean of all (one iteration of Lloyd's algorithm that begins at 1.5 times the mean),
-    and elements below half of s become 0. Relative squared errors on normal / Laplace distributed elements: 0.19 / 0.27,
+    magnitudes that reach 3/4 of the mean of all (one iteration of Lloyd's algorithm, begun at 1.5 times the mean), and
+    elements below half of s become 0. Relative squared errors on normal / Laplace distributed elements: 0.19 / 0.27,
     against 0.36 / 0.50.
 
     Payload: see `BlockQuantizer`; a set bit is +1. Three levels: each block begins with a byte of its own, and a byte
