@@ -286,6 +286,12 @@ def test_three_levels_of_zeros_are_zeros() -> None:
     assert not transmit(Sign(32, levels=3), torch.zeros(70)).any()
 
 
+@pytest.mark.parametrize("codec", [Sign(32, levels=3), Blockwise(3, 32)], ids=repr)
+def test_a_fit_that_begins_beyond_fp32_ends_within(codec: BlockQuantizer) -> None:
+    x = torch.full((64,), 3e38)
+    assert torch.allclose(transmit(codec, x), x, rtol=0.2, atol=0)
+
+
 @pytest.mark.parametrize(
     ("codec", "numbers"),
     [(FP8("e4m3", BLOCK), oracles.fp8_numbers(4, False)), (FP8("e5m2", BLOCK), oracles.fp8_numbers(5, True))],

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace {
@@ -221,7 +222,8 @@ template <typename L>
 double block_lloyd(const float* x, int64_t n) {
     double scale = block_total(x, n) / double(n) * L::START;
     for (int iteration = 0; iteration < L::ITERATIONS; iteration++) {
-        const Borders<L> borders{float(scale)};
+        // Beyond fp32 no element would reach a border.
+        const Borders<L> borders{float(std::min(scale, double(std::numeric_limits<float>::max())))};
         const double sum = lane_sum(x, n, [=](float v) { return double(std::fabs(v)) * double(borders.nearest(std::fabs(v))); });
         int32_t square = 0;  // at most 100 for each of 65536 elements
         for (int64_t i = 0; i < n; i++) square += borders.square(std::fabs(x[i]));

@@ -281,7 +281,8 @@ def _lloyd_scales(fit: FittedLevels, rows: Tensor, levels: int, dtype: torch.dty
     exact = magnitudes.to(torch.float64)
     scales = exact.mean(dim=1) * fit.start
     for _ in range(fit.iterations):
-        nearest = _nearest(fit, magnitudes, scales.to(torch.float32))
+        # Beyond fp32 no element would reach a border.
+        nearest = _nearest(fit, magnitudes, scales.clamp(max=torch.finfo(torch.float32).max).to(torch.float32))
         # Sums of small squares are exact in fp32, and much faster than in int64.
         scales = (exact * nearest).sum(dim=1) / nearest.square().sum(dim=1)
     return fitted(scales, dtype, levels)
