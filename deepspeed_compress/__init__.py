@@ -29,6 +29,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attach",
+    "ddp",
     "detach",
     "initialize",
     "install",
@@ -40,22 +41,32 @@ _LOADED_ON_USE = MappingProxyType(
     {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.attach", "install": "integrations"}
 )
 """Entry points, and the modules that they are in."""
+_ADAPTERS = frozenset({"ddp"})
+"""Modules of `adapters` that are public, each for an engine other than DeepSpeed."""
 
-NEEDED_TO_TRAIN = ("deepspeed", "numpy", "packaging", "safetensors", "torch")
+NEEDED_EVERYWHERE = ("numpy", "packaging", "safetensors", "torch")
+NEEDED_TO_TRAIN = ("deepspeed", *NEEDED_EVERYWHERE)
 INSTALL_TO_TRAIN = 'pip install "deepspeed-compress[train]"'
 
 
 def __getattr__(name: str) -> Any:
     """Entry points, imported on first use. ImportError where only what reads files is installed."""
     if name in _LOADED_ON_USE:
-        missing = [package for package in NEEDED_TO_TRAIN if find_spec(package) is None]
-        if missing:
-            raise ImportError(
-                f"deepspeed_compress.{name} needs {', '.join(missing)}, which this environment does not have; write: "
-                f"{INSTALL_TO_TRAIN}"
-            )
+        _check_installed(name, NEEDED_TO_TRAIN)
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
+    if name in _ADAPTERS:
+        _check_installed(name, NEEDED_EVERYWHERE)
+        return import_module(f"deepspeed_compress.adapters.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _check_installed(name: str, needed: tuple[str, ...]) -> None:
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        raise ImportError(
+            f"deepspeed_compress.{name} needs {', '.join(missing)}, which this environment does not have; write: "
+            f"{INSTALL_TO_TRAIN}"
+        )
 
 
 warn_at_exit()

@@ -59,8 +59,30 @@ TABLE = {
     "communication.reduction": allow("communication compression config errors", "torch"),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
-    "engine": allow("communication compression config errors monitor policy", "torch deepspeed packaging"),
+    "engine": allow("communication compression config errors monitor policy", "torch deepspeed"),
     "engine.builds": allow("errors"),
+    "engine.exact": allow("engine.patches"),
+    "engine.expected": allow("communication config engine.session"),
+    "engine.memories": allow("compression engine.session errors", "torch"),
+    "engine.momentum": allow("config"),
+    "engine.nodes": allow("config errors"),
+    "engine.observer": allow("", "torch"),
+    "engine.patches": allow("errors"),
+    "engine.probing": allow("communication compression config policy", "torch"),
+    "engine.records": allow("engine.reporting monitor"),
+    "engine.reporting": allow("config engine.observer monitor policy", "torch"),
+    "engine.session": allow(
+        "communication compression config engine.exact engine.observer engine.patches engine.probing engine.records "
+        "monitor policy",
+        "torch",
+    ),
+    "engine.seams": allow("errors", "packaging"),
+    "engine.traffic": allow(),
+    "adapters": allow(
+        "communication compression config engine.memories engine.momentum engine.nodes engine.observer engine.patches "
+        "engine.records engine.reporting engine.seams engine.session engine.traffic errors monitor policy",
+        "torch",
+    ),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors"),
     "training": allow(
         "config engine.builds errors models monitor tools.arguments tools.files tools.run_directory",

@@ -25,6 +25,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "attach",
+    "ddp",
     "detach",
     "initialize",
     "install",
@@ -68,7 +69,15 @@ def test_every_error_is_a_compress_error(name: str) -> None:
     assert issubclass(getattr(errors, name), deepspeed_compress.CompressError)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in vars(deepspeed_compress)])
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._ADAPTERS))
+def test_an_engine_other_than_deepspeed_has_a_module_that_attaches(name: str) -> None:
+    """In a fresh interpreter: none of them loads DeepSpeed."""
+    program = f"import sys, deepspeed_compress; deepspeed_compress.{name}.attach; print('deepspeed' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE))
 def test_a_name_loaded_on_use_is_public_in_its_part(name: str) -> None:
     place = ROOT.joinpath(*deepspeed_compress._LOADED_ON_USE[name].split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
@@ -80,7 +89,8 @@ def test_a_name_loaded_on_use_is_public_in_its_part(name: str) -> None:
 
 
 def test_only_public_names_are_loaded_on_use() -> None:
-    assert deepspeed_compress._LOADED_ON_USE.keys() == set(NAMES) - vars(deepspeed_compress).keys()
+    lazy = deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._ADAPTERS
+    assert lazy == set(NAMES) - (vars(deepspeed_compress).keys() - deepspeed_compress._ADAPTERS)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -88,7 +98,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = deepspeed_compress.initialise
 
 
-@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE))
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._ADAPTERS))
 def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):

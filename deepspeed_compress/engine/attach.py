@@ -27,7 +27,7 @@ from deepspeed_compress.config import (
     total_steps,
 )
 from deepspeed_compress.config.names import user_name
-from deepspeed_compress.engine import comms_log, norms, observer, parallel, seams
+from deepspeed_compress.engine import comms_log, losses, norms, parallel, seams
 from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.engine.checkpoint import attach_checkpoint
@@ -40,12 +40,14 @@ from deepspeed_compress.engine.limits import (
     refuse_unsupported,
     shared_parameters,
 )
+from deepspeed_compress.engine.losses import follow_losses
 from deepspeed_compress.engine.norms import Norms, loss_scale
-from deepspeed_compress.engine.observer import Losses, largest_of_all, new_run
+from deepspeed_compress.engine.observer import largest_of_all, new_run
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
+from deepspeed_compress.engine.records import make_records
 from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import Records, Session, Watch
+from deepspeed_compress.engine.session import Session, Watch
 from deepspeed_compress.engine.step import Steps, follow_steps
 from deepspeed_compress.engine.weights import attach_weights, check_weights
 from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
@@ -53,7 +55,7 @@ from deepspeed_compress.engine.zero_0 import attach_zero_0, may_begin_early
 from deepspeed_compress.engine.zero_3 import attach_zero_3
 from deepspeed_compress.engine.zero_12 import attach_zero_12
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.monitor import EventLog, Journal, Meter, StatisticsWriter, write_configuration
+from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Policy
 
 __all__ = ["attach", "detach", "initialize", "install"]
@@ -125,7 +127,7 @@ def _checked(engine: Any, config: CompressConfig) -> str:
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
-    watched = norms.SEAMS + observer.SEAMS if config.guard is not None or config.adaptive is not None else ()
+    watched = norms.SEAMS + losses.SEAMS if config.guard is not None or config.adaptive is not None else ()
     seams.check_seams(seams.STEP + _SEAMS[kind] + parallel.SEAMS + comms_log.SEAMS + watched, deepspeed.__version__)
     if config.weights.method != "none":
         check, needed = _WEIGHTS.get(kind, (check_weights, seams.WEIGHTS))
@@ -220,18 +222,15 @@ def _shape(parameter: Any) -> torch.Size:
 def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run) -> Session:
     reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
-    writer = StatisticsWriter(journal, engine.monitor)
-    if writer.active:
-        reporter.sinks.append(writer.write)
-    log = EventLog(journal, writes=engine.global_rank == 0)
-    policy = Policy(config, total_steps(engine.config, config.schedule), log.record)
+    records = make_records(reporter, journal, engine.global_rank == 0, engine.monitor)
+    policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record)
     patches = Patches()
     return Session(
         config,
         policy,
         run,
         _reductions(engine, config, parameters, run, policy.guards),
-        Records(reporter, journal, log),
+        records,
         _watch(engine, policy, parameters, patches),
         patches,
     )
@@ -244,7 +243,7 @@ def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches
     if policy.adaptation is not None:
         itemsize = parameters.dtype.itemsize
         prober = Prober(policy.adaptation.adaptive, parameters.user_name, itemsize, engine.device)
-    return Watch(Losses(engine, patches), functools.partial(largest_of_all, device=engine.device), prober)
+    return Watch(follow_losses(engine, patches), functools.partial(largest_of_all, device=engine.device), prober)
 
 
 def _reductions(

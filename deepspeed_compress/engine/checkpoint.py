@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from deepspeed_compress.compression import state
 from deepspeed_compress.engine.groups import find_position
+from deepspeed_compress.engine.memories import Place, load_memories, save_memories, save_on_all
 from deepspeed_compress.engine.norms import loss_scale
 from deepspeed_compress.engine.session import Session
-from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.errors import CompressWarning
 
 __all__ = ["attach_checkpoint", "load_last", "load_state"]
 
@@ -39,10 +37,7 @@ def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, *
     directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
     session.renew_weights()
     # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
-    position = find_position(engine, session.config)
-    problems = _on_all_ranks(partial(_save_state, engine, directory, position))
-    if problems:
-        raise StateError(f"compression state is not saved: {problems}")
+    save_on_all(partial(_save_state, engine, _place(engine), directory))
     saved = save(*args, **options)
     session.last_saved = directory
     return saved
@@ -71,26 +66,8 @@ def load_state(engine: Any, directory: Path) -> None:
     session: Session = engine.compression
     # Where the checkpoint does not say which run it is of.
     session.journal.adopt(None)
-    if not _remembers(session):
-        return
-    position = find_position(engine, session.config)
-
-    def restore() -> None:
-        found = state.sources(directory, engine.global_rank, position)
-        same = state.restore(session.stores, found, position, loss_scale(engine), engine.device)
-        session.prune_owned = not same
-        session.load_decisions(found[0][1].decisions)
-
-    text = _on_all_ranks(restore)
-    if not text:
-        return
-    session.reset()
-    if session.config.on_missing_state == "error":
-        raise StateError(
-            f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
-            '"error", "reset") to start with empty memories'
-        )
-    warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=3)
+    if _remembers(session):
+        load_memories(session, directory, _place(engine), loss_scale(engine))
 
 
 def load_last(engine: Any) -> None:
@@ -113,28 +90,12 @@ def _remembers(session: Session) -> bool:
     return bool(session.stores) or session.policy.observes
 
 
-def _save_state(engine: Any, directory: Path, position: state.Position) -> None:
+def _place(engine: Any) -> Place:
+    return Place(engine.global_rank, find_position(engine, engine.compression.config), engine.device)
+
+
+def _save_state(engine: Any, place: Place, directory: Path) -> None:
     session: Session = engine.compression
     if _remembers(session):
-        state.save(
-            session.stores,
-            state.state_file(directory, engine.global_rank),
-            position,
-            int(engine.zero_optimization_stage()),
-            engine.global_steps,
-            loss_scale(engine),
-            session.config.model_dump(mode="json"),
-            session.decisions(),
-        )
-
-
-def _on_all_ranks(work: Callable[[], None]) -> str:
-    """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
-    problem = None
-    try:
-        work()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return "; ".join(dict.fromkeys(found for found in problems if found))
+        stage = int(engine.zero_optimization_stage())
+        save_memories(session, directory, place, stage, engine.global_steps, loss_scale(engine))

@@ -1,6 +1,6 @@
 """Which engine this is, and what cannot be compressed rightly in it: refused here, with the reason."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.config.contradictions import WITH_TRAINER
 from deepspeed_compress.engine.groups import partition_groups
+from deepspeed_compress.engine.momentum import find_second_momentum
 from deepspeed_compress.errors import UnsupportedError
 
 __all__ = [
@@ -171,26 +171,8 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
             )
 
 
-_OWN_MOMENTUM = frozenset({"dgc", "demo"})
-"""Methods that give gradients a momentum before they are sent."""
-
-
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """Momentum that would be applied twice."""
-    if config.gradients.method not in _OWN_MOMENTUM or not has_optimizer(engine):
-        return
-    found = {_first_momentum(group) for group in engine.optimizer.param_groups} - {0.0}
-    if found:
-        yield (
-            f"/deepspeed_compress/gradients/method {config.gradients.method} gives the gradients a momentum, and the "
-            f"optimizer has one of {max(found)} besides; allowed: none. Write optimizer.params.betas: [0.0, 0.95] for "
-            f"Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
-        )
-
-
-def _first_momentum(group: Mapping[str, Any]) -> float:
-    """The factor of the optimizer's first moment; 0.0 if it has none."""
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+    return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
 
 
 _HOW_TO_GET = MappingProxyType(

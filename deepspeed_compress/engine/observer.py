@@ -5,19 +5,13 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.distributed import ProcessGroup
 
-from deepspeed_compress.engine.patches import Patches
-from deepspeed_compress.engine.seams import Seam
-
-__all__ = ["SEAMS", "Losses", "StepMeans", "gather_busy_times", "largest_of_all", "new_run"]
-
-SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwargs")),)
+__all__ = ["Losses", "StepMeans", "gather_busy_times", "largest_of_all", "new_run"]
 
 
 @dataclass(frozen=True)
@@ -49,27 +43,20 @@ class _UnderWay:
 class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
-    def __init__(self, engine: Any, patches: Patches) -> None:
+    def __init__(self, device: Any) -> None:
         self._waits: list[Callable[[], object]] = []
         # What is under way when the interpreter ends may abort it.
         weakref.finalize(self, _wait, self._waits)
-        self._sums = torch.zeros(6, dtype=torch.float64, device=engine.device)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
         self._under_way: _UnderWay | None = None
-        patches.on_undo(partial(_wait, self._waits))
-        if isinstance(engine, PipelineEngine):
-            patches.wrap(engine, "train_batch", self._record_train_batch)
-        else:
-            patches.wrap(engine, "backward", self._record_backward)
 
-    def _record_train_batch(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        loss = original(*args, **options)
+    def record(self, loss: Any) -> None:
+        """Of a micro-step: a number, or a tensor whose mean counts."""
         self._add(0, loss)
-        return loss
 
-    def _record_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
-        result = original(loss, *args, **options)
-        self._add(0, loss)
-        return result
+    def wait(self) -> None:
+        """Until nothing is under way."""
+        _wait(self._waits)
 
     def _add(self, place: int, value: Any) -> None:
         # Numbers go along with the kernel; as tensors the host would wait until they are copied.
@@ -129,18 +116,21 @@ def largest_of_all(value: float, device: Any) -> float:
     return float(found)
 
 
-def new_run() -> str:
-    """A name for a run that no other has, the same on all ranks. Collective."""
+def new_run(group: ProcessGroup | None = None) -> str:
+    """A name for a run that no other has, the same on all ranks of `group`, all of the job if None. Collective."""
     found = [uuid.uuid4().hex[:8]]
-    dist.broadcast_object_list(found, src=0)
+    dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]
 
 
-def gather_busy_times(milliseconds: float | None, device: Any) -> Callable[[], list[float]]:
-    """Begin to gather a figure of every rank. Returns what gives them, in order of ranks; none if it is not known."""
+def gather_busy_times(
+    milliseconds: float | None, device: Any, group: ProcessGroup | None = None
+) -> Callable[[], list[float]]:
+    """Begin to gather a figure of every rank of `group`, all of the job if None. Returns what gives them, in
+    order of ranks; none if it is not known."""
     mine = torch.tensor([-1.0 if milliseconds is None else milliseconds], dtype=torch.float32, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    handle = dist.all_gather(every, mine, async_op=True)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    handle = dist.all_gather(every, mine, group=group, async_op=True)
 
     def gathered() -> list[float]:
         handle.wait()

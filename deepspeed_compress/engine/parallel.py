@@ -22,17 +22,12 @@ from torch import Tensor
 
 from deepspeed_compress.engine.limits import tensor_size
 from deepspeed_compress.engine.patches import Patches
+from deepspeed_compress.engine.reporting import ByteReport, Sizes
 from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 from deepspeed_compress.monitor import KINDS, Meter
 
-__all__ = ["SEAMS", "ByteReport", "Sizes", "count_parallel", "make_byte_report"]
-
-Sizes = Mapping[str, Any]
-"""Bytes, int, by field of the meter; None for what could not be counted."""
-
-ByteReport = Callable[[Sizes], tuple[int, Sizes] | None]
-"""From the bytes of this rank to the rank whose bytes are reported, and these; None on ranks that do not report."""
+__all__ = ["SEAMS", "count_parallel", "make_byte_report"]
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 _WRAPPED = ("self", "args", "kwargs")

@@ -2,19 +2,25 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.config import Monitor
 from deepspeed_compress.engine.observer import gather_busy_times
-from deepspeed_compress.engine.parallel import ByteReport, Sizes
 from deepspeed_compress.monitor import KINDS, Meter, StepStatistics, peak_memory
 from deepspeed_compress.policy import Observation, StepPlan
 
-__all__ = ["Reporter"]
+__all__ = ["ByteReport", "Reporter", "Sizes"]
 
 Sink = Callable[[StepStatistics], None]
+Sizes = Mapping[str, Any]
+"""Bytes, int, by field of the meter; None for what could not be counted."""
+
+ByteReport = Callable[[Sizes], tuple[int, Sizes] | None]
+"""From the bytes of this rank to the rank whose bytes are reported, and these; None on ranks that do not report."""
 
 
 class Reporter:
@@ -22,7 +28,8 @@ class Reporter:
 
     `byte_report` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks
     that do not report. Every rank must have the same number of sinks, because some figures are of all ranks.
-    `others_listen`: whether steps are to be measured for others than sinks.
+    `others_listen`: whether steps are to be measured for others than sinks. `group`: the ranks that report
+    together; None for all of the job.
     """
 
     def __init__(
@@ -32,6 +39,7 @@ class Reporter:
         byte_report: ByteReport,
         device: torch.device,
         others_listen: Callable[[], bool] = lambda: False,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.sinks: list[Sink] = []
         self._every = monitor.every
@@ -40,6 +48,7 @@ class Reporter:
         self._device = device
         self._ended: float | None = None
         self._others_listen = others_listen
+        self._group = group
 
     def due(self, step: int) -> bool:
         """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
@@ -59,7 +68,7 @@ class Reporter:
             return
         times = self._meter.milliseconds()
         busy = None if step_ms is None else max(0.0, step_ms - times["communicate"])
-        gathered = gather_busy_times(busy, self._device)
+        gathered = gather_busy_times(busy, self._device, self._group)
         memory, residual_norm = peak_memory(self._device), norm()
         everyone = gathered()
         found = self._byte_report(self._meter.sizes())

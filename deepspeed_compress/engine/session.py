@@ -22,8 +22,8 @@ from deepspeed_compress.engine.exact import ExactWeights
 from deepspeed_compress.engine.observer import Losses, StepMeans
 from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.probing import Prober
-from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.monitor import Event, EventLog, Journal, StepStatistics
+from deepspeed_compress.engine.records import Records
+from deepspeed_compress.monitor import Event, StepStatistics
 from deepspeed_compress.policy import Observation, Policy, StepPlan
 
 __all__ = ["FinishedStep", "Session", "Watch"]
@@ -56,15 +56,6 @@ class Watch:
     losses: Losses
     largest: Callable[[float], float]
     prober: Prober | None = None
-
-
-@dataclass(frozen=True)
-class Records:
-    """What is written of a run: statistics of steps, decisions, and where to."""
-
-    reporter: Reporter
-    journal: Journal
-    log: EventLog
 
 
 class Session:
@@ -225,6 +216,16 @@ class Session:
         self._sample(bucket, partition, everywhere=False)
         self._count(partition, everywhere=False)
         return self.reducer.start_reduce_scatter(bucket, partition, scale)
+
+    def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
+        """Begin to reduce `bucket` for all; None where nothing can be left for later, and it is done."""
+        reducer = self.reducer
+        if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled():
+            self.reduce(bucket, partition, scale, everywhere=True)
+            return None
+        self._sample(bucket, partition, everywhere=True)
+        self._count(partition, everywhere=True)
+        return reducer.start_all_reduce(bucket, partition, scale)
 
     def _sample(self, bucket: Tensor, partition: Partition, everywhere: bool) -> None:
         """Let an adaptive policy measure its candidates on `bucket`."""

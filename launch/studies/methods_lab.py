@@ -34,8 +34,9 @@ from deepspeed_compress.config import (
     parse_section,
 )
 from deepspeed_compress.engine.patches import Patches
+from deepspeed_compress.engine.records import Records
 from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import FinishedStep, Records, Session
+from deepspeed_compress.engine.session import FinishedStep, Session
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.monitor import EventLog, Journal, Meter
 from deepspeed_compress.policy import Policy

@@ -1,0 +1,211 @@
+"""PyTorch's `DistributedDataParallel`: a communication hook in place of the all-reduce of its buckets.
+
+The seam is `register_comm_hook` (torch/nn/parallel/distributed.py). A hook gets a bucket as soon as its gradients are
+there, and gives a future of their mean, which the reducer (torch/csrc/distributed/c10d/reducer.cpp) waits for when
+backward is over. So gradients are encoded and sent off where they are complete, and all are finished with the last
+bucket. What is sent together is ours to say (`plan`).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from deepspeed_compress.adapters.limits import find_common_limits, refuse
+from deepspeed_compress.adapters.plan import Batch, Plan
+from deepspeed_compress.adapters.sessions import Attached, Config, Target, attach_session, read_section
+from deepspeed_compress.adapters.steps import Scaler
+from deepspeed_compress.adapters.unused import Unused
+from deepspeed_compress.communication.payload import PendingMeans
+from deepspeed_compress.config import SECTION, CompressConfig
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.engine.traffic import ring_all_reduce
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["Attached", "attach"]
+
+_HOOK_TWICE = "it has a communication hook already, of its own mixed precision or of other code; register none"
+
+
+def attach(
+    model: DistributedDataParallel, config: Config, optimizer: Optimizer, scaler: Scaler | None = None
+) -> Attached:
+    """Compress the gradients of `model`. Call it once, on all ranks of its process group, before the first backward.
+
+    Args:
+        model: of torch; one process group, one device.
+        config: a path or a dict, with the section `deepspeed_compress`.
+        optimizer: steps the parameters of `model`. It ends the step of the compression too.
+        scaler: the `GradScaler` of the loss, where there is one.
+
+    Returns:
+        What saves and loads the memories of compression, and tells what it does.
+
+    Raises:
+        ConfigError: the section is missing or wrong.
+        UnsupportedError: this model cannot be compressed rightly, or not with this section.
+
+    Examples:
+        >>> model = DistributedDataParallel(network)
+        >>> compression = deepspeed_compress.ddp.attach(model, "ds_config.json", optimizer)
+        >>> compression.save("checkpoint/step_100")
+    """
+    section, document = read_section(config)
+    target = Target(_trained(model), model.process_group, optimizer, scaler)
+    refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target)])
+    attached = attach_session(target, section, document)
+    if section.gradients.method == "none":
+        model.register_forward_pre_hook(partial(_count, attached, target))
+        return attached
+    unused = Unused(attached.session, target) if model.find_unused_parameters and not model.static_graph else None
+    buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
+    model.register_comm_hook(None, buckets.reduce)
+    model.register_forward_pre_hook(partial(_before_forward, attached, tuple(target.parameters.values())))
+    return attached
+
+
+def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
+    """The parameters that `model` reduces gradients of."""
+    ignored = model.parameters_to_ignore
+    every = model.module.named_parameters()
+    return {name: parameter for name, parameter in every if parameter.requires_grad and name not in ignored}
+
+
+def _limits(model: DistributedDataParallel, section: CompressConfig, target: Target) -> Iterator[str]:
+    """What is wrong with this model, and with this section for it."""
+    if section.weights.method != "none":
+        what = f'"{section.weights.method}" has no effect, because DDP sends no weights (allowed: "none")'
+        yield f'/{SECTION}/weights/method: {what}. Write "method": "none", or remove weights'
+    if not _steps(target):
+        yield "the optimizer steps none of its parameters; pass the one that does"
+    if section.gradients.method == "none":
+        return
+    if model._comm_hooks:
+        yield _HOOK_TWICE
+    if model._delay_all_reduce_params or vars(model).get("skip_all_reduce_unused_params"):
+        yield "it leaves parameters out of its buckets (delay_all_reduce_named_params, skip_all_reduce_unused_params)"
+    if any(_sparse(module) for module in model.modules()):
+        yield "it has embeddings with sparse gradients; make them with sparse=False"
+    if model.find_unused_parameters and not model.static_graph:
+        yield from _limits_of_unused(section)
+
+
+def _limits_of_unused(section: CompressConfig) -> Iterator[str]:
+    """A mean of a parameter that no rank has used is dropped by DDP: it must be possible to take it back."""
+    gradients = section.gradients
+    without = "make the model without find_unused_parameters, or with static_graph=True"
+    if gradients.method in OWN_MOMENTUM | {"powersgd"}:
+        what = f'"{gradients.method}" with unused parameters (allowed: any method but dgc, demo and powersgd)'
+        yield f"/{SECTION}/gradients/method: {what}; {without}"
+    if getattr(gradients, "hierarchy", None) is not None:
+        yield f"/{SECTION}/gradients/hierarchy: with unused parameters (allowed: no hierarchy); {without}"
+
+
+def _steps(target: Target) -> bool:
+    stepped = {id(parameter) for group in target.optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in stepped for parameter in target.parameters.values())
+
+
+def _sparse(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def _count(attached: Attached, target: Target, model: DistributedDataParallel, inputs: object) -> None:
+    """Method "none": DDP is left alone, and sends all gradients for each forward pass that will be synchronised."""
+    if torch.is_grad_enabled() and model.require_backward_grad_sync:
+        size = sum(parameter.nbytes for parameter in target.parameters.values())
+        for kind in ("bytes_uncompressed", "bytes_sent"):
+            attached.session.meter.count(kind, ring_all_reduce(size, target.group.size()))
+
+
+def _before_forward(
+    attached: Attached, parameters: Sequence[Parameter], model: DistributedDataParallel, inputs: object
+) -> None:
+    if model._join_config.enable:
+        # Ranks that have no more data would take part in reductions, and not in steps.
+        raise UnsupportedError("join() cannot be combined with compressed gradients: give all ranks equally many steps")
+    if attached.steps.reduced and all(parameter.grad is None for parameter in parameters):
+        # Cleared by the module, not by the optimizer.
+        attached.steps.forget()
+
+
+class _Buckets:
+    """Reduces the gradients of one model, which it must not hold: the model's reducer, which no garbage collection
+    looks into, holds it."""
+
+    def __init__(self, attached: Attached, plan: Plan, unused: Unused | None) -> None:
+        self._session, self._steps = attached.session, attached.steps
+        self._plan = plan
+        self._unused = unused
+        self._open: dict[int, Batch] = {}
+        self._sent: list[tuple[Batch, PendingMeans | None]] = []
+        self._means: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+
+    # DDP looks at the annotations.
+    def reduce(
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The hook: what is in the bucket becomes the mean over all ranks."""
+        if bucket.index() == 0:
+            self._begin()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._add(parameter, gradient)
+        self._means.append((bucket.buffer(), _future(bucket.buffer().device)))
+        mean = self._means[-1][1]
+        if bucket.is_last():
+            self._finish()
+        return mean
+
+    def _begin(self) -> None:
+        """The first bucket of a backward pass."""
+        method = self._session.config.gradients.method
+        if self._steps.reduced and method in OWN_MOMENTUM:
+            raise UnsupportedError(
+                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
+                "this optimizer step; reduce once a step: all backward passes but the last in no_sync()"
+            )
+        self._steps.reduced = True
+        for left_by_a_pass_that_failed in (self._open, self._sent, self._means):
+            left_by_a_pass_that_failed.clear()
+
+    def _add(self, parameter: Parameter, gradient: Tensor) -> None:
+        place = self._plan.place(parameter)
+        if place.batch not in self._open:
+            self._open[place.batch] = self._plan.batches[place.batch].opened(gradient)
+        self._open[place.batch].add(place.position, gradient)
+        # In the order of the plan: random numbers depend on it.
+        while len(self._sent) in self._open and not self._open[len(self._sent)].missing:
+            self._send(self._open.pop(len(self._sent)))
+
+    def _send(self, batch: Batch) -> None:
+        self._session.meter.bytes_uncompressed += ring_all_reduce(batch.flat.nbytes, self._plan.ranks)
+        pending = self._session.start_everywhere(batch.flat, batch.partition, 1.0 / self._plan.ranks)
+        self._sent.append((batch, pending))
+
+    def _finish(self) -> None:
+        """All gradients have been sent: all means go back before the first of them is waited for."""
+        for _, pending in self._sent:
+            if pending is not None:
+                pending.send_back()
+        for batch, pending in self._sent:
+            if pending is not None:
+                pending.finish(batch.flat)
+            batch.hand_back()
+        if self._unused is not None:
+            self._unused.take_back([(batch.flat, batch.partition) for batch, _ in self._sent])
+        for buffer, mean in self._means:
+            mean.set_result(buffer)
+        self._sent.clear()
+        self._means.clear()
+
+
+def _future(device: torch.device) -> torch.futures.Future[Tensor]:
+    # With devices it takes along what their streams have still to do.
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -1,0 +1,39 @@
+"""What no engine but DeepSpeed can do with a section: refused before anything is attached, all of it at once."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from deepspeed_compress.compression.kernels import FASTEST
+from deepspeed_compress.config import SECTION, CompressConfig
+from deepspeed_compress.engine.momentum import find_second_momentum
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["find_common_limits", "refuse"]
+
+_LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
+    ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
+    ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
+    ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
+)
+"""Keys, whether they are in use, and why nothing would come of them."""
+
+
+def find_common_limits(config: CompressConfig, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+    """What is wrong with `config` wherever DeepSpeed is not, with this optimizer, on this device."""
+    for key, used, why in _LIMITS:
+        if used(config) is not None:
+            yield f"/{SECTION}/{key} works with DeepSpeed alone: {why}; remove the key"
+    yield from find_second_momentum(optimizer.param_groups, config)
+    if device.type not in FASTEST:
+        yield f"it is on {device}, for which there are no kernels (allowed: {', '.join(FASTEST)})"
+
+
+def refuse(engine: Any, problems: Iterable[str]) -> None:
+    """UnsupportedError naming all `problems`, if there are any."""
+    found = list(problems)
+    if found:
+        text = "\n".join(f"- {problem}" for problem in found)
+        raise UnsupportedError(f"this {type(engine).__name__} cannot be compressed:\n{text}")

@@ -1,0 +1,82 @@
+"""Optimizer steps without an engine: what an optimizer of torch, and a scaler of the loss, tell of them."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from deepspeed_compress.engine.session import FinishedStep, Session
+
+__all__ = ["Scaler", "Steps"]
+
+UNKNOWN = 0
+"""Samples of a step: there is no engine that counts them."""
+
+
+class Scaler(Protocol):
+    """`torch.amp.GradScaler`, or one with its methods."""
+
+    def get_scale(self) -> float: ...
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+
+    def update(self, new_scale: Any = None) -> None: ...
+
+
+class Steps:
+    """Tells `session` how every step of `optimizer` ended. `count`: steps that are over, left out ones included.
+
+    A step is over when the optimizer has stepped; with a `scaler`, when that is updated, for the scale of the loss
+    changes there, and steps that overflow are left out. Gradients that were reduced and are cleared before anybody
+    stepped were in vain, as in a program that leaves steps out by itself: that step leaves no trace either.
+    """
+
+    def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
+        self.count = 0
+        self.reduced = False
+        """Whether gradients of the running step have been reduced."""
+        self._session = session
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._asked = self._applied = False
+        optimizer.register_step_post_hook(self._stepped)
+        session.patches.wrap(optimizer, "zero_grad", self._zero_grad)
+        if scaler is not None:
+            session.patches.wrap(scaler, "step", self._scaler_step)
+            session.patches.wrap(scaler, "update", self._update)
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def begin(self, step: int) -> None:
+        """Begin optimizer step `step` (0-based)."""
+        self.count, self.reduced, self._asked, self._applied = step, False, False, False
+        self._session.begin(step, self.loss_scale)
+
+    def forget(self) -> None:
+        """The gradients have been cleared: if any were reduced since the last step, it was in vain."""
+        if self.reduced and not self._asked:
+            self._end(False, self._session.clock.loss_scale)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._applied = True
+        if self._scaler is None:
+            self._end(True, 1.0)
+
+    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **options: Any) -> None:
+        zero_grad(*args, **options)
+        self.forget()
+
+    def _scaler_step(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+        self._asked |= optimizer is self._optimizer
+        return step(optimizer, *args, **options)
+
+    def _update(self, update: Callable[..., None], *args: Any, **options: Any) -> None:
+        update(*args, **options)
+        self._end(self._applied, self.loss_scale)
+
+    def _end(self, applied: bool, scale_after: float) -> None:
+        before = self._session.clock.loss_scale
+        self.count, self.reduced, self._asked, self._applied = self.count + 1, False, False, False
+        self._session.finish(FinishedStep(self.count, UNKNOWN, applied, before, scale_after))

@@ -1,0 +1,28 @@
+"""Momentum that both the method and the optimizer would give the gradients."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.config.contradictions import WITH_TRAINER
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+
+__all__ = ["find_second_momentum"]
+
+
+def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
+    """Momentum of an optimizer with these groups that would be applied twice: what is wrong, and what to write."""
+    if config.gradients.method not in OWN_MOMENTUM:
+        return
+    found = {_first_momentum(group) for group in param_groups} - {0.0}
+    if found:
+        yield (
+            f"/deepspeed_compress/gradients/method {config.gradients.method} gives the gradients a momentum, and the "
+            f"optimizer has one of {max(found)} besides; allowed: none. Write optimizer.params.betas: [0.0, 0.95] for "
+            f"Adam{WITH_TRAINER}; optimizer.params.momentum: 0.0 for SGD"
+        )
+
+
+def _first_momentum(group: Mapping[str, Any]) -> float:
+    """The factor of the optimizer's first moment; 0.0 if it has none."""
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

@@ -1,0 +1,555 @@
+"""`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_compress
+from deepspeed_compress import UnsupportedError
+from deepspeed_compress.adapters.sessions import read_section
+from deepspeed_compress.config import SECTION
+from tests.support.forks import run_forks
+from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+
+FOUR_BITS = {
+    "gradients": {
+        "method": "blockwise",
+        "bits": 4,
+        "block_size": 32,
+        "error_feedback": {"dtype": "fp32"},
+        "min_numel": 0,
+    }
+}
+NONE = {"gradients": {"method": "none"}}
+QUIET = {"monitor": {"announce": False}}
+WIDTH = 12
+
+
+class Branches(nn.Module):
+    """Two ways, of which a batch takes one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, 31)
+        self.left, self.right = nn.Linear(31, 17), nn.Linear(31, 17)
+        self.last = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, ways: str = "both") -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        taken = [way(hidden) for name, way in (("left", self.left), ("right", self.right)) if ways in (name, "both")]
+        return self.last(torch.tanh(torch.stack(taken).sum(0)))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(5, WIDTH, generator=generator)
+    return x, x[:, :3].sum(dim=1, keepdim=True)
+
+
+def start() -> None:
+    dist.init_process_group("gloo")
+
+
+def section(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {SECTION: {**QUIET, **given}}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model under DDP. `options`: of DDP; small buckets, so that there are several and they are rebuilt."""
+
+    section: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
+
+    def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
+        attached = None
+        if self.section is not None:
+            attached = deepspeed_compress.ddp.attach(model, section(self.section), optimizer, scaler)
+        return model, optimizer, attached
+
+
+def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tensor:
+    x, y = batch(rank, step)
+    return (model(x, ways) - y).square().mean()
+
+
+# The programs: each makes the gradients of one optimizer step.
+def plain(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step).backward()
+
+
+def accumulating(model: Any, rank: int, step: int) -> None:
+    with model.no_sync():
+        loss_of(model, rank, step).backward()
+    loss_of(model, rank, step + 100).backward()
+
+
+def synchronising_twice(model: Any, rank: int, step: int) -> None:
+    for micro in (step, step + 100):
+        loss_of(model, rank, micro).backward()
+
+
+def now_and_then(model: Any, rank: int, step: int) -> None:
+    """Ranks take different ways in some steps, and all the same one in others."""
+    ways = ("both", "left", "right")[step % 3] if step % 2 else ("left", "right")[rank % 2]
+    loss_of(model, rank, step, ways).backward()
+
+
+def one_way(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step, "left").backward()
+
+
+def looking_first(model: Any, rank: int, step: int) -> None:
+    """Gradients that are looked at and thrown away, before those that count."""
+    loss_of(model, rank, step + 50).backward()
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+
+
+UNUSED = {"find_unused_parameters": True}
+PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
+    "plain": (plain, {}),
+    "views": (plain, {"gradient_as_bucket_view": True}),
+    "accumulating": (accumulating, {}),
+    "accumulating in views": (accumulating, {"gradient_as_bucket_view": True}),
+    "synchronising twice": (synchronising_twice, {}),
+    "static graph": (plain, {"static_graph": True}),
+    "static graph of one way": (one_way, {"static_graph": True, **UNUSED}),
+    "unused": (now_and_then, UNUSED),
+    "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "always unused": (one_way, UNUSED),
+    "looking first": (looking_first, {}),
+}
+
+
+def gradients(model: DistributedDataParallel) -> dict[str, Tensor]:
+    every = model.module.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in every}
+
+
+def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[list[dict[str, Tensor]], Any, Any]:
+    """The gradients of every step, the model and what is attached."""
+    program, options = PROGRAMS[name]
+    model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        program(model, rank, step)
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen, model, attached
+
+
+def remembered(attached: Any, names: Any) -> dict[str, Tensor]:
+    """The sum over all memories of this rank, by parameter."""
+    found = {name: torch.zeros(numel) for name, numel in names.items()}
+    for store in attached.session.stores.values():
+        for (name, begin, numel), values in store.items():
+            found[name][begin : begin + numel] += values
+    return found
+
+
+def same_on_all(value: Tensor) -> bool:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value.contiguous())
+    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
+
+
+def train_none(rank: int, name: str) -> bool:
+    start()
+    alone, model, _ = run_program(name, Setting(None), rank, 20)
+    ours, compressed, _ = run_program(name, Setting(NONE), rank, 20)
+    pairs = zip(model.module.parameters(), compressed.module.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and all(
+        torch.equal(one[key], other[key]) for one, other in zip(alone, ours, strict=True) for key in one
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "views", "accumulating", "unused", "static graph"])
+def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
+    assert run_forks(3, train_none, name) == [True] * 3
+
+
+def conserve(rank: int, names: list[str]) -> list[str]:
+    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    start()
+    wrong = []
+    for name in names:
+        # Weights that stay, so that both see the same gradients.
+        true, model, _ = run_program(name, Setting(None, lr=0.0), rank, 7)
+        seen, _, attached = run_program(name, Setting(FOUR_BITS, lr=0.0), rank, 7)
+        sizes = {key: parameter.numel() for key, parameter in model.module.named_parameters()}
+        for key, kept in remembered(attached, sizes).items():
+            # What an owner keeps of the mean is in units of the mean.
+            means = attached.session.stores["means"]
+            of_mean = torch.zeros_like(kept)
+            for (one, begin, numel), values in means.items():
+                if one == key:
+                    of_mean[begin : begin + numel] += values
+            total = (kept - of_mean) / dist.get_world_size() + of_mean
+            dist.all_reduce(total)
+            left = sum(step[key] for step in true) - sum(step[key] for step in seen)
+            if not torch.allclose(left.flatten(), total, atol=2e-6) or not all(same_on_all(step[key]) for step in seen):
+                wrong.append(f"{name}: {key}")
+        if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
+            wrong.append(f"{name}: nothing was compressed")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
+    assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
+
+
+def bits_of(attached: Any) -> dict[str, list[int]]:
+    """Everything that is remembered, applied values alone."""
+    return {
+        f"{name}/{layout}": payload.tolist()
+        for name, store in attached.session.stores.items()
+        for layout, payload in store.payloads()
+        if payload.any()
+    }
+
+
+def overflow(rank: int, scaled: bool) -> dict[str, Any]:
+    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
+    model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
+    found: dict[str, Any] = {"finite": [], "scales": [], "same": []}
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
+        before = bits_of(attached)
+        norms = {name: store.square_norm() for name, store in attached.session.stores.items()}
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        if scaler is not None:
+            scaler.step(optimizer)
+            # Some programs clear gradients before they update.
+            optimizer.zero_grad()
+            scaler.update()
+            found["scales"].append(attached.session.clock.loss_scale)
+        elif finite:
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
+        found["finite"].append(finite)
+        if not finite:
+            after = {name: store.square_norm() for name, store in attached.session.stores.items()}
+            factor = 4.0 if scaled else 1.0
+            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
+            found["bits"] = scaled or before == bits_of(attached)
+    found["steps"] = attached.steps.count
+    found["equal"] = all(same_on_all(p.detach()) and p.isfinite().all() for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
+    for found in run_forks(2, overflow, scaled):
+        assert found["finite"] == [True, True, False, True, True]
+        assert found["same"] == [True, True]
+        assert found["bits"]
+        assert found["equal"]
+        assert found["steps"] == 5
+        assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+
+
+STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
+MEMORYLESS = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
+LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
+
+
+def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a run that goes on and one that is resumed end with the same bits; whether one without its memories does
+    not."""
+    start()
+    model, optimizer, attached = Setting(given).build()
+    for step in range(3):
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    attached.save(directory)
+    saved = {key: value.clone() for key, value in model.module.state_dict().items()}
+    ends = [go_on(model, optimizer, rank)]
+    for loads in (True, False):
+        model, optimizer, attached = Setting(given).build()
+        model.module.load_state_dict(saved)
+        if loads:
+            attached.load(directory)
+            assert attached.steps.count == 3
+        ends.append(go_on(model, optimizer, rank))
+    return ends[0] == ends[1], ends[0] != ends[2]
+
+
+def go_on(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+    assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
+
+
+def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
+    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    if saves:
+        go_on(model, optimizer, rank)
+        attached.save(directory)
+    else:
+        attached.load(directory)
+    found = dict.fromkeys((name for name, _ in model.module.named_parameters()), 0.0)
+    for (name, _, _), values in attached.session.stores["gradients"].items():
+        found[name] += values.double().sum().item()
+    return list(found.values())
+
+
+def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
+    saved = run_forks(3, remembered_by, str(tmp_path), True)
+    loaded = run_forks(2, remembered_by, str(tmp_path), False)
+    sums = [[sum(column) for column in zip(*ranks, strict=True)] for ranks in (saved, loaded)]
+    assert any(sums[0])
+    assert sums[1] == pytest.approx(sums[0], abs=1e-6)
+
+
+def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
+    start()
+    _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attached.load(directory)
+        except deepspeed_compress.StateError as error:
+            return str(error), attached.steps.count
+    return " ".join(str(one.message) for one in caught), attached.steps.count
+
+
+def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
+    for text, _ in run_forks(2, load_nothing, str(tmp_path), "error"):
+        assert "does not exist" in text
+    for text, step in run_forks(2, load_nothing, str(tmp_path), "reset"):
+        assert "starts with empty memories" in text
+        assert step == 0
+
+
+def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Methods under which ranks differ, or the loss does not fall."""
+    start()
+    wrong = []
+    for name, gradients_of in methods.items():
+        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **gradients_of}}).build()
+        losses = []
+        for step in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step % 4)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if not all(same_on_all(parameter.detach()) for parameter in model.parameters()):
+            wrong.append(f"{name}: ranks differ")
+        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
+            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
+    return wrong
+
+
+def test_every_method_trains() -> None:
+    methods = {name: {**given} for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given}
+    methods["overrides"] = {
+        "bits": 4,
+        "block_size": 32,
+        "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
+    }
+    assert run_forks(2, train_methods, methods) == [[]] * 2
+
+
+def divided(rank: int) -> tuple[bool, bool]:
+    """Two models at once: one of all four ranks, in two levels, and one of each pair."""
+    start()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
+    all_four, first, _ = Setting(nodes).build()
+    of_pair, second, _ = Setting(FOUR_BITS).build(group=pairs[rank // 2])
+    for step in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
+        first.step()
+        second.step()
+    gathered: list[Any] = [None] * 4
+    mine = [parameter.flatten().tolist() for parameter in of_pair.parameters()]
+    dist.all_gather_object(gathered, mine)
+    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
+    return all(same_on_all(parameter.detach()) for parameter in all_four.parameters()), apart
+
+
+def test_several_models_and_groups() -> None:
+    assert run_forks(4, divided) == [(True, True)] * 4
+
+
+def one_alone(rank: int) -> bool:
+    """A group of one rank within a larger job: nothing travels, and nothing changes."""
+    start()
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
+        model, optimizer, _ = Setting(FOUR_BITS).build(group=groups[rank])
+    alone, other, _ = Setting(None).build(group=groups[rank])
+    for step in range(3):
+        for one, steps in ((model, optimizer), (alone, other)):
+            steps.zero_grad()
+            plain(one, rank, step)
+            steps.step()
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_one_rank() -> None:
+    assert run_forks(2, one_alone) == [True] * 2
+
+
+def refusals(rank: int) -> dict[str, str]:
+    start()
+    found = {}
+    for name, (given, options) in REFUSED.items():
+        model = DistributedDataParallel(Branches(), **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            deepspeed_compress.ddp.attach(model, section(given), optimizer)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "guard": ({"guard": {}}, {}),
+    "adaptive": ({"adaptive": {}}, {}),
+    "parallelism": ({"parallelism": {"tensor": 1}}, {}),
+    "weights": ({"weights": {"method": "blockwise"}}, {}),
+    "momentum": ({"gradients": {"method": "demo"}}, {}),
+    "unused powersgd": (LOW_RANK, UNUSED),
+    "unused hierarchy": ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, UNUSED),
+}
+SAID = {
+    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
+    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
+    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "weights": "/deepspeed_compress/weights/method",
+    "momentum": "/deepspeed_compress/gradients/method demo",
+    "unused powersgd": '/deepspeed_compress/gradients/method: "powersgd" with unused parameters',
+    "unused hierarchy": "/deepspeed_compress/gradients/hierarchy: with unused parameters",
+}
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    for found in run_forks(2, refusals):
+        assert found.keys() == SAID.keys()
+        assert all(text in found[name] for name, text in SAID.items())
+
+
+def late_refusals(rank: int) -> list[str]:
+    """What is seen only when it is done: each message, or ""."""
+    start()
+    return [refusal(work) for work in (attach_twice, foreign_optimizer, sparse, join, momentum_twice)]
+
+
+def refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def attach_twice() -> None:
+    model, optimizer, _ = Setting(FOUR_BITS).build()
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+
+
+def foreign_optimizer() -> None:
+    model = DistributedDataParallel(Branches())
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(Branches().parameters()))
+
+
+def sparse() -> None:
+    model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def join() -> None:
+    model, _, _ = Setting(FOUR_BITS).build()
+    with model.join(enable=False):
+        plain(model, dist.get_rank(), 0)
+    with model.join():
+        plain(model, dist.get_rank(), 0)
+
+
+def momentum_twice() -> None:
+    model, _, _ = Setting({"gradients": {"method": "dgc", "density": 0.1, "min_numel": 0}}).build()
+    synchronising_twice(model, dist.get_rank(), 0)
+
+
+def test_what_is_seen_late_is_refused_by_name() -> None:
+    for texts in run_forks(2, late_refusals):
+        for text, said in zip(
+            texts, ["hook already", "steps none", "sparse=False", "join()", "in no_sync()"], strict=True
+        ):
+            assert said in text
+
+
+def test_keys_of_deepspeed_have_no_effect() -> None:
+    with pytest.warns(deepspeed_compress.CompressWarning, match="/train_batch_size: no effect without DeepSpeed"):
+        read_section({"train_batch_size": 8, **section(FOUR_BITS)})
+
+
+def gpt(rank: int, given: Mapping[str, Any], steps: int, directory: str) -> tuple[float, list[dict[str, Any]], bool]:
+    """Loss, statistics, and whether all ranks have the same weights after training a small GPT-2 on one text."""
+    start()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
+    model = DistributedDataParallel(transformers.GPT2LMHeadModel(config), bucket_cap_mb=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    attached = deepspeed_compress.ddp.attach(model, section({**given, "monitor": {"path": directory}}), optimizer)
+    figures: list[Any] = []
+    attached.session.subscribe(figures.append)
+    text = torch.tensor(list(Path(__file__).read_bytes()[:8192])).clamp(max=127).view(-1, 64)
+    generator, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        rows = text[torch.randint(len(text), (4,), generator=generator)]
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    same = all(same_on_all(parameter.detach()) for parameter in model.parameters())
+    return sum(losses[-20:]) / 20, [vars(one) for one in figures], same
+
+
+def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
+    exact = run_forks(2, gpt, NONE, 60, str(tmp_path / "none"))
+    given = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}
+    ours = run_forks(2, gpt, given, 60, str(tmp_path / "int4"))
+    assert all(same for *_, same in exact + ours)
+    assert sum(one[0] for one in ours) < 1.03 * sum(one[0] for one in exact)
+    [of_none, of_ours] = [run[0][1][-1] for run in (exact, ours)]
+    assert of_none["bytes_sent"] == of_none["bytes_uncompressed"] == of_ours["bytes_uncompressed"]
+    assert 7.3 < of_ours["bytes_uncompressed"] / of_ours["bytes_sent"] < 8
+    assert len((tmp_path / "int4" / "compression.jsonl").read_text().splitlines()) == len(ours[0][1])
