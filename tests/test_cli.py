@@ -58,7 +58,7 @@ def test_check_shows_the_resolved_section(write, capsys: pytest.CaptureFixture[s
 
 
 def test_check_lists_every_error(write, capsys: pytest.CaptureFixture[str]) -> None:
-    section = {"gradients": {"bits": 3, "bit": 4}, "parallelism": {"zero_stage": 1, "tensor": 3}}
+    section = {"gradients": {"bits": 5, "bit": 4}, "parallelism": {"zero_stage": 1, "tensor": 3}}
     assert main(["check", write(section, zero_optimization={"stage": 2}), "--world-size", "4"]) == 1
     lines = capsys.readouterr().out.splitlines()
     pointers = ["gradients/bit", "gradients/bits", "parallelism/zero_stage", "parallelism"]

@@ -115,7 +115,7 @@ class BlockwiseConfig(MethodConfig):
 
     method: Literal["blockwise"] = "blockwise"
     """`blockwise`: integers, scaled by the largest magnitude of each block."""
-    bits: Literal[8, 4, 2] = 8
+    bits: Literal[8, 4, 3, 2] = 8
     """Bits of each value sent."""
     block_size: QuantizationBlock = 256
     """Values that share one scale, a power of two."""
@@ -137,7 +137,7 @@ class BlockwiseConfig(MethodConfig):
         return self.bits + SCALE_BITS[self.scale_dtype] / self.block_size
 
     def softer(self) -> dict[str, JsonValue] | None:
-        return {"bits": 2 * self.bits} if self.bits < 8 else None
+        return {"bits": 4 if self.bits < 4 else 8} if self.bits < 8 else None
 
 
 class LinearConfig(MethodConfig):
@@ -253,14 +253,19 @@ class SignConfig(MethodConfig):
     """`sign`: signs, and the mean magnitude of each block."""
     block_size: QuantizationBlock = 256
     """Values that share one mean magnitude, a power of two."""
+    levels: Literal[2, 3] = 2
+    """3 adds a level at zero for values below half of the magnitude sent, five values a byte."""
+    scale_dtype: ScaleDtype = "fp32"
+    """Type in which magnitudes are sent."""
 
     def compressor(self, step: int | None = None) -> "Compressor":
-        from deepspeed_compress.compression.compressors import Sign
+        from deepspeed_compress.compression.compressors import DTYPES, Sign
 
-        return Sign(self.block_size)
+        return Sign(self.block_size, self.levels, DTYPES[self.scale_dtype])
 
     def bits_per_element(self) -> float:
-        return 1 + SCALE_BITS["fp32"] / self.block_size
+        codes = self.block_size if self.levels == 2 else 8 * -(-self.block_size // 5)
+        return (codes + SCALE_BITS[self.scale_dtype]) / self.block_size
 
     def softer(self) -> dict[str, JsonValue] | None:
         return {"method": "blockwise", "bits": 4}

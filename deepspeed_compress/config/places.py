@@ -140,7 +140,7 @@ class CastGradients(FeedbackGradients, methods.CastConfig):
 
 
 class BlockwiseGradients(FeedbackGradients, methods.BlockwiseConfig):
-    """Gradients as 8-, 4- or 2-bit integers with one scale for each block."""
+    """Gradients as 8-, 4-, 3- or 2-bit integers with one scale for each block."""
 
 
 class LinearGradients(FeedbackGradients, methods.LinearConfig):
@@ -314,7 +314,7 @@ class CompressedWeights(methods.MethodConfig):
 class BlockwiseWeights(CompressedWeights, methods.BlockwiseConfig):
     """Weight differences as scaled integers."""
 
-    bits: Literal[8, 4, 2] = 4
+    bits: Literal[8, 4, 3, 2] = 4
     """Bits of each value sent."""
 
 

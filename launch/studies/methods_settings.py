@@ -9,7 +9,9 @@ ADAM, WITHOUT_MOMENTUM = (0.9, 0.95), (0.0, 0.95)
 
 INT4 = {"method": "blockwise", "bits": 4}
 INT2 = {"method": "blockwise", "bits": 2}
+INT3 = {"method": "blockwise", "bits": 3, "block_size": 128, "scale_dtype": "bf16"}
 SIGN = {"method": "sign"}
+TERNARY = {"method": "sign", "levels": 3, "block_size": 128, "scale_dtype": "bf16"}
 TOP_1 = {"method": "topk", "density": 0.01, "values": INT4}
 TOP_10 = {"method": "topk", "density": 0.1, "values": INT4}
 DGC_1 = {"method": "dgc", "density": 0.01, "values": INT4}
@@ -30,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8-e5m2": {"gradients": {"method": "fp8_e5m2"}},
     "int8": {"gradients": {"method": "blockwise", "bits": 8}},
     "int4": {"gradients": INT4},
+    "int3": {"gradients": INT3},
     "int2": {"gradients": INT2},
     "int4-hadamard": {"gradients": INT4 | HADAMARD},
     "int2-hadamard": {"gradients": INT2 | HADAMARD},
@@ -76,6 +79,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd-4": {"gradients": POWERSGD_4, **WARM},
     "powersgd-8": {"gradients": {"method": "powersgd", "rank": 8}, **WARM},
     "none+int4": {"gradients": {"method": "none"}, "weights": INT4},
+    "none+ternary": {"gradients": {"method": "none"}, "weights": TERNARY},
+    "int3+ternary": {"gradients": INT3, "weights": TERNARY},
     "int4+int4": {"gradients": INT4, "weights": INT4},
     "int4+int4-large-blocks": {"gradients": INT4 | LARGE_BLOCKS, "weights": INT4 | LARGE_BLOCKS},
     "int4+sign": {"gradients": INT4, "weights": FINE_SIGN},

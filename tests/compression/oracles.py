@@ -4,7 +4,7 @@ Written from the equations of the papers, in numpy, with nothing of the package.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,9 +101,9 @@ def terngrad(x: Doubles, uniforms: Doubles) -> Doubles:
     return largest * np.where(chosen, np.sign(x), 0.0)
 
 
-def four_levels(x: Doubles, scale: float) -> Doubles:
-    """The nearest of -4s, -s, s, 4s to each element, by trying all."""
-    levels: Doubles = scale * np.array([-4.0, -1.0, 1.0, 4.0])
+def nearest_level(magnitudes: Sequence[int], x: Doubles, scale: float) -> Doubles:
+    """The nearest of +-`magnitudes` times `scale` to each element, by trying all."""
+    levels: Doubles = scale * np.array([sign * magnitude for sign in (-1.0, 1.0) for magnitude in magnitudes])
     nearest: Doubles = levels[np.abs(levels - x[:, None]).argmin(axis=1)]
     return nearest
 

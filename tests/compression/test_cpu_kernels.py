@@ -32,6 +32,10 @@ FORMS = {
     "sign": BlockFormat("mean", 1, 1, 64),
     "sign, blocks of odd size": BlockFormat("mean", 1, 1, 7),
     "four levels": BlockFormat("lloyd", 4, 2, 64),
+    "eight levels": BlockFormat("eight", 10, 3, 64),
+    "eight levels, blocks of parts of bytes": BlockFormat("eight", 10, 3, 33),
+    "three levels": BlockFormat("ternary", 1, 2, 64),
+    "three levels, blocks of odd size": BlockFormat("ternary", 1, 2, 7),
 }
 SIZES = (1, 5, 64, 65, 300, 1000)
 
@@ -61,7 +65,7 @@ def encoded(
 ) -> tuple[Tensor, Tensor]:
     blocks = -(-x.numel() // form.block_size)
     numbers = torch.full((blocks,), 7.0, dtype=dtype)
-    codes = torch.full((-(-x.numel() * form.bits // 8) + 3,), 0xFF, dtype=torch.uint8)
+    codes = torch.full((form.code_bytes(x.numel()) + 3,), 0xFF, dtype=torch.uint8)
     ops.quantize_blocks(x, form, numbers, codes, key, memory)  # type: ignore[attr-defined]
     return numbers, codes
 

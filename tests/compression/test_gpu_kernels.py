@@ -41,6 +41,8 @@ OTHER_FORMS = {
     "blocks of half bytes": BlockFormat("absmax", 7, 4, 33),
     "no power of two": BlockFormat("absmax", 7, 4, 96),
     "3 bits": BlockFormat("absmax", 3, 3, 64),
+    "eight levels": BlockFormat("eight", 10, 3, 64),
+    "three levels": BlockFormat("ternary", 1, 2, 64),
     "less than a byte a block": BlockFormat("mean", 1, 1, 4),
     "long blocks": BlockFormat("absmax", 127, 8, 8192),
 }
@@ -86,7 +88,7 @@ def units_apart(some: Tensor, others: Tensor) -> Tensor:
 def room(numel: int, form: BlockFormat, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where numbers and codes go, with bytes to spare and nothing cleared."""
     numbers = torch.full((-(-numel // form.block_size),), 7.0, dtype=dtype, device=device)
-    return numbers, torch.full((-(-numel * form.bits // 8) + 3,), 0xFF, dtype=torch.uint8, device=device)
+    return numbers, torch.full((form.code_bytes(numel) + 3,), 0xFF, dtype=torch.uint8, device=device)
 
 
 def given(form: BlockFormat, numel: int, numbers: Tensor) -> dict[str, object]:

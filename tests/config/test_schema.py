@@ -37,7 +37,7 @@ def test_a_valid_section_needs_neither_sources_nor_schema_nor_models_of_other_ke
 @pytest.mark.parametrize(
     "section",
     [
-        {"gradients": {"bits": 3}},
+        {"gradients": {"bits": 5}},
         {"gradients": {"method": "topk", "density": 0}},
         {"gradients": {"method": "topk", "bits": 4}},
         {"gradients": {"block_size": 100}},
@@ -77,6 +77,7 @@ def test_one_key_has_one_default_but_for_these() -> None:
         "block_size",
         "density",
         "error_feedback",
+        "levels",
         "method",
         "momentum",
         "values",

@@ -125,7 +125,7 @@ def test_models_are_frozen_and_hashable() -> None:
         ({"gradients": {"method": "blockwize"}}, "/gradients/method", ['"blockwize"', 'Write "blockwise"']),
         ({"gradients": {"method": ["x"]}}, "/gradients/method", ['["x"]', '"topk"']),
         ({"gradients": "topk"}, "/gradients", ['"topk" is not accepted', "an object"]),
-        ({"gradients": {"bits": 3}}, "/gradients/bits", ["3 is not accepted", "allowed: 8, 4, 2)", "default 8"]),
+        ({"gradients": {"bits": 5}}, "/gradients/bits", ["5 is not accepted", "allowed: 8, 4, 3, 2)", "default 8"]),
         ({"gradients": {"bits": "8"}}, "/gradients/bits", ['"8" is not accepted', "Write 8"]),
         ({"gradients": {"bits": True}}, "/gradients/bits", ["true is not accepted"]),
         ({"gradients": {"block_size": 100}}, "/gradients/block_size", ["100", "power of two", "128"]),
@@ -133,7 +133,7 @@ def test_models_are_frozen_and_hashable() -> None:
         ({"gradients": {"error_feedback": True}}, "/gradients/error_feedback", ["true", "null", "{}"]),
         ({"gradients": {"method": "topk", "density": 0}}, "/gradients/density", ["0", "above 0 up to 1"]),
         ({"gradients": {"method": "topk", "density": 1.1}}, "/gradients/density", ["1.1", "up to 1"]),
-        ({"gradients": {"method": "topk", "values": {"bits": 5}}}, "/gradients/values/bits", ["5", "8, 4, 2)"]),
+        ({"gradients": {"method": "topk", "values": {"bits": 5}}}, "/gradients/values/bits", ["5", "8, 4, 3, 2)"]),
         ({"gradients": {"method": "percentile", "percentile": 0}}, "/gradients/percentile", ["0", "up to 100"]),
         ({"gradients": {"method": "qsgd", "levels": 128}}, "/gradients/levels", ["128", "from 1 up to 127"]),
         ({"gradients": {"method": "topk", "scope": "global"}}, "/gradients/scope", ['"tensor", "threshold"']),
@@ -212,7 +212,7 @@ def test_one_problem_names_key_value_allowed_and_remedy(section: object, pointer
 
 
 def test_all_problems_come_at_once() -> None:
-    section = {"gradient": {}, "gradients": {"bits": 3, "block_size": "auto"}, "seed": "x", "activations": {}}
+    section = {"gradient": {}, "gradients": {"bits": 5, "block_size": "auto"}, "seed": "x", "activations": {}}
     with pytest.raises(ConfigError, match=r"^5 problems in") as caught:
         parse_section({SECTION: section})
     for pointer in ("gradient", "gradients/bits", "gradients/block_size", "seed", "activations"):
@@ -222,7 +222,7 @@ def test_all_problems_come_at_once() -> None:
 def test_problems_of_parallelism_join_those_of_the_section() -> None:
     ds_config = {
         "zero_optimization": {"stage": 2},
-        SECTION: {"gradients": {"bits": 3}, "parallelism": {"zero_stage": 1, "tensor": 3}},
+        SECTION: {"gradients": {"bits": 5}, "parallelism": {"zero_stage": 1, "tensor": 3}},
     }
     pointers = [problem.pointer.removeprefix(f"/{SECTION}/") for problem in find_problems(ds_config, 4)]
     assert pointers == ["gradients/bits", "parallelism/zero_stage", "parallelism"]

@@ -102,7 +102,7 @@ def stage_of_engine(rank: int) -> int:
             "UnsupportedError.*/deepspeed_compress/parallelism/pipeline",
         ),
         ({"parallelism": {"pipeline": 3, "zero_stage": 0}}, "ConfigError.*divide"),
-        ({"gradients": {"bits": 3}}, "ConfigError.*/deepspeed_compress/gradients/bits"),
+        ({"gradients": {"bits": 5}}, "ConfigError.*/deepspeed_compress/gradients/bits"),
     ],
 )
 def test_contradictions(section, message):

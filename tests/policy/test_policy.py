@@ -78,7 +78,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"schedule": {"phases": [{}, {}], "total_steps": 9}}, "/schedule/phases/0/until", "missing"),
     ({"schedule": {"phases": [{"until": 0.5}, {"until": 0.4}, {}], "total_steps": 9}}, "/phases/1/until", "not after"),
     ({"schedule": {"phases": [{"until": 0.5}], "total_steps": 9}}, "/phases/0/until", "leaves the rest"),
-    ({"schedule": {"ramp": {"steps": 5, "stages": [{"bits": 3}]}}}, "/ramp/stages/0/bits", "3 is not accepted"),
+    ({"schedule": {"ramp": {"steps": 5, "stages": [{"bits": 5}]}}}, "/ramp/stages/0/bits", "5 is not accepted"),
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"bitz": 8}]}}}, "/ramp/stages/0/bitz", "unknown key"),
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"method": "demo"}]}}}, "/stages/0/method", "momentum"),
     ({"schedule": {"ramp": {"steps": 5, "stages": [{"error_feedback": None}]}}}, "/error_feedback", "made once"),

@@ -31,7 +31,10 @@ METHODS: Mapping[str, dict[str, Any]] = {
         "bits": 4,
         "block_size": 32,
         "min_numel": 20,
-        "overrides": [{"parameters": "^2", "method": "sign"}, {"parameters": "^4", "method": "none", "every": 2}],
+        "overrides": [
+            {"parameters": "^2", "method": "sign", "levels": 3},
+            {"parameters": "^4", "method": "none", "every": 2},
+        ],
     },
     "spread": {
         "bits": 4,

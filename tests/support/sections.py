@@ -18,7 +18,7 @@ QUANTIZERS: Keys = {
     "qsgd": {"levels": 127, "block_size": 64},
     "fp8_e4m3": {"block_size": 64},
     "fp8_e5m2": {"block_size": 64},
-    "sign": {"block_size": 64},
+    "sign": {"block_size": 64, "levels": 3, "scale_dtype": "bf16"},
 }
 KEPT: dict[str, Any] = {"density": 0.1, "values": {"bits": 4}}
 SPARSE: Keys = {

@@ -82,6 +82,9 @@ class FormQuantizer(BlockQuantizer):
     def code_bits(self) -> int:
         return self.form.bits
 
+    def _code_bytes(self, numel: int) -> int:
+        return self.form.code_bytes(numel)
+
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
         self._encode(x, out, key, None)
 

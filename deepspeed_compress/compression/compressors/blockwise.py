@@ -1,13 +1,18 @@
-"""Blockwise quantization to 8, 4 or 2 bits with one scale a block."""
+"""Blockwise quantization to 8, 4, 3 or 2 bits with one scale a block."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
-from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat
+from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat
 
 __all__ = ["Blockwise"]
+
+_FITTED: Mapping[int, str] = MappingProxyType({2: "lloyd", 3: "eight"})
+"""Kinds of `BlockFormat`, by the bits that are too few for the levels of max|x|."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,16 @@ class Blockwise(FormQuantizer):
     for the ternary form of Li and Liu (arXiv:1605.04711). There is no level at zero: an element that is 0 becomes s,
     unless the whole block is 0.
 
+    3 bits to nearest: for the same reason eight levels, -10s, -6s, -3s, -s, s, 3s, 6s, 10s, with s fitted by one
+    iteration that begins at a third of mean |x|. Relative squared errors as above: 0.039 / 0.060, against 0.088 / 0.157
+    for max|x| with seven levels.
+
     A scale of 16 bits (`scale_dtype`) is rounded before the codes are taken. If that makes it smaller, the largest
     elements are clipped, by up to 2**-8 (bf16) or 2**-11 (fp16) of their magnitude, so stochastic rounding is unbiased
     with fp32 scales only. fp16 ends at 65504, where blocks are clipped, and at 2**-25, below which they become 0.
 
-    Payload: see `BlockQuantizer`. Codes are two's complement; the four levels have 2 for the sign plus 1 if outer.
+    Payload: see `BlockQuantizer`. Codes are two's complement; the four levels have 2 for the sign plus 1 if outer, the
+    eight 4 for the sign plus 0 to 3.
     """
 
     bits: int = 8
@@ -44,6 +54,7 @@ class Blockwise(FormQuantizer):
 
     @property
     def form(self) -> BlockFormat:
-        if self.bits == 2 and not self.stochastic:
-            return BlockFormat("lloyd", OUTER, 2, self.block_size)
+        kind = None if self.stochastic else _FITTED.get(self.bits)
+        if kind is not None:
+            return BlockFormat(kind, LEVELS[kind].magnitudes[-1], self.bits, self.block_size)
         return BlockFormat("absmax", self.levels, self.bits, self.block_size)

@@ -1,6 +1,8 @@
-"""One bit an element."""
+"""One bit an element, or with a third level at zero 1.6."""
 
 from dataclasses import dataclass
+
+import torch
 
 from deepspeed_compress.compression.compressors.blocks import FormQuantizer
 from deepspeed_compress.compression.kernels.forms import BlockFormat
@@ -16,11 +18,21 @@ class Sign(FormQuantizer):
     by 1-bit Adam (Tang et al., arXiv:2102.02888). The squared error on a block of n elements is
     ||x||**2 - ||x||_1**2 / n, so it needs error feedback. An element that is 0 becomes the mean, unless all are 0.
 
-    Payload: see `BlockQuantizer`; a set bit is +1.
+    `levels` 3 adds a level at zero, as the ternary weights of Li and Liu (arXiv:1605.04711) have: s is the mean of the
+    magnitudes that reach 3/4 of the mean of all (one iteration of Lloyd's algorithm, begun at 1.5 times the mean), and
+    elements below half of s become 0. Relative squared errors on normal / Laplace distributed elements: 0.19 / 0.27,
+    against 0.36 / 0.50.
+
+    Payload: see `BlockQuantizer`; a set bit is +1. Three levels: each block begins with a byte of its own, and a byte
+    has five codes, 0, 1 and 2 for -s, 0 and s, as digits, the first the lowest.
     """
 
     block_size: int = 256
+    levels: int = 2
+    scale_dtype: torch.dtype = torch.float32
 
     @property
     def form(self) -> BlockFormat:
+        if self.levels == 3:
+            return BlockFormat("ternary", 1, 2, self.block_size)
         return BlockFormat("mean", 1, 1, self.block_size)

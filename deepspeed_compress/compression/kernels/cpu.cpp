@@ -8,18 +8,77 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace {
 
-enum Kind { ABSMAX, NORM, MEAN, LLOYD };
+enum Kind { ABSMAX, NORM, MEAN, LLOYD, EIGHT, TERNARY };
 enum Type { NONE, FP32, BF16, FP16 };
-constexpr float OUTER = 4;
 constexpr int LANES = 16;
+constexpr int TRITS = 5;  // in a byte
 
 struct Form {
     int32_t kind, levels, bits;
     int64_t block_size;
+};
+
+// Of the packed codes of `n` elements that begin with a block.
+inline int64_t code_bytes(const Form& form, int64_t n) {
+    if (form.kind != TERNARY) return (n * form.bits + 7) / 8;
+    const int64_t whole = n / form.block_size, rest = n % form.block_size;
+    return whole * ((form.block_size + TRITS - 1) / TRITS) + (rest + TRITS - 1) / TRITS;
+}
+
+// Whether no byte has codes of two blocks.
+inline bool fills_bytes(const Form& form) { return form.kind == TERNARY || form.block_size * form.bits % 8 == 0; }
+
+// forms.LEVELS: magnitudes of levels in units of the scale, and where the fit of the scale begins.
+struct Four {
+    static constexpr int ITERATIONS = 2, COUNT = 2, MAGNITUDES[] = {1, 4};
+    static constexpr double START = 0.5;
+};
+
+struct Eight {
+    static constexpr int ITERATIONS = 1, COUNT = 4, MAGNITUDES[] = {1, 3, 6, 10};
+    static constexpr double START = 1.0 / 3;
+};
+
+struct Ternary {
+    static constexpr int ITERATIONS = 1, COUNT = 2, MAGNITUDES[] = {0, 1};
+    static constexpr double START = 1.5;
+};
+
+// Where each level but the first becomes the nearer one.
+template <typename L>
+struct Borders {
+    float of[L::COUNT];
+
+    explicit Borders(float scale) {
+        for (int k = 1; k < L::COUNT; k++) of[k] = scale * (float(L::MAGNITUDES[k - 1] + L::MAGNITUDES[k]) / 2);
+    }
+
+    // The magnitude that is nearest to `a`, and its place among them.
+    float nearest(float a) const {
+        float magnitude = float(L::MAGNITUDES[0]);
+        for (int k = 1; k < L::COUNT; k++)
+            magnitude += float(a >= of[k]) * float(L::MAGNITUDES[k] - L::MAGNITUDES[k - 1]);
+        return magnitude;
+    }
+
+    // Of that magnitude.
+    int32_t square(float a) const {
+        int32_t square = L::MAGNITUDES[0] * L::MAGNITUDES[0];
+        for (int k = 1; k < L::COUNT; k++)
+            square += (L::MAGNITUDES[k] * L::MAGNITUDES[k] - L::MAGNITUDES[k - 1] * L::MAGNITUDES[k - 1]) * (a >= of[k]);
+        return square;
+    }
+
+    int32_t place(float a) const {
+        int32_t place = 0;
+        for (int k = 1; k < L::COUNT; k++) place += a >= of[k];
+        return place;
+    }
 };
 
 inline uint32_t bits_of(float x) {
@@ -178,15 +237,16 @@ double block_total(const float* x, int64_t n) {
     return lane_sum(x, n, [](float v) { return double(std::fabs(v)); });
 }
 
+template <typename L>
 double block_lloyd(const float* x, int64_t n) {
-    const double total = block_total(x, n);
-    double scale = total / double(2 * n);
-    for (int iteration = 0; iteration < 2; iteration++) {
-        const float border = float(scale) * ((1 + OUTER) / 2);
-        const double outer = lane_sum(x, n, [=](float v) { return double(std::fabs(v) * float(std::fabs(v) >= border)); });
-        int64_t count = 0;
-        for (int64_t i = 0; i < n; i++) count += std::fabs(x[i]) >= border;
-        scale = (total + (OUTER - 1) * outer) / double(float(n) + (OUTER * OUTER - 1) * float(count));
+    double scale = block_total(x, n) / double(n) * L::START;
+    for (int iteration = 0; iteration < L::ITERATIONS; iteration++) {
+        // Beyond fp32 no element would reach a border.
+        const Borders<L> borders{float(std::min(scale, double(std::numeric_limits<float>::max())))};
+        const double sum = lane_sum(x, n, [=](float v) { return double(std::fabs(v)) * double(borders.nearest(std::fabs(v))); });
+        int32_t square = 0;  // at most 100 for each of 65536 elements
+        for (int64_t i = 0; i < n; i++) square += borders.square(std::fabs(x[i]));
+        scale = sum / double(square);
     }
     return scale;
 }
@@ -203,9 +263,14 @@ void round_codes(const float* x, int64_t n, float scale, float levels, uint32_t 
     }
 }
 
+template <typename L>
 void lloyd_codes(const float* x, int64_t n, float scale, int8_t* codes) {
-    const float border = scale * ((1 + OUTER) / 2);
-    for (int64_t i = 0; i < n; i++) codes[i] = int8_t(2 * (x[i] >= 0) + (std::fabs(x[i]) >= border));
+    const Borders<L> borders{scale};
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t place = borders.place(std::fabs(x[i]));
+        const int32_t positive = x[i] >= 0;
+        codes[i] = int8_t(L::MAGNITUDES[0] ? L::COUNT * positive + place : 1 + place * (2 * positive - 1));
+    }
 }
 
 void sign_codes(const float* x, int64_t n, int8_t* codes) {
@@ -216,6 +281,8 @@ void sign_codes(const float* x, int64_t n, int8_t* codes) {
 inline int8_t signed_code(int kind, int bits, uint8_t code) {
     if (kind == MEAN) return int8_t(2 * code - 1);
     if (kind == LLOYD) return int8_t(int8_t((code & 1) * 3 + 1) * int8_t((code & 2) - 1));
+    if (kind == EIGHT) return int8_t(int8_t(((code & 3) + 1) * ((code & 3) + 2) / 2) * int8_t((code >> 1 & 2) - 1));
+    if (kind == TERNARY) return int8_t(code - 1);
     const int unused = 8 - bits;
     return int8_t(int8_t(code << unused) >> unused);
 }
@@ -287,6 +354,65 @@ void unpack_whole<1>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
     }
 }
 
+// Eight codes in three bytes.
+template <>
+void pack_whole<3>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
+    for (int64_t i = 0; i < bytes / 3; i++) {
+        uint64_t group;
+        std::memcpy(&group, codes + 8 * i, 8);
+        group &= 0x0707070707070707u;
+        group = (group | group >> 5) & 0x003F003F003F003Fu;
+        group = (group | group >> 10) & 0x00000FFF00000FFFu;
+        group |= group >> 20;
+        out[3 * i] = uint8_t(group), out[3 * i + 1] = uint8_t(group >> 8), out[3 * i + 2] = uint8_t(group >> 16);
+    }
+}
+
+template <>
+void unpack_whole<3>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
+    for (int64_t i = 0; i < bytes / 3; i++) {
+        uint64_t group = packed[3 * i] | uint64_t(packed[3 * i + 1]) << 8 | uint64_t(packed[3 * i + 2]) << 16;
+        group = (group | group << 20) & 0x00000FFF00000FFFu;
+        group = (group | group << 10) & 0x003F003F003F003Fu;
+        group = (group | group << 5) & 0x0707070707070707u;
+        std::memcpy(codes + 8 * i, &group, 8);
+    }
+}
+
+// Five codes in a byte; bytes of a word times powers of 3 add up in its fifth byte, and none is carried into it;
+// bytes behind the fifth do not reach it.
+void pack_trits(const uint8_t* codes, int64_t n, uint8_t* out) {
+    constexpr uint64_t POWERS = 1ull << 32 | 3ull << 24 | 9ull << 16 | 27ull << 8 | 81ull;
+    uint64_t group = 0;
+    for (; n >= 8; n -= TRITS, codes += TRITS) {
+        std::memcpy(&group, codes, 8);
+        *out++ = uint8_t(group * POWERS >> 32);
+    }
+    for (; n > 0; n -= TRITS, codes += TRITS) {
+        group = 0;
+        std::memcpy(&group, codes, std::min<int64_t>(n, TRITS));
+        *out++ = uint8_t(group * POWERS >> 32);
+    }
+}
+
+struct Digits {
+    uint64_t of[256];  // the five digits of each byte, a byte each
+
+    Digits() {
+        for (int value = 0; value < 256; value++) {
+            of[value] = 0;
+            for (int place = 0, rest = value; place < TRITS; place++, rest /= 3) of[value] |= uint64_t(rest % 3) << 8 * place;
+        }
+    }
+};
+
+const Digits DIGITS;
+
+void unpack_trits(const uint8_t* packed, int64_t n, uint8_t* codes) {
+    for (; n >= 8; n -= TRITS, codes += TRITS) std::memcpy(codes, &DIGITS.of[*packed++], 8);
+    for (; n > 0; n -= TRITS, codes += TRITS) std::memcpy(codes, &DIGITS.of[*packed++], std::min<int64_t>(n, TRITS));
+}
+
 // Codes of any width, one after the other.
 void pack_any(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
     uint64_t pending = 0;
@@ -308,37 +434,47 @@ void unpack_any(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
     }
 }
 
+// Bytes that whole groups of the first `n` codes fill.
+template <int BITS>
+inline int64_t whole_bytes(int64_t n) {
+    return 8 % BITS ? n / 8 * BITS : n * BITS / 8;
+}
+
 template <int BITS>
 void pack_width(const uint8_t* codes, int64_t n, uint8_t* out) {
-    const int64_t whole = n * BITS / 8, done = whole * 8 / BITS;
+    const int64_t whole = whole_bytes<BITS>(n), done = whole * 8 / BITS;
     pack_whole<BITS>(codes, whole, out);
     pack_any(codes + done, n - done, BITS, out + whole);
 }
 
 template <int BITS>
 void unpack_width(const uint8_t* packed, int64_t n, uint8_t* codes) {
-    const int64_t whole = n * BITS / 8, done = whole * 8 / BITS;
+    const int64_t whole = whole_bytes<BITS>(n), done = whole * 8 / BITS;
     unpack_whole<BITS>(packed, whole, codes);
     unpack_any(packed + whole, n - done, BITS, codes + done);
 }
 
-void pack(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
-    switch (bits) {
+void pack(const uint8_t* codes, int64_t n, const Form& form, uint8_t* out) {
+    if (form.kind == TERNARY) return pack_trits(codes, n, out);
+    switch (form.bits) {
         case 1: return pack_width<1>(codes, n, out);
         case 2: return pack_width<2>(codes, n, out);
+        case 3: return pack_width<3>(codes, n, out);
         case 4: return pack_width<4>(codes, n, out);
         case 8: return pack_width<8>(codes, n, out);
-        default: return pack_any(codes, n, bits, out);
+        default: return pack_any(codes, n, form.bits, out);
     }
 }
 
-void unpack(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
-    switch (bits) {
+void unpack(const uint8_t* packed, int64_t n, const Form& form, uint8_t* codes) {
+    if (form.kind == TERNARY) return unpack_trits(packed, n, codes);
+    switch (form.bits) {
         case 1: return unpack_width<1>(packed, n, codes);
         case 2: return unpack_width<2>(packed, n, codes);
+        case 3: return unpack_width<3>(packed, n, codes);
         case 4: return unpack_width<4>(packed, n, codes);
         case 8: return unpack_width<8>(packed, n, codes);
-        default: return unpack_any(packed, n, bits, codes);
+        default: return unpack_any(packed, n, form.bits, codes);
     }
 }
 
@@ -364,13 +500,17 @@ float store_scale(const Job& job, const float* x, int64_t n, int64_t block) {
         case ABSMAX: return store(block_absmax(x, n) / float(job.form.levels));
         case NORM: return store(block_norm(x, n) / double(job.form.levels));
         case MEAN: return store(block_total(x, n) / double(n));
-        default: return store(block_lloyd(x, n));
+        case EIGHT: return store(block_lloyd<Eight>(x, n));
+        case TERNARY: return store(block_lloyd<Ternary>(x, n));
+        default: return store(block_lloyd<Four>(x, n));
     }
 }
 
 void make_codes(const Job& job, const float* x, int64_t n, float scale, int64_t first, int8_t* codes) {
     if (job.form.kind == MEAN) return sign_codes(x, n, codes);
-    if (job.form.kind == LLOYD) return lloyd_codes(x, n, scale, codes);
+    if (job.form.kind == LLOYD) return lloyd_codes<Four>(x, n, scale, codes);
+    if (job.form.kind == EIGHT) return lloyd_codes<Eight>(x, n, scale, codes);
+    if (job.form.kind == TERNARY) return lloyd_codes<Ternary>(x, n, scale, codes);
     const auto round = job.stochastic ? round_codes<true> : round_codes<false>;
     round(x, n, scale, float(job.form.levels), uint32_t(first), job.key, codes);
 }
@@ -379,6 +519,10 @@ void make_signed(const Form& form, uint8_t* codes, int64_t n) {
     const int kind = form.kind, bits = form.bits;
     if (kind == MEAN) {
         for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(2 * codes[i] - 1);
+    } else if (kind == EIGHT) {
+        for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(signed_code(EIGHT, bits, codes[i]));
+    } else if (kind == TERNARY) {
+        for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(signed_code(TERNARY, bits, codes[i]));
     } else if (kind == LLOYD || bits != 8) {
         for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(signed_code(kind, bits, codes[i]));
     }
@@ -412,9 +556,9 @@ void quantize_block(const Job& job, int64_t block, float* sum, int8_t* codes) {
     if (job.unpacked)
         std::memcpy(job.codes + first, bytes, n);
     else
-        pack(bytes, n, job.form.bits, job.codes + first * job.form.bits / 8);
+        pack(bytes, n, job.form, job.codes + code_bytes(job.form, first));
     if (REMEMBERS) {
-        if (job.form.kind == MEAN || job.form.kind == LLOYD) make_signed(job.form, bytes, n);
+        if (job.form.kind >= MEAN) make_signed(job.form, bytes, n);
         remember<M>(x, n, codes, scale, static_cast<typename M::Stored*>(job.after) + first);
     }
 }
@@ -440,7 +584,7 @@ void add_signed(const uint8_t* codes, float scale, float* out, int64_t n) {
 }
 
 void add_block(const Form& form, const uint8_t* packed, float scale, float* out, int64_t n, uint8_t* codes) {
-    unpack(packed, n, form.bits, codes);
+    unpack(packed, n, form, codes);
     make_signed(form, codes, n);
     add_signed(codes, scale, out, n);
 }
@@ -449,7 +593,7 @@ void add_block(const Form& form, const uint8_t* packed, float scale, float* out,
 void add_straddling(const Form& form, const void* numbers, int number_type, const uint8_t* packed, int64_t n,
                     float* out, float scale, int threads) {
     std::vector<uint8_t> codes(n);
-    unpack(packed, n, form.bits, codes.data());
+    unpack(packed, n, form, codes.data());
     const int64_t blocks = (n + form.block_size - 1) / form.block_size;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
@@ -528,15 +672,16 @@ void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
 void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits, int64_t block_size, double limit,
                        void* numbers, int number_type, uint8_t* codes, int64_t code_bytes, int stochastic, uint64_t key,
                        int memory_type, const void* before, float decay, void* after, int threads) {
-    const bool whole_bytes = block_size * bits % 8 == 0;
+    const Form form{kind, levels, bits, block_size};
+    const bool whole_bytes = fills_bytes(form);
     std::vector<uint8_t> spare(whole_bytes ? 0 : n);
-    const Job job{x, n, {kind, levels, bits, block_size}, limit, numbers, number_type,
+    const Job job{x, n, form, limit, numbers, number_type,
                   whole_bytes ? codes : spare.data(), !whole_bytes, stochastic != 0, key, before, decay, after};
     if (memory_type == NONE) quantize_all<Fp32, false>(job, threads);
     if (memory_type == FP32) quantize_all<Fp32, true>(job, threads);
     if (memory_type == BF16) quantize_all<Bf16, true>(job, threads);
-    if (!whole_bytes) pack(spare.data(), n, bits, codes);
-    const int64_t used = (n * bits + 7) / 8;
+    if (!whole_bytes) pack(spare.data(), n, form, codes);
+    const int64_t used = ::code_bytes(form, n);
     std::memset(codes + used, 0, code_bytes - used);
 }
 
@@ -544,7 +689,7 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
 void compress_dequantize_add(const void* const* numbers, int number_type, const uint8_t* const* codes, int messages,
                              int64_t n, int kind, int bits, int64_t block_size, float* out, float scale, int threads) {
     const Form form{kind, 0, bits, block_size};
-    if (block_size * bits % 8) {
+    if (!fills_bytes(form)) {
         for (int m = 0; m < messages; m++) add_straddling(form, numbers[m], number_type, codes[m], n, out, scale, threads);
         return;
     }
@@ -557,7 +702,7 @@ void compress_dequantize_add(const void* const* numbers, int number_type, const 
             const int64_t first = block * block_size, count = std::min(block_size, n - first);
             for (int m = 0; m < messages; m++) {
                 const float number = load_number(numbers[m], number_type, block) * scale;
-                add_block(form, codes[m] + first * bits / 8, number, out + first, count, work.data());
+                add_block(form, codes[m] + code_bytes(form, first), number, out + first, count, work.data());
             }
         }
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.compiled import load_library
-from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat, ResidualBuffers, scale_limit
+from deepspeed_compress.compression.kernels.forms import LEVELS, BlockFormat, ResidualBuffers, scale_limit
 from deepspeed_compress.compression.kernels.reference import (
     dequantize_rows_add,
     pack_codes,
@@ -46,7 +46,7 @@ __all__ = [
 _POINTER, _INT, _LONG, _KEY = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _POINTERS = ctypes.POINTER(_POINTER)
-_KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3})
+_KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5})
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
 _NO_MEMORY = (0, None, 0.0, None)
 _STRIDES = ctypes.c_int64 * 3
@@ -129,7 +129,8 @@ def quantize_blocks(
     memory: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`: one pass over `x` and the memory."""
-    factor = {"absmax": form.levels, "norm": form.levels, "mean": 1, "lloyd": OUTER}[form.kind]
+    fit = LEVELS.get(form.kind)
+    factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
     _LIBRARY.compress_quantize(
         *(_at(x), x.numel(), _KINDS[form.kind], form.levels, form.bits, form.block_size),
         *(scale_limit(numbers.dtype, factor), _at(numbers), _TYPES[numbers.dtype], _at(codes), codes.numel()),

@@ -49,13 +49,19 @@ top_k_sampled = top_k_rows
 _TOGETHER = 8
 """Messages that a program adds: their codes are in registers together."""
 _LONGEST_BLOCK = 4096
+_KINDS = frozenset({"absmax", "norm", "mean", "lloyd"})
 _WIDEST = 16
 
 
 def _covers(form: BlockFormat) -> bool:
-    """Whether blocks of `form` are encoded here: a power of two up to 4096 of elements, which fill whole bytes."""
+    """Whether blocks of `form` are encoded here: of a power of two up to 4096, whose codes fill whole bytes."""
     size = form.block_size
-    return 8 % form.bits == 0 and size & (size - 1) == 0 and 8 // form.bits <= size <= _LONGEST_BLOCK
+    return (
+        form.kind in _KINDS
+        and 8 % form.bits == 0
+        and size & (size - 1) == 0
+        and 8 // form.bits <= size <= _LONGEST_BLOCK
+    )
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ A "row" is one quantization or selection block. Everything is deterministic: the
 give the same bits on every device.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_compress.compression.kernels.forms import OUTER, BlockFormat, ResidualBuffers, fitted
+from deepspeed_compress.compression.kernels.forms import (
+    LEVELS,
+    BlockFormat,
+    FittedLevels,
+    ResidualBuffers,
+    fitted,
+)
 from deepspeed_compress.compression.kernels.reference_bases import dct_tiles, hadamard_tiles
-from deepspeed_compress.compression.kernels.reference_bits import pack_bits, pack_codes, unpack_bits, unpack_codes
+from deepspeed_compress.compression.kernels.reference_bits import (
+    pack_bits,
+    pack_codes,
+    pack_trits,
+    unpack_bits,
+    unpack_codes,
+    unpack_trits,
+)
 
 __all__ = [
     "add_cast",
@@ -188,7 +202,7 @@ def quantize_blocks(
         numbers[blocks] = scales
         row_noise = None if noise is None else noise[elements].view(shape)
         values[elements].view(shape).copy_(kind.codes(rows, scales, form.levels, row_noise).view(torch.uint8))
-    pack_codes(values, form.bits, codes)
+    _pack(values, form, codes)
     if memory is not None:
         dequantize_blocks_add(numbers, codes, form, x, -1.0)
         cast(x, memory.after)
@@ -196,7 +210,7 @@ def quantize_blocks(
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
     """`out` (flat fp32 [n]) += `scale` times what `quantize_blocks` encoded: s * `scale` first, then times the code."""
-    values, scales = unpack_codes(codes, form.bits, out.numel()), numbers.to(torch.float32)
+    values, scales = _unpack(codes, form, out.numel()), numbers.to(torch.float32)
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):
         signed = _KINDS[form.kind].signed(values[elements], form.bits).view(shape)
         dequantize_rows_add(scales[blocks], signed, out[elements].view(shape), scale)
@@ -217,6 +231,29 @@ def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[i
         yield slice(whole), slice(whole * block_size), (whole, block_size)
     if rest:
         yield slice(whole, whole + 1), slice(whole * block_size, numel), (1, rest)
+
+
+def _pack(values: Tensor, form: BlockFormat, out: Tensor) -> None:
+    """`values` (uint8 [n]) as codes of `form` in `out`, the rest of which becomes 0."""
+    if form.kind != "ternary":
+        return pack_codes(values, form.bits, out)
+    rows = [pack_trits(values[elements].view(shape)) for _, elements, shape in _blocks(values.numel(), form.block_size)]
+    used = form.code_bytes(values.numel())
+    torch.cat([row.view(-1) for row in rows] or [out[:0]], out=out[:used])
+    out[used:].zero_()
+    return None
+
+
+def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
+    """The inverse of `_pack`: uint8 [numel]."""
+    if form.kind != "ternary":
+        return unpack_codes(codes, form.bits, numel)
+    values, done = codes.new_empty(numel), 0
+    for _, elements, (count, width) in _blocks(numel, form.block_size):
+        used = count * form.code_bytes(width)
+        values[elements] = unpack_trits(codes[done : done + used].view(count, -1), width).reshape(-1)
+        done += used
+    return values
 
 
 @dataclass(frozen=True)
@@ -245,27 +282,52 @@ def _mean_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     return fitted(rows.abs().mean(dim=1, dtype=torch.float64), dtype)
 
 
-_ITERATIONS = 2
-
-
-def _lloyd_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
+def _lloyd_scales(fit: FittedLevels, rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     """Sums are fp64, which nothing can overflow and which the order of summation hardly shows in."""
-    magnitudes, width = rows.abs(), rows.shape[1]
-    total = magnitudes.sum(dim=1, dtype=torch.float64)
-    # The best scale for normal and Laplace distributed elements is about half of the mean magnitude.
-    scales = total / (2 * width)
-    for _ in range(_ITERATIONS):
-        outer = _is_outer(magnitudes, scales.to(torch.float32))
-        outer_total = (magnitudes * outer).sum(dim=1, dtype=torch.float64)
-        # Counting in fp32 is exact, and much faster than in int64.
-        outer_count = outer.sum(dim=1, dtype=torch.float32)
-        scales = (total + (OUTER - 1) * outer_total) / (width + (OUTER**2 - 1) * outer_count)
-    return fitted(scales, dtype, OUTER)
+    magnitudes = rows.abs()
+    exact = magnitudes.to(torch.float64)
+    scales = exact.mean(dim=1) * fit.start
+    for _ in range(fit.iterations):
+        # Beyond fp32 no element would reach a border.
+        nearest = _nearest(fit, magnitudes, scales.clamp(max=torch.finfo(torch.float32).max).to(torch.float32))
+        # Sums of small squares are exact in fp32, and much faster than in int64.
+        scales = (exact * nearest).sum(dim=1) / nearest.square().sum(dim=1)
+    return fitted(scales, dtype, levels)
 
 
-def _is_outer(magnitudes: Tensor, scales: Tensor) -> Tensor:
-    """Whether each of `magnitudes` [r, b] is nearer to the outer level of its scale [r]: bool."""
-    return magnitudes >= (scales * ((1 + OUTER) / 2)).unsqueeze(1)
+def _nearest(fit: FittedLevels, magnitudes: Tensor, scales: Tensor) -> Tensor:
+    """The magnitude of `fit` that is nearest to each of `magnitudes` [r, b], by its scale [r]: fp32."""
+    nearest = torch.full_like(magnitudes, fit.magnitudes[0])
+    for border, low, high in zip(fit.borders, fit.magnitudes, fit.magnitudes[1:], strict=False):
+        nearest += (high - low) * (magnitudes >= (scales * border).unsqueeze(1))
+    return nearest
+
+
+def _places(fit: FittedLevels, rows: Tensor, scales: Tensor) -> Tensor:
+    """Which of the magnitudes of `fit` is nearest to each element of `rows` [r, b] by its scale [r]: uint8."""
+    magnitudes, places = rows.abs(), torch.zeros_like(rows, dtype=torch.uint8)
+    for border in fit.borders:
+        places += magnitudes >= (scales * border).unsqueeze(1)
+    return places
+
+
+def _sign_and_place(fit: FittedLevels, rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    return (rows >= 0).to(torch.uint8) * len(fit.magnitudes) + _places(fit, rows, scales)
+
+
+def _trits(fit: FittedLevels, rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
+    places = _places(fit, rows, scales)
+    return torch.where(rows >= 0, 1 + places, 1 - places)
+
+
+def _lloyd_kind(kind: str, codes: Callable[..., Tensor], signed: Callable[[Tensor, int], Tensor]) -> "_Kind":
+    return _Kind(functools.partial(_lloyd_scales, LEVELS[kind]), functools.partial(codes, LEVELS[kind]), signed)
+
+
+def _eight_signed(codes: Tensor, bits: int) -> Tensor:
+    """The magnitudes are the triangular numbers 1, 3, 6 and 10."""
+    place = codes & 3
+    return ((place + 1) * (place + 2) >> 1).view(torch.int8) * ((codes >> 1 & 2).view(torch.int8) - 1)
 
 
 def _sign_extended(codes: Tensor, bits: int) -> Tensor:
@@ -281,10 +343,12 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
             lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8),
             lambda codes, bits: codes.view(torch.int8) * 2 - 1,
         ),
-        "lloyd": _Kind(
-            _lloyd_scales,
-            lambda rows, scales, levels, noise: (rows >= 0).to(torch.uint8) * 2 + _is_outer(rows.abs(), scales),
-            lambda codes, bits: ((codes & 1) * (OUTER - 1) + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
+        "lloyd": _lloyd_kind(
+            "lloyd",
+            _sign_and_place,
+            lambda codes, bits: ((codes & 1) * 3 + 1).view(torch.int8) * ((codes & 2).view(torch.int8) - 1),
         ),
+        "eight": _lloyd_kind("eight", _sign_and_place, _eight_signed),
+        "ternary": _lloyd_kind("ternary", _trits, lambda codes, bits: codes.view(torch.int8) - 1),
     }
 )

@@ -1,9 +1,12 @@
 """Plain torch: integers of a few bits as dense bit strings."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["pack_bits", "pack_codes", "unpack_bits", "unpack_codes"]
+from deepspeed_compress.compression.kernels.forms import TRITS
+
+__all__ = ["pack_bits", "pack_codes", "pack_trits", "unpack_bits", "unpack_codes", "unpack_trits"]
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
@@ -72,3 +75,21 @@ def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
     for place in range(8 // width):
         torch.bitwise_and(packed >> width * place, (1 << width) - 1, out=codes[:, place])
     return codes.view(-1)[:count]
+
+
+def pack_trits(rows: Tensor) -> Tensor:
+    """Codes 0, 1 and 2 (uint8 [r, b]) as digits of bytes, each row by itself, filled up by zeros: uint8 [r, bytes]."""
+    digits = F.pad(rows, (0, -rows.shape[1] % TRITS)).view(len(rows), -1, TRITS)
+    packed = torch.zeros_like(digits[:, :, 0])
+    for place in reversed(range(TRITS)):
+        packed = packed * 3 + digits[:, :, place]
+    return packed
+
+
+def unpack_trits(packed: Tensor, width: int) -> Tensor:
+    """The inverse of `pack_trits`: uint8 [r, `width`]."""
+    digits = packed.new_empty(*packed.shape, TRITS)
+    for place in range(TRITS):
+        torch.remainder(packed, 3, out=digits[:, :, place])
+        packed = packed.div(3, rounding_mode="floor")
+    return digits.view(len(packed), -1)[:, :width]

@@ -79,7 +79,7 @@ def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable
 def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the scales and the codes of `x`."""
     numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
-    return numbers, torch.empty(-(-x.numel() * form.bits // 8), dtype=torch.uint8, device=x.device)
+    return numbers, torch.empty(form.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
 
 
 def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:

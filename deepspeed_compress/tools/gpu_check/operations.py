@@ -48,7 +48,7 @@ def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dt
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         numbers = torch.full((-(-x.numel() // form.block_size),), 7.0, dtype=numbers_type, device=x.device)
-        codes = torch.full((-(-x.numel() * form.bits // 8),), 255, dtype=torch.uint8, device=x.device)
+        codes = torch.full((form.code_bytes(x.numel()),), 255, dtype=torch.uint8, device=x.device)
         memory = _memory(x, memory_type)
         kernels.quantize_blocks(x, form, numbers, codes, _key(first) if random else None, memory)
         return (numbers, codes, *((memory.after,) if memory is not None else ()))
