@@ -33,7 +33,7 @@ from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.engine.checkpoint import attach_checkpoint
 from deepspeed_compress.engine.exact import attach_exact
 from deepspeed_compress.engine.groups import make_groups
-from deepspeed_compress.engine.islands import IslandUnit, attach_islands, divide_call, make_unit
+from deepspeed_compress.engine.islands import IslandUnit, attach_islands, check_undivided, divide_call, make_unit
 from deepspeed_compress.engine.limits import (
     engine_kind,
     find_limits,
@@ -332,7 +332,9 @@ def _initialize(
         call["args"].deepspeed_config = None
     warn_of_abandoned_locks()
     unit, training_data = None, call.get("training_data")
-    if config.islands is not None:
+    if config.islands is None:
+        check_undivided()
+    else:
         unit = make_unit(config.islands)
         call = divide_call(unit, call, call["config"])
     balanced = config.ownership == "balanced"

@@ -21,6 +21,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
 from torch.utils.data import DistributedSampler
 
@@ -36,7 +37,7 @@ from deepspeed_compress.engine.memories import check_owners, on_all_ranks
 from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 
-__all__ = ["IslandUnit", "attach_islands", "divide_call", "make_unit"]
+__all__ = ["IslandUnit", "attach_islands", "check_undivided", "divide_call", "make_unit"]
 
 _POINTER = "/deepspeed_compress/islands"
 
@@ -149,6 +150,7 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     whole = replace(parameters, exempt=frozenset(), dtype=torch.float32)
     site = Site(Groups(unit.peers, downward=unit.downward), whole, stores, run)
     exchange = IslandExchange(settings, find_masters(engine), Reductions(site), unit.island)
+    session.patches.precede(engine, "destroy", partial(_undivide, unit))
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine))
     files = _Files(engine, unit, exchange, session.config)
     session.patches.wrap(engine, "save_checkpoint", files.save)
@@ -156,6 +158,21 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     _share_buffers(engine)
     exchange.start()
     return exchange
+
+
+def _undivide(unit: IslandUnit) -> None:
+    """DeepSpeed keeps the last `mpu` for all engines to come; without this one they are divided as ever."""
+    if groups.mpu is unit:
+        groups.mpu = None
+
+
+def check_undivided() -> None:
+    """UnsupportedError while an engine with islands lives: DeepSpeed would divide another one in the same way."""
+    if isinstance(groups.mpu, IslandUnit):
+        raise UnsupportedError(
+            f"{_POINTER} is missing, and an engine of this process has it: DeepSpeed divides the ranks of both alike; "
+            "write the same islands into both, or destroy the first engine"
+        )
 
 
 def _over_all_ranks(engine: Any, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:

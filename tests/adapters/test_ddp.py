@@ -235,7 +235,7 @@ def overflow(rank: int, scaled: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
         before = bits_of(attached)
-        norms = {name: store.square_norm() for name, store in attached.session.stores.items()}
+        norms = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
         (loss if scaler is None else scaler.scale(loss)).backward()
         finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
         if scaler is not None:

@@ -220,3 +220,18 @@ def attached_late(rank: int) -> str:
 
 def test_an_engine_that_is_made_cannot_be_divided() -> None:
     assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
+
+
+def one_after_the_other(rank: int, divided: Job, whole: Job) -> list[object]:
+    first = start(divided)
+    refusal = refused(rank, whole)
+    first.destroy()
+    second = start(whole)
+    return [refusal, second.seq_data_parallel_group.size()]
+
+
+def test_the_division_ends_with_its_engine() -> None:
+    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
+    for refusal, ranks in run_forks(2, one_after_the_other, divided, whole):
+        assert "/deepspeed_compress/islands is missing" in str(refusal)
+        assert ranks == 2

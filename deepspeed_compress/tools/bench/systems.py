@@ -91,5 +91,8 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     ]
     stepper = PipelineStepper(made) if workload.pipeline > 1 else PlainStepper(made)
     session: Any = made.compression if compressed else None
-    dense = session.config.schedule.warmup_steps if compressed else 0
-    return System(stepper, share_of(made), made.destroy, session, dense)
+    section = session.config if compressed else None
+    islands = section.islands if section is not None else None
+    dense = 0 if section is None else max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
+    period = islands.sync_every if islands else 1
+    return System(stepper, share_of(made), made.destroy, session, dense, period)
