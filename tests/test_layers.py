@@ -64,7 +64,7 @@ TABLE = {
     "engine.builds": allow("errors"),
     "engine.exact": allow("engine.patches"),
     "engine.expected": allow("communication config engine.session"),
-    "engine.memories": allow("compression engine.session errors", "torch"),
+    "engine.memories": allow("compression config engine.session errors", "torch"),
     "engine.momentum": allow("config"),
     "engine.nodes": allow("config errors"),
     "engine.observer": allow("", "torch"),

@@ -24,6 +24,8 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that stay when the method changes, where the new one has them."""
 _SHOWN = ("bits", "levels", "density", "rank")
+_SAID: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
+"""What the name of a method says already."""
 
 
 def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
@@ -71,7 +73,8 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
 def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
     """A method and what it depends on most: "topk density=0.01 values=blockwise bits=4"."""
     known = settings.model_dump(include=set(_SHOWN))
-    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known]
+    said = _SAID.get(settings.method, {})
+    parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known and known[key] != said.get(key)]
     if isinstance(settings, SparseConfig) and settings.values is not None:
         parts.append(f"values={brief(settings.values)}")
     return " ".join([settings.method, *parts])

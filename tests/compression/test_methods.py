@@ -40,7 +40,7 @@ QUANTIZED: dict[str, Compressor] = {
     "qsgd": QSGD(127, 64),
     "fp8_e4m3": FP8("e4m3", 64),
     "fp8_e5m2": FP8("e5m2", 64),
-    "sign": Sign(64),
+    "sign": Sign(64, 3, torch.bfloat16),
 }
 INT4 = Blockwise(4, 256)
 SPARSIFIED: dict[str, Compressor] = {

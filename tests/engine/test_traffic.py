@@ -73,7 +73,7 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
             # What ranks compare at the end, in the same group where layers are split between all: bytes, busy times.
-            if operator == "allgather_" and (tensor.dtype == torch.int64 or tensor.numel() == 1):
+            if tensor.dtype in (torch.int64, torch.float64) and operator in ("allgather_", "allreduce_"):
                 return func(*args, **(kwargs or {}))
             alone = operator == "send" and group is dist.group.WORLD
             self.sent[STAGES if alone else group.group_name, tensor.numel()] += RING[operator](
