@@ -13,10 +13,16 @@ from deepspeed_compress.errors import UnsupportedError
 
 __all__ = ["find_common_limits", "refuse"]
 
+
+def _other_ownership(config: CompressConfig) -> str | None:
+    return None if config.ownership == "contiguous" else config.ownership
+
+
 _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
     ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
+    ("ownership", _other_ownership, "no rank owns a part of the weights"),
     ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
 )
 """Keys, whether they are in use, and why nothing would come of them."""

@@ -441,6 +441,8 @@ def refusals(rank: int) -> dict[str, str]:
 
 REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "guard": ({"guard": {}}, {}),
+    "islands": ({"islands": {"size": 1}}, {}),
+    "ownership": ({"ownership": "balanced"}, {}),
     "adaptive": ({"adaptive": {}}, {}),
     "parallelism": ({"parallelism": {"tensor": 1}}, {}),
     "weights": ({"weights": {"method": "blockwise"}}, {}),
@@ -450,6 +452,8 @@ REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 }
 SAID = {
     "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
+    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
+    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
     "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
     "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
     "weights": "/deepspeed_compress/weights/method",
