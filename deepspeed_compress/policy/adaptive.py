@@ -20,6 +20,7 @@ __all__ = ["Adaptive", "Choice", "Measurement", "allocations"]
 USUAL: tuple[Mapping[str, Any], ...] = (
     {"method": "blockwise", "bits": 8},
     {"method": "blockwise", "bits": 4},
+    {"method": "blockwise", "bits": 3},
     {"method": "blockwise", "bits": 2},
     {"method": "sign"},
     {"method": "topk", "density": 0.1, "values": {"method": "blockwise", "bits": 4}},
