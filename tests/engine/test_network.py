@@ -13,8 +13,10 @@ from tests.support.hosts import measures_links
 PROGRAM = str(Path(__file__).with_name("network_rank.py"))
 STEPS, FALLS, RISES = 150, 40, 80
 """Steps in all, and after which the rate falls and comes back."""
+FIXED = {"gradients": {"bits": 8}, "weights": {"bits": 4}}
 ADAPTIVE = {
-    "gradients": {"bits": 8},
+    **FIXED,
+    # Early in training 4 bits are predicted to cost a tenth more steps, so the link must be worth more than that.
     "adaptive": {"probe_every": 20, "max_error": 0.6, "candidates": [{"bits": 4}, {"bits": 2}]},
 }
 
@@ -45,7 +47,7 @@ def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
     # Other work on the machine may hide what the link does; it does not do so twice.
     told = []
     for _ in range(2):
-        first, second = live(ADAPTIVE, {FALLS: "50mbit", RISES: "1gbit"})
+        first, second = live(ADAPTIVE, {FALLS: "20mbit", RISES: "1gbit"})
         assert first["events"] == second["events"]
         assert first["settings"] == second["settings"]
         assert {kind for _, kind, _, _ in first["events"]} <= {"adapt"}
@@ -55,5 +57,5 @@ def test_settings_follow_a_link_that_becomes_slow_and_recovers() -> None:
             break
     else:
         pytest.fail(f"settings did not follow the link: {told}")
-    steady, _ = live({"gradients": {"bits": 8}}, {})
+    steady, _ = live(FIXED, {})
     assert first["loss"] == pytest.approx(steady["loss"], rel=0.01)
