@@ -100,6 +100,9 @@ def _islands(section: CompressConfig) -> Iterator[Diagnostic]:
     if (islands.size is None) != islands.by_host:
         what = f"{show(islands.size)} beside by_host {show(islands.by_host)} (allowed: one of the two)"
         yield problem(("islands", "size"), what, '"size": 8, the ranks of an island, or "by_host": true without it')
+    if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
+        what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
+        yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
     for key in ("guard", "adaptive"):
         if getattr(section, key) is not None:
             what = "decides alike on all ranks, which islands do not before they meet (allowed with islands: null)"

@@ -20,7 +20,7 @@ class Outer(Model):
     lr: float = Field(default=1.0, gt=0)
     """Step size of that move: 1.0 with `average` is the mean of the islands' weights."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Of `nesterov`; without effect on `average`."""
+    """Of `nesterov` alone."""
 
 
 _INT4 = BlockwiseGradients(bits=4)

@@ -91,7 +91,7 @@ def make_unit(settings: Islands) -> IslandUnit:
     if not dist.is_initialized():
         deepspeed.init_distributed()
     world, rank = dist.get_world_size(), dist.get_rank()
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if settings.by_host else settings.size
+    size = _ranks_of_host() if settings.by_host else settings.size
     assert size is not None, "size or by_host: the section is checked"
     if world % size:
         key = "by_host" if settings.by_host else "size"
@@ -116,6 +116,17 @@ def make_unit(settings: Islands) -> IslandUnit:
         peers=made_group(places),
         downward=downward_group(places),
     )
+
+
+def _ranks_of_host() -> int:
+    """As torchrun, and as the deepspeed launcher says it. Raises ConfigError where neither has."""
+    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    if told is None:
+        raise ConfigError(
+            f"{_POINTER}/by_host: true, and this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
+            'in its place); write "size": 8, the ranks of a host'
+        )
+    return int(told)
 
 
 def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +166,6 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     files = _Files(engine, unit, exchange, session.config)
     session.patches.wrap(engine, "save_checkpoint", files.save)
     session.patches.wrap(engine, "load_checkpoint", files.load)
-    _share_buffers(engine)
     exchange.start()
     return exchange
 
@@ -183,12 +193,6 @@ def _over_all_ranks(engine: Any, original: Callable[..., Any], dataset: Any, *ar
         world, rank = dist.get_world_size(), dist.get_rank()
         given["data_sampler"] = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
     return original(**given)
-
-
-def _share_buffers(engine: Any) -> None:
-    """Buffers of modules, such as running means, are those of rank 0 everywhere."""
-    for buffer in engine.module.buffers():
-        dist.broadcast(buffer, 0)
 
 
 @dataclass(frozen=True)
