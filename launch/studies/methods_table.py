@@ -29,12 +29,11 @@ from rich.table import Table
 
 from deepspeed_compress.config.numbers import shown
 from deepspeed_compress.errors import CompressError, DataError
-from deepspeed_compress.models import read_model_config
 from deepspeed_compress.tools.files import write_json
-from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
 from launch.studies.methods_lab import Spec, digest, run
 from launch.studies.methods_plot import Point, draw
 from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS
+from launch.studies.text import cache_dir, prepare_data
 
 ZERO_1_BITS = 48
 """Of an element and step in 16-bit training with DeepSpeed alone: gradients are all-reduced, weights gathered."""
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        specs = _specs(options, _prepare_data(options))
+        specs = _specs(options, prepare_data(options))
         failures = _run_missing(options, specs)
         rows = table_rows({name: _results(options, specs, name) for name in SETTINGS})
     except CompressError as error:
@@ -87,21 +86,6 @@ def _file(options: argparse.Namespace, name: str, seed: int) -> Path:
     return path
 
 
-def _cache_dir(options: argparse.Namespace) -> Path:
-    path: Path = options.output_dir / "tokenizer" / "tokens"
-    return path
-
-
-def _prepare_data(options: argparse.Namespace) -> str:
-    """Train the tokenizer and encode the text where that is not done yet: the key of the tokens."""
-    files, tokenizer = text_files(options.data), options.output_dir / "tokenizer"
-    if not (tokenizer / "tokenizer.json").is_file():
-        train_tokenizer(files, tokenizer, read_model_config(options.model).vocab_size)
-    key = cache_key(files, tokenizer)
-    build_cache(files, tokenizer, _cache_dir(options), key)
-    return key
-
-
 def _specs(options: argparse.Namespace, data: str) -> dict[Run, Spec]:
     common = {"steps": options.steps, "ranks": options.ranks, "micro_batch": options.micro_batch}
     common |= {"seq_len": options.seq_len, "model": digest(options.model), "data": data}
@@ -122,7 +106,7 @@ def _run_missing(options: argparse.Namespace, specs: Mapping[Run, Spec]) -> int:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, spawn, max_tasks_per_child=1) as pool, Progress() as progress:
         task = progress.add_task("runs", total=len(asked), completed=len(asked) - len(missing))
-        places = (options.model, _cache_dir(options))
+        places = (options.model, cache_dir(options))
         futures = {pool.submit(_run, specs[chosen], *places, _file(options, *chosen)): chosen for chosen in missing}
         for future in as_completed(futures):
             name, seed = futures[future]

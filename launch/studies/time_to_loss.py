@@ -42,13 +42,12 @@ from rich.progress import track
 
 from deepspeed_compress.config import SECTION, parse_section, read_ds_config
 from deepspeed_compress.errors import CompressError, ConfigError, DataError
-from deepspeed_compress.models import read_model_config
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.rows import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
 from deepspeed_compress.tools.files import write_json
-from deepspeed_compress.training.data import build_cache, cache_key, text_files, train_tokenizer
 from launch.studies.loss_curve import Curve, Goal, Job
+from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, report
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     os.environ |= CPU
     try:
-        study = Study(options, _prepare_data(options))
+        study = Study(options, prepare_data(options))
         failures = 0 if options.train_none else study.train_missing()
         times = StepTimes([read_document(file) for file in options.times])
         report(study.trained(), study.window, times, options.output_dir)
@@ -112,21 +111,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.longest = options.longest or 2 * options.steps
     return options
-
-
-def _cache_dir(options: argparse.Namespace) -> Path:
-    path: Path = options.output_dir / "tokenizer" / "tokens"
-    return path
-
-
-def _prepare_data(options: argparse.Namespace) -> str:
-    """Train the tokenizer and encode the text where that is not done yet: the key of the tokens."""
-    files, tokenizer = text_files(options.data), options.output_dir / "tokenizer"
-    if not (tokenizer / "tokenizer.json").is_file():
-        train_tokenizer(files, tokenizer, read_model_config(options.model).vocab_size)
-    key = cache_key(files, tokenizer)
-    build_cache(files, tokenizer, _cache_dir(options), key)
-    return key
 
 
 @dataclass(frozen=True)
@@ -225,7 +209,7 @@ class Study:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file.with_suffix(".job"), asdict(self._job(run, self._goal(run))))
         ranks = ("--standalone", "--nproc_per_node", str(run.hosts), "-m", "launch.studies.loss_curve")
-        paths = (file.with_suffix(".job"), _cache_dir(self.options), file)
+        paths = (file.with_suffix(".job"), cache_dir(self.options), file)
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, *map(str, paths)]
         with file.with_suffix(".log").open("a") as log:
             for _ in range(ATTEMPTS):
