@@ -13,6 +13,7 @@ from deepspeed_compress.errors import (
     CompressWarning,
     ConfigError,
     DataError,
+    IslandError,
     SeamError,
     StateError,
     UnsupportedError,
@@ -24,6 +25,7 @@ __all__ = [
     "CompressWarning",
     "ConfigError",
     "DataError",
+    "IslandError",
     "SeamError",
     "StateError",
     "UnsupportedError",
@@ -31,17 +33,19 @@ __all__ = [
     "attach",
     "ddp",
     "detach",
+    "fsdp2",
     "initialize",
     "install",
+    "megatron",
 ]
 
 __version__ = "0.1.0"
 
 _LOADED_ON_USE = MappingProxyType(
-    {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.attach", "install": "integrations"}
+    {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.initialize", "install": "integrations"}
 )
 """Entry points, and the modules that they are in."""
-_ADAPTERS = frozenset({"ddp"})
+_ADAPTERS = frozenset({"ddp", "fsdp2", "megatron"})
 """Modules of `adapters` that are public, each for an engine other than DeepSpeed."""
 
 NEEDED_EVERYWHERE = ("numpy", "packaging", "safetensors", "torch")

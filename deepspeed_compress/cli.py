@@ -109,6 +109,18 @@ COMMANDS = (
         "tools.check:run",
     ),
     Command(
+        "checkpoint",
+        "List checkpoints, compare their files with their digests, convert one for other sizes, or remove old ones.",
+        (
+            "checkpoint list checkpoints",
+            "checkpoint verify checkpoints --tag global_step400",
+            "checkpoint convert checkpoints --tag global_step400 --tensor 2",
+            "checkpoint prune checkpoints --keep 3 --dry-run",
+        ),
+        "tools.options:add_checkpoint_arguments",
+        "tools.checkpoint:run",
+    ),
+    Command(
         "doctor",
         "Find what holds a run back, from its statistics, and what to change.",
         (
@@ -118,6 +130,13 @@ COMMANDS = (
         ),
         "tools.doctor.options:add_doctor_arguments",
         "tools.doctor.command:run",
+    ),
+    Command(
+        "islands",
+        "Coordinate islands that come and go, or ask who is there.",
+        ("islands serve --port 29400 --state islands.json", "islands status localhost:29400"),
+        "tools.options:add_islands_arguments",
+        "tools.islands:run",
     ),
     Command(
         "lint",
@@ -156,6 +175,10 @@ COMMANDS = (
         (
             "run --num_gpus 2 train.py --deepspeed ds_config.json",
             "run --launcher torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+            "run --launcher torchrun --section compress.json --nproc_per_node 2 train_ddp.py",
+            "run --restarts 10 --ranks 8 train.py --deepspeed ds_config.json",
+            "run --restarts 10 --ranks 8 --hosts 4 --spares 1 --rendezvous 10.0.0.1:29400 train.py "
+            "--deepspeed ds_config.json",
         ),
         "tools.options:add_run_arguments",
         "tools.run:run",

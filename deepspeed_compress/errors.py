@@ -4,6 +4,7 @@ CompressError
 ├── ConfigError         the configuration is unreadable, unknown, contradictory or out of range
 ├── SeamError           this DeepSpeed does not have the method that we attach to
 ├── UnsupportedError    the configuration is valid, but cannot be right for this engine
+├── IslandError         an island has lost the others for too long
 ├── StateError          saved compression state is missing, damaged or of another run
 └── DataError           a corpus or tokenizer cannot be found or read
 
@@ -15,6 +16,7 @@ __all__ = [
     "CompressWarning",
     "ConfigError",
     "DataError",
+    "IslandError",
     "SeamError",
     "StateError",
     "UnsupportedError",
@@ -35,6 +37,10 @@ class SeamError(CompressError, RuntimeError):
 
 class UnsupportedError(CompressError, ValueError):
     """A valid configuration that cannot be right for this engine."""
+
+
+class IslandError(CompressError, RuntimeError):
+    """An island has lost the others, or the coordinator, for longer than it may wait."""
 
 
 class StateError(CompressError, RuntimeError):

@@ -1,6 +1,6 @@
 """Which tests run, and when: shares of those that rotate, and turns of those that must be alone.
 
-Marks: `slow` (CI runs these too), `rotating(parts, *sources)` (slow but for one part a day, or when a source has
+Marks: `slow` (CI runs these too), `rotating(parts, *sources)` (resting but for one part a day, or when a source has
 changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
 """
 
@@ -38,7 +38,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in [*out_of_turn(items), *cases_beside_one_a_stage(items)]:
+    for item in out_of_turn(items):
+        item.add_marker(pytest.mark.resting)
+    for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
 
 

@@ -13,6 +13,7 @@ from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
 from deepspeed_compress.models.skeleton import build_skeleton
 from deepspeed_compress.training.main import main
+from tests.support.coordinators import coordinator
 from tests.support.forks import run_forks
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -60,7 +61,7 @@ def test_nothing_in_it_is_wrong_or_without_effect(name: str) -> None:
     assert find_notices(section) == []
     # A warning that there is nothing to exchange would be an error here.
     islands = section.islands
-    groups = 1 if islands is None else ranks(name) // (islands.size or 1)
+    groups = 1 if islands is None or islands.elastic is not None else ranks(name) // (islands.size or 1)
     assert check_world(section, ranks(name), ds_config) * groups == 2
 
 
@@ -108,8 +109,25 @@ def train(rank: int, argv: list[str]) -> int:
 def run(name: str, model: str, files: Path, output: Path) -> dict[str, Any]:
     """summary.json of a run that goes two steps beyond the dense start."""
     steps = parse_section(read(name)).schedule.warmup_steps + 2
+    with coordinator() as address:
+        return _run(name, model, files, output, steps, address)
+
+
+def at(address: str, name: str, output: Path) -> Path:
+    """The configuration, with the coordinator of elastic islands at `address`."""
+    found = read(name)
+    elastic = found["deepspeed_compress"].get("islands", {}).get("elastic")
+    if elastic is None:
+        return CONFIGS / name
+    elastic["rendezvous"] = address
+    file = output.with_suffix(".json")
+    file.write_text(json.dumps(found))
+    return file
+
+
+def _run(name: str, model: str, files: Path, output: Path, steps: int, address: str) -> dict[str, Any]:
     options = {
-        "deepspeed_config": CONFIGS / name,
+        "deepspeed_config": at(address, name, output),
         "data": files / "text.txt",
         "tokenizer": files / "tokenizer",
         "model": files / f"{model}.json",

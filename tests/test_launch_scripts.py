@@ -101,6 +101,12 @@ def start(
             "srun --kill-on-bad-exit=1 --cpus-per-task 16 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 70001 "
             "--rdzv_backend c10d --rdzv_endpoint node-1:30001 {train}",
         ),
+        (
+            "slurm",
+            {**SLURM, "RANKS": "8", "RESTARTS": "10", "SPARES": "1"},
+            "srun --kill-on-bad-exit=0 --no-kill ds-compress run --restarts 10 --ranks 8 --hosts 1 --spares 1 "
+            "--rendezvous node-1:30001 {train}",
+        ),
     ],
 )
 def test_a_dry_run_prints_the_command(script: str, settings: dict[str, str], command: str, tools: Path) -> None:
@@ -251,6 +257,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

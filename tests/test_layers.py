@@ -35,7 +35,7 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 
 TABLE = {
-    "__init__": allow("errors integrations.at_exit", lazily="engine.attach integrations"),
+    "__init__": allow("errors integrations.at_exit", lazily="engine.attach engine.initialize integrations"),
     "errors": allow(),
     "diagnostics": allow(),
     "config": allow("diagnostics errors", "pydantic pydantic_core hjson", lazily="compression"),
@@ -46,63 +46,101 @@ TABLE = {
     "compression.segments": allow("", "torch"),
     "compression.transforms": allow("compression.kernels compression.segments", "torch"),
     "compression.codec": allow("compression.compressors.base compression.segments compression.transforms", "torch"),
-    "compression.residuals": allow("compression.compressors compression.kernels compression.segments", "torch"),
+    "compression.layouts": allow("compression.segments", ""),
+    "compression.residuals": allow(
+        "compression.compressors compression.kernels compression.layouts compression.segments compression.transforms",
+        "torch",
+    ),
     "compression.feedback": allow(
         "compression.codec compression.kernels compression.residuals compression.segments", "torch"
     ),
-    "compression.state": allow("errors compression.residuals", "torch safetensors"),
+    "compression.state": allow(
+        "errors compression.layouts compression.residuals compression.transforms", "torch safetensors"
+    ),
     "communication": allow(
         "monitor compression.codec compression.compressors.base compression.feedback compression.kernels "
         "compression.residuals compression.segments",
         "torch",
     ),
+    "communication.pace": allow("config", "torch"),
     "communication.reduction": allow("communication compression config errors", "torch"),
+    "communication.anchors": allow("", "torch"),
+    "communication.elastic": allow("communication config errors services.rendezvous.wire", "torch"),
+    "communication.asynchronous": allow("communication config errors", "torch"),
+    "communication.parcels": allow("communication compression config", "torch"),
+    "communication.team": allow("errors", "torch"),
     "communication.islands": allow("communication compression config", "torch"),
+    "services": allow(),
+    "services.agent": allow("services.rendezvous.wire"),
+    "services.agent.directory": allow(),
+    "services.agent.nursery": allow("services.agent.lines", lazily="config engine.initialize integrations.run torch"),
+    "services.agent.placement": allow(),
+    "services.agent.signs": allow(),
+    "services.agent.sizes": allow("config"),
+    "checkpoints": allow("errors", "torch"),
+    "checkpoints.files": allow("errors"),
+    "checkpoints.alone": allow(),
+    "checkpoints.claim": allow("errors"),
+    "checkpoints.sizes": allow(),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
-    "engine": allow("communication compression config errors monitor policy", "torch deepspeed"),
+    "session": allow("checkpoints communication compression config errors monitor policy", "torch packaging"),
+    "engine": allow(
+        "services.agent.signs checkpoints communication compression config errors monitor policy session",
+        "torch deepspeed",
+    ),
+    "engine.checkpoints.agreement": allow("", "torch"),
+    "engine.checkpoints.alone": allow("checkpoints.alone checkpoints.claim session.memories errors", "torch"),
     "engine.builds": allow("errors"),
-    "engine.exact": allow("engine.patches"),
-    "engine.expected": allow("communication config engine.session"),
-    "engine.memories": allow("compression config engine.session errors", "torch"),
-    "engine.momentum": allow("config"),
-    "engine.nodes": allow("config errors"),
-    "engine.observer": allow("", "torch"),
-    "engine.patches": allow("errors"),
-    "engine.probing": allow("communication compression config policy", "torch"),
-    "engine.records": allow("engine.reporting monitor"),
-    "engine.reporting": allow("config engine.observer monitor policy", "torch"),
-    "engine.session": allow(
-        "communication compression config engine.exact engine.observer engine.patches engine.probing engine.records "
-        "monitor policy",
-        "torch",
+    "engine.islands.asynchronous": allow("communication config services.parameter_server.client"),
+    "engine.islands.elastic": allow(
+        "communication compression config engine errors monitor services.rendezvous.client session", "torch deepspeed"
     ),
+    "engine.islands.rounds": allow("communication config services.rendezvous.client", "torch"),
     "engine.seams": allow("errors", "packaging"),
-    "engine.traffic": allow(),
-    "adapters": allow(
-        "communication compression config engine.memories engine.momentum engine.nodes engine.observer engine.patches "
-        "engine.records engine.reporting engine.seams engine.session engine.traffic errors monitor policy",
-        "torch",
+    "adapters": allow("communication compression config errors monitor policy session", "torch packaging"),
+    "adapters.megatron": allow(
+        "adapters.groups adapters.limits adapters.sessions adapters.steps communication compression config errors "
+        "session",
+        "torch megatron numpy packaging",
     ),
-    "models": allow("config.names errors", "torch deepspeed transformers safetensors"),
+    "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config engine.builds errors models monitor tools.arguments tools.files tools.run_directory",
+        "config engine.builds errors models monitor services.agent.signs tools.arguments tools.files "
+        "tools.run_directory",
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),
     "training.data": allow("errors", "numpy tokenizers"),
-    "integrations": allow("config engine errors monitor", "accelerate deepspeed torch transformers"),
+    "integrations": allow(
+        "services.agent.signs checkpoints.files config engine errors monitor session",
+        "accelerate deepspeed torch transformers",
+    ),
     "integrations.at_exit": allow("errors"),
+    "integrations.plain": allow(
+        "adapters.sessions errors integrations.followed integrations.replacing",
+        "torch",
+        lazily="accelerate transformers",
+    ),
+    "integrations.followed": allow("adapters errors", "torch"),
+    "services.rendezvous": allow("errors"),
+    "services.parameter_server": allow(
+        "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
+    ),
     "tools": allow(),
     "tools.arguments": allow(),
     "tools.check": allow("config", "rich"),
+    "tools.checkpoint": allow("checkpoints.files checkpoints.sizes config errors", lazily="rich tools.universal"),
+    "tools.universal": allow("checkpoints.files errors", "deepspeed torch"),
     "tools.files": allow(),
     "tools.options": allow("tools.arguments"),
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
-    "tools.run": allow("engine.builds integrations"),
+    "tools.run": allow("config engine.builds integrations tools.supervise"),
     "tools.schema": allow("config"),
+    "tools.supervise": allow("services.agent config errors integrations.files services.rendezvous.server"),
+    "tools.islands": allow("errors services.rendezvous", lazily="services.parameter_server"),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),
@@ -117,6 +155,7 @@ TABLE = {
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
+    "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.gpu_check": allow(
         "__init__ communication compression config errors monitor tools.bench.kernels tools.files",
@@ -126,7 +165,7 @@ TABLE = {
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
     "tools.report": allow("config errors tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.tune": allow(
-        "config errors tools.files tools.plots tools.run tools.run_directory",
+        "checkpoints.alone config errors tools.files tools.plots tools.run tools.run_directory",
         "rich",
         lazily="integrations matplotlib",
     ),

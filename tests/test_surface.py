@@ -20,6 +20,7 @@ NAMES = [
     "CompressWarning",
     "ConfigError",
     "DataError",
+    "IslandError",
     "SeamError",
     "StateError",
     "UnsupportedError",
@@ -27,8 +28,10 @@ NAMES = [
     "attach",
     "ddp",
     "detach",
+    "fsdp2",
     "initialize",
     "install",
+    "megatron",
 ]
 LIGHT = [
     "deepspeed_compress",
@@ -40,6 +43,7 @@ LIGHT = [
     "deepspeed_compress.tools.lint",
     "deepspeed_compress.tools.lint.command",
     "deepspeed_compress.tools.bench.options",
+    "deepspeed_compress.tools.islands",
     "deepspeed_compress.tools.options",
     "deepspeed_compress.tools.plan",
     "deepspeed_compress.tools.report",

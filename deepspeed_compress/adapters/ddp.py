@@ -16,16 +16,20 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from deepspeed_compress.adapters.limits import find_common_limits, refuse
+from deepspeed_compress.adapters.announce import announce
+from deepspeed_compress.adapters.limits import find_common_limits, find_foreign_optimizer, refuse
 from deepspeed_compress.adapters.plan import Batch, Plan
 from deepspeed_compress.adapters.sessions import Attached, Config, Target, attach_session, read_section
 from deepspeed_compress.adapters.steps import Scaler
 from deepspeed_compress.adapters.unused import Unused
 from deepspeed_compress.communication.payload import PendingMeans
+from deepspeed_compress.compression.compressors.base import DTYPES
 from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
-from deepspeed_compress.engine.traffic import ring_all_reduce
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.announced import gradient_texts
+from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.traffic import ring_all_reduce
 
 __all__ = ["Attached", "attach"]
 
@@ -56,9 +60,10 @@ def attach(
         >>> compression.save("checkpoint/step_100")
     """
     section, document = read_section(config)
-    target = Target(_trained(model), model.process_group, optimizer, scaler)
-    refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target)])
-    attached = attach_session(target, section, document)
+    target = Target(_trained(model), model.process_group)
+    refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
+    attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
+    announce(attached.session, target.group, "DDP", partial(_figures, attached, target))
     if section.gradients.method == "none":
         model.register_forward_pre_hook(partial(_count, attached, target))
         return attached
@@ -76,19 +81,24 @@ def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
     return {name: parameter for name, parameter in every if parameter.requires_grad and name not in ignored}
 
 
-def _limits(model: DistributedDataParallel, section: CompressConfig, target: Target) -> Iterator[str]:
+def _limits(
+    model: DistributedDataParallel, section: CompressConfig, target: Target, optimizer: Optimizer
+) -> Iterator[str]:
     """What is wrong with this model, and with this section for it."""
     if section.weights.method != "none":
         what = f'"{section.weights.method}" has no effect, because DDP sends no weights (allowed: "none")'
         yield f'/{SECTION}/weights/method: {what}. Write "method": "none", or remove weights'
-    if not _steps(target):
-        yield "the optimizer steps none of its parameters; pass the one that does"
+    yield from find_foreign_optimizer(optimizer, target.parameters.values())
     if section.gradients.method == "none":
         return
     if model._comm_hooks:
         yield _HOOK_TWICE
     if model._delay_all_reduce_params or vars(model).get("skip_all_reduce_unused_params"):
         yield "it leaves parameters out of its buckets (delay_all_reduce_named_params, skip_all_reduce_unused_params)"
+    others = {str(parameter.dtype) for parameter in target.parameters.values()} - set(map(str, DTYPES.values()))
+    if others:
+        allowed = ", ".join(map(str, DTYPES.values()))
+        yield f"it has gradients in {', '.join(sorted(others))} (allowed: {allowed}); write model.float()"
     if any(_sparse(module) for module in model.modules()):
         yield "it has embeddings with sparse gradients; make them with sparse=False"
     if model.find_unused_parameters and not model.static_graph:
@@ -106,13 +116,18 @@ def _limits_of_unused(section: CompressConfig) -> Iterator[str]:
         yield f"/{SECTION}/gradients/hierarchy: with unused parameters (allowed: no hierarchy); {without}"
 
 
-def _steps(target: Target) -> bool:
-    stepped = {id(parameter) for group in target.optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in stepped for parameter in target.parameters.values())
-
-
 def _sparse(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def _figures(attached: Attached, target: Target) -> list[str]:
+    """Of one reduction a step."""
+    if attached.session.config.gradients.method == "none":
+        return []
+    parameters, ranks = target.described(), target.group.size()
+    partition = one_bucket([(name, parameters.numel(name)) for name in parameters.shapes], ranks, apart=False)
+    alone = ring_all_reduce(sum(parameter.nbytes for parameter in target.parameters.values()), ranks)
+    return gradient_texts(attached.session, parameters, partition, True, alone)
 
 
 def _count(attached: Attached, target: Target, model: DistributedDataParallel, inputs: object) -> None:

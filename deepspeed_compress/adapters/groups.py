@@ -5,6 +5,7 @@ tell them apart. Ranks outside know nothing of it, so only those inside take par
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -12,9 +13,9 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.engine.nodes import ranks_per_node, split_by_node
+from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 
-__all__ = ["find_place_in", "make_groups"]
+__all__ = ["find_place_among", "find_place_in", "make_group", "make_groups", "make_hybrid_groups"]
 
 
 def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
@@ -24,12 +25,20 @@ def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
     """
     ranks, gloo = dist.get_process_group_ranks(whole), dist.get_backend(whole) == "gloo"
     nodes = _nodes(ranks, config)
-    own = _made(ranks)
+    own = make_group(ranks)
     if nodes is None:
-        return Groups(own, downward=_made(ranks) if gloo and len(ranks) > 1 else None)
-    node = next(_made(one) for one in nodes if dist.get_rank() in one)
+        return Groups(own, downward=make_group(ranks) if gloo and len(ranks) > 1 else None)
+    node = next(make_group(one) for one in nodes if dist.get_rank() in one)
     place = next(one for one in zip(*nodes, strict=True) if dist.get_rank() in one)
-    return Groups(own, node, _made(place), _made(place) if gloo else None)
+    return Groups(own, node, make_group(place), make_group(place) if gloo else None)
+
+
+def make_hybrid_groups(node: ProcessGroup, across: ProcessGroup, whole: ProcessGroup) -> Groups:
+    """Groups of the ranks of `whole`, each `node` of which holds a copy of the model, its parts on the ranks `across`.
+    All ranks of `whole` must call it."""
+    ranks = [dist.get_process_group_ranks(group) for group in (whole, node, across)]
+    downward = make_group(ranks[2]) if dist.get_backend(across) == "gloo" else None
+    return Groups(make_group(ranks[0]), make_group(ranks[1]), make_group(ranks[2]), downward, copies=True)
 
 
 def find_place_in(whole: ProcessGroup, config: CompressConfig) -> Position:
@@ -38,10 +47,23 @@ def find_place_in(whole: ProcessGroup, config: CompressConfig) -> Position:
     return Position(whole.rank(), whole.size(), 0, 1, node_size=len(nodes[0]) if nodes else 1)
 
 
+def find_place_among(whole: ProcessGroup | None, config: CompressConfig) -> Position | None:
+    """Where this rank is, among all ranks of the job, that are divided into groups like `whole`; None without one. All
+    ranks of the job must call it."""
+    mine: tuple[int, ...] = () if whole is None else tuple(dist.get_process_group_ranks(whole))
+    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    groups = sorted(set(found) - {()})
+    if whole is None:
+        return None
+    return replace(find_place_in(whole, config), group=groups.index(mine), groups=len(groups))
+
+
 def _nodes(ranks: Sequence[int], config: CompressConfig) -> list[tuple[int, ...]] | None:
     on_node = ranks_per_node(config)
     return None if on_node is None else split_by_node(ranks, on_node, dist.get_world_size())
 
 
-def _made(ranks: Sequence[int]) -> ProcessGroup:
+def make_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A new group of these global `ranks`, all of which must call it."""
     return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]

@@ -4,26 +4,33 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import SECTION, CompressConfig
-from deepspeed_compress.engine.momentum import find_second_momentum
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.momentum import find_second_momentum
 
-__all__ = ["find_common_limits", "refuse"]
+__all__ = ["find_common_limits", "find_foreign_optimizer", "refuse"]
 
 
 def _other_ownership(config: CompressConfig) -> str | None:
     return None if config.ownership == "contiguous" else config.ownership
 
 
+def _phases_of_weights(config: CompressConfig) -> object:
+    return next((phase.weights for phase in config.schedule.phases if phase.weights), None)
+
+
 _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("guard", lambda config: config.guard, "a step is left out where DeepSpeed computes the norm of its gradients"),
     ("adaptive", lambda config: config.adaptive, "it is judged by losses, which DeepSpeed's engine knows"),
     ("islands", lambda config: config.islands, "DeepSpeed divides the ranks into them"),
-    ("ownership", _other_ownership, "no rank owns a part of the weights"),
+    ("checkpointing", lambda config: config.checkpointing, "it writes what DeepSpeed's engine saves"),
+    ("ownership", _other_ownership, "it is the order of parameters in DeepSpeed's optimizer"),
     ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
+    ("schedule/phases", _phases_of_weights, "settings of weights hold throughout"),
 )
 """Keys, whether they are in use, and why nothing would come of them."""
 
@@ -36,6 +43,13 @@ def find_common_limits(config: CompressConfig, optimizer: Optimizer, device: tor
     yield from find_second_momentum(optimizer.param_groups, config)
     if device.type not in FASTEST:
         yield f"it is on {device}, for which there are no kernels (allowed: {', '.join(FASTEST)})"
+
+
+def find_foreign_optimizer(optimizer: Optimizer, parameters: Iterable[Parameter]) -> Iterator[str]:
+    """What is wrong where `optimizer` steps none of `parameters`."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in parameters):
+        yield "the optimizer steps none of its parameters; pass the one that does"
 
 
 def refuse(engine: Any, problems: Iterable[str]) -> None:

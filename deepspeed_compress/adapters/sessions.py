@@ -1,7 +1,7 @@
 """The session of a model outside DeepSpeed, and what its user holds: `Attached`."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -14,44 +14,59 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from deepspeed_compress.adapters.groups import find_place_in, make_groups
-from deepspeed_compress.adapters.steps import Scaler, Steps
+from deepspeed_compress.adapters.steps import Scaler, StepFollower, Steps
+from deepspeed_compress.communication.pace import make_pace
 from deepspeed_compress.communication.reducer import Run, StepClock
-from deepspeed_compress.communication.reduction import Parameters, Reductions, Site
+from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config, total_steps
 from deepspeed_compress.config.names import user_name
-from deepspeed_compress.engine.memories import Place, load_memories, save_memories, save_on_all
-from deepspeed_compress.engine.observer import new_run
-from deepspeed_compress.engine.patches import Patches
-from deepspeed_compress.engine.records import make_records
-from deepspeed_compress.engine.reporting import Reporter, Sizes
-from deepspeed_compress.engine.seams import check_torch
-from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Policy
+from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
+from deepspeed_compress.session.observer import new_run
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.records import make_records
+from deepspeed_compress.session.reporting import Reporter, Sizes
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.torch_version import check_torch
 
-__all__ = ["Attached", "Config", "Target", "attach_session", "read_section"]
+__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session", "read_section"]
 
 Config = str | Path | dict[str, Any]
 """A ds_config.json, or what is in one; only the section `deepspeed_compress` counts."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is compressed: the gradients of `parameters`, by name, reduced over `group` before `optimizer` steps.
+class Exchanged:
+    """What one session compresses: gradients of `parameters`, which the ranks of `group` reduce.
 
-    `scaler`: of the loss, which may leave out steps.
+    `position`: of this rank among those whose memories are saved together. `make_groups`: the groups of messages, of an
+    engine that divides the ranks by itself.
     """
+
+    group: ProcessGroup
+    parameters: Parameters
+    device: torch.device
+    position: state.Position
+    make_groups: Callable[[ProcessGroup, CompressConfig], Groups] = make_groups
+
+
+@dataclass(frozen=True)
+class Target:
+    """Gradients of whole `parameters`, by name, which the ranks of `group` reduce."""
 
     parameters: Mapping[str, Parameter]
     group: ProcessGroup
-    optimizer: Optimizer
-    scaler: Scaler | None = None
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
+
+    def exchanged(self, config: CompressConfig) -> Exchanged:
+        return Exchanged(self.group, self.described(), self.device, find_place_in(self.group, config))
 
     def described(self) -> Parameters:
         """For reducers. What is not compressed travels in a type that holds all gradients exactly."""
@@ -73,14 +88,16 @@ class Attached:
     """
 
     session: Session
-    steps: Steps
+    steps: StepFollower
     place: Place
 
     def save(self, directory: str | Path) -> None:
         """Write what is remembered into `directory`, two files a rank. All ranks of the model must call it, between
         steps. StateError on all of them if one cannot write."""
         scale = self.session.clock.loss_scale
-        save = partial(save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale)
+        save = partial(
+            save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
+        )
         save_on_all(save, self.place.group)
 
     def load(self, directory: str | Path) -> None:
@@ -110,32 +127,45 @@ def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:
     return section, document
 
 
-def attach_session(target: Target, section: CompressConfig, document: Mapping[str, Any]) -> Attached:
-    """Make the session of `target` and follow its optimizer. All ranks of its group must call it."""
-    check_torch(torch.__version__)
-    check_world(section, target.group.size())
-    run, first = Run(StepClock(), Meter(), section.seed), target.group.rank() == 0
-    reporter = Reporter(section.monitor, run.meter, partial(_first_alone, first), target.device, group=target.group)
-    journal = Journal(section.monitor.path, new_run(target.group))
-    records = make_records(reporter, journal, first)
-    policy = Policy(section, total_steps(document, section.schedule), records.log.record)
-    session = Session(section, policy, run, _reductions(target, section, run), records, None, Patches())
-    steps = Steps(session, target.optimizer, target.scaler)
+def attach_session(
+    exchanged: Exchanged,
+    optimizer: Optimizer,
+    scaler: Scaler | None,
+    section: CompressConfig,
+    document: Mapping[str, Any],
+) -> Attached:
+    """Make the session of `exchanged` and follow the steps of `optimizer`, some of which `scaler` may leave out. All
+    ranks of its group must call it."""
+    group = exchanged.group
+    session = make_session(exchanged, section, document, writes=group.rank() == 0)
+    steps = Steps(session, optimizer, scaler)
     steps.begin(0)
-    if first:
+    return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
+
+
+def make_session(exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool) -> Session:
+    """A session, which all ranks of the group of `exchanged` must make. `writes`: whether this one tells of itself."""
+    check_torch(torch.__version__)
+    check_world(section, exchanged.group.size())
+    run = Run(StepClock(), Meter(), section.seed, make_pace(section.communication, exchanged.group))
+    told = partial(_first_alone, writes)
+    reporter = Reporter(section.monitor, run.meter, told, exchanged.device, group=exchanged.group)
+    journal = Journal(section.monitor.path, new_run(exchanged.group))
+    records = make_records(reporter, journal, writes)
+    policy = Policy(section, total_steps(document, section.schedule), records.log.record)
+    if writes:
         write_configuration(journal, document)
-    place = Place(target.group.rank(), find_place_in(target.group, section), target.device, target.group)
-    return Attached(session, steps, place)
+    return Session(section, policy, run, _reductions(section, exchanged, run), records, None, Patches())
 
 
-def _reductions(target: Target, section: CompressConfig, run: Run) -> Reductions | None:
+def _reductions(section: CompressConfig, exchanged: Exchanged, run: Run) -> Reductions | None:
     if section.gradients.method == "none":
         return None
     # Any step may be left out: by a scaler, or by the program.
     stores = ResidualStores(transactional=True)
-    groups = make_groups(target.group, section)
-    dist.barrier(target.group)
-    return Reductions(Site(groups, target.described(), stores, run))
+    groups = exchanged.make_groups(exchanged.group, section)
+    dist.barrier(exchanged.group)
+    return Reductions(Site(groups, exchanged.parameters, stores, run))
 
 
 def _first_alone(first: bool, sizes: Sizes) -> tuple[int, Sizes] | None:

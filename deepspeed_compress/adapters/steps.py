@@ -5,11 +5,12 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from deepspeed_compress.engine.session import FinishedStep, Session
+from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.session import Session
 
-__all__ = ["Scaler", "Steps"]
+__all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]
 
-UNKNOWN = 0
+UNKNOWN = None
 """Samples of a step: there is no engine that counts them."""
 
 
@@ -23,11 +24,30 @@ class Scaler(Protocol):
     def update(self, new_scale: Any = None) -> None: ...
 
 
+class StepFollower(Protocol):
+    """Tells sessions how the steps of an optimizer end. `count`: steps that are over, left out ones included.
+    `reduced`: whether gradients of the running step have been reduced."""
+
+    count: int
+    reduced: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that gradients carry; 1.0 without one."""
+
+    def begin(self, step: int) -> None:
+        """Begin optimizer step `step` (0-based)."""
+
+    def forget(self) -> None:
+        """The gradients have been cleared: if any were reduced since the last step, it was in vain."""
+
+
 class Steps:
     """Tells `session` how every step of `optimizer` ended. `count`: steps that are over, left out ones included.
 
-    A step is over when the optimizer has stepped; with a `scaler`, when that is updated, for the scale of the loss
-    changes there, and steps that overflow are left out. Gradients that were reduced and are cleared before anybody
+    A step is over when the optimizer has stepped; with a `scaler`, when that is updated after it, for the scale of the
+    loss changes there, and steps that overflow are left out. Where the scale changes for another optimizer, the running
+    step counts as left out. Gradients that were reduced and are cleared before anybody
     stepped were in vain, as in a program that leaves steps out by itself: that step leaves no trace either.
     """
 
@@ -60,7 +80,9 @@ class Steps:
             self._end(False, self._session.clock.loss_scale)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._applied = True
+        overflow = vars(optimizer).get("found_inf")
+        # Of a fused optimizer, which a scaler calls also in steps that it leaves out.
+        self._applied = overflow is None or not float(overflow)
         if self._scaler is None:
             self._end(True, 1.0)
 
@@ -74,7 +96,10 @@ class Steps:
 
     def _update(self, update: Callable[..., None], *args: Any, **options: Any) -> None:
         update(*args, **options)
-        self._end(self._applied, self.loss_scale)
+        scale = self.loss_scale
+        # Else it was for another optimizer, and the step of this one goes on.
+        if self._asked or self._applied or scale != self._session.clock.loss_scale:
+            self._end(self._applied, scale)
 
     def _end(self, applied: bool, scale_after: float) -> None:
         before = self._session.clock.loss_scale

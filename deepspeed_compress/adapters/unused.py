@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_compress.adapters.sessions import Target
 from deepspeed_compress.communication.buckets import Partition
 from deepspeed_compress.compression.segments import Segment, gather
-from deepspeed_compress.engine.session import Session
+from deepspeed_compress.session.session import Session
 
 __all__ = ["Unused"]
 

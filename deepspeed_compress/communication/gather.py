@@ -84,6 +84,16 @@ class DifferenceGather:
         self._layouts = layouts_of_parts(messages, travelling, rounds)
 
     @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return sum(self._numels)
+
+    @property
+    def own_numel(self) -> int:
+        """Those that this rank has the masters of."""
+        return self._numels[self._rank]
+
+    @property
     def rounds(self) -> int:
         """Messages that a rank sends in one `gather`."""
         return len(self._layouts)
@@ -164,8 +174,10 @@ class DifferenceGather:
     def _start(self, messages: Sequence[Tensor], number: int) -> PendingExchange:
         """Begin to receive `messages[r]` from every rank r; this rank's own goes to all others."""
         mine = messages[self._rank]
-        self.run.meter.count("bytes_weights", mine.numel() * (len(messages) - 1))
+        size = mine.numel() * (len(messages) - 1)
+        self.run.meter.count("bytes_weights", size)
         with self.run.meter.phase("communicate", mine.device):
+            self.run.wait_to_send(size)
             return Link(self.group).start([mine] * len(messages), messages, number * LEVELS + LEVELS - 1)
 
     def _wait(self, exchange: PendingExchange, device: torch.device) -> None:

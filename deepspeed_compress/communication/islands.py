@@ -6,7 +6,7 @@ The mean is a gradient for the anchor (Local SGD, arXiv:1805.09767; DiLoCo, arXi
 fragments and a delay Streaming DiLoCo, arXiv:2501.18512). Nothing here knows DeepSpeed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.buckets import Partition, cut
 from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.reducer import StepClock
-from deepspeed_compress.communication.reduction import Reductions
+from deepspeed_compress.communication.reduction import Reductions, Site
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import CompressedGradients, Islands, Outer
 from deepspeed_compress.config.places import BlockwiseGradients
 
-__all__ = ["ANCHOR", "MOMENTUM", "IslandExchange", "Masters", "move_anchor"]
+__all__ = ["ANCHOR", "MOMENTUM", "Agreed", "IslandExchange", "Masters", "Peers", "likeness", "move_anchor"]
 
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"
 """Names of what is kept, in fp32 and alike on all islands."""
@@ -84,29 +84,75 @@ class _Flight:
         return self.moved
 
 
-class IslandExchange:
-    """The exchanges of one rank. `group`: the ranks of equal place. `island`: those of its own island."""
+class Peers:
+    """The ranks of equal place in the islands that take part, as the group of `site` has them, and how they exchange.
 
-    def __init__(
-        self,
-        settings: Islands,
-        masters: Masters,
-        reductions: Reductions,
-        island: ProcessGroup,
-    ) -> None:
-        self.settings = settings
-        self.stores: ResidualStores = reductions.site.stores
-        self._masters = masters
-        self._reductions = reductions
-        self._island = island
-        self._group: ProcessGroup = reductions.site.groups.whole
-        self._clock: StepClock = reductions.site.run.clock
-        self._fragments = [_partition(run, self._group.size()) for run in cut(masters.segments, settings.fragments)]
-        self._flights: list[_Flight] = []
-        self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False)
+    `fragments`: parts of `segments`, each divided over the ranks.
+    """
+
+    def __init__(self, settings: Islands, segments: Sequence[Segment], site: Site) -> None:
+        self.group: ProcessGroup = site.groups.whole
+        self.fragments = [_partition(run, self.group.size()) for run in cut(segments, settings.fragments)]
+        exchange = settings.exchange
+        self._settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
+        self._reductions = Reductions(site)
         # All memories are there before a state is loaded.
-        self._kept = self.stores.get(MOMENTUM, "fp32", scaled=False)
         self._reducer(0, plain=False)
+
+    def start(
+        self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, counts: bool = True
+    ) -> PendingMeans | None:
+        """Begin to add `moved` up over the ranks; None where there is one. What does not count sends zeros, and keeps
+        what error feedback has left of former exchanges."""
+        if self.group.size() == 1:
+            return None
+        reducer = self._reducer(step, plain)
+        return (reducer if counts else reducer.without_feedback()).start_all_reduce(moved, fragment, 1.0)
+
+    def _reducer(self, step: int, plain: bool) -> PayloadReducer:
+        reduction = self._reductions.at(self._settings, step)
+        reducer = reduction.plain if plain else reduction.compressed
+        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
+        return reducer
+
+
+class Agreed:
+    """What all islands have alike: the anchor, and the momentum of the outer optimizer. Final when written."""
+
+    def __init__(self, stores: ResidualStores) -> None:
+        self.anchor = stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
+        self.momentum = stores.get(MOMENTUM, "fp32", scaled=False, transactional=False)
+
+    def move(self, segments: Sequence[Segment], moved: Tensor, outer: Outer) -> Tensor:
+        """The anchor becomes what `outer` makes of how far islands have `moved` on average; returns it."""
+        anchor = self.anchor.read(segments, moved.device)
+        if outer.optimizer == "average":
+            anchor.add_(moved, alpha=outer.lr)
+        else:
+            momentum = self.momentum.read(segments, moved.device)
+            move_anchor(anchor, moved, momentum, outer)
+            self.momentum.write(segments, momentum)
+        self.anchor.write(segments, anchor)
+        return anchor
+
+
+class IslandExchange:
+    """The exchanges of one rank with the same islands for ever.
+
+    `island`: the ranks of its own, which is `number` of them.
+    """
+
+    def __init__(self, settings: Islands, masters: Masters, site: Site, island: ProcessGroup, number: int) -> None:
+        self.settings, self.number = settings, number
+        self.stores: ResidualStores = site.stores
+        self._masters = masters
+        self._island = island
+        self._clock: StepClock = site.run.clock
+        self._meter = site.run.meter
+        self._agreed = Agreed(self.stores)
+        self._peers = Peers(settings, masters.segments, site)
+        self._group, self._fragments = self._peers.group, self._peers.fragments
+        self._flights: list[_Flight] = []
 
     def start(self) -> None:
         """All islands begin with the masters of the first one. Collective."""
@@ -115,7 +161,7 @@ class IslandExchange:
             if self._group.size() > 1:
                 dist.broadcast(weights, dist.get_global_rank(self._group, 0), group=self._group)
             self._masters.write(fragment.segments, weights)
-            self._anchor.write(fragment.segments, weights)
+            self._agreed.anchor.write(fragment.segments, weights)
         self._settle()
         self._masters.publish()
 
@@ -158,20 +204,20 @@ class IslandExchange:
 
     def _due(self, step: int) -> list[Partition]:
         """The fragments whose turn it is."""
-        every, count = self.settings.sync_every, len(self._fragments)
+        every, count = self.settings.sync_steps, len(self._fragments)
+        assert every is not None, "a time is of elastic islands"
         return [one for turn, one in enumerate(self._fragments) if step % every == turn * every // count]
 
     def _send(self, fragment: Partition, step: int, plain: bool) -> _Flight:
         sent = self._masters.read(fragment.segments)
-        moved = sent.clone() if plain else sent - self._anchor.read(fragment.segments, sent.device)
+        moved = sent.clone() if plain else sent - self._agreed.anchor.read(fragment.segments, sent.device)
         healthy = self._is_healthy(sent)
         if not healthy:
             # An island that diverged counts for nothing, and goes on with what the others have found.
             moved.zero_()
-        if self._group.size() == 1:
-            return _Flight(fragment, step, sent, moved, healthy, None, None, plain)
-        count = dist.all_reduce(healthy, group=self._group, async_op=True)
-        means = self._reducer(step, plain).start_all_reduce(moved, fragment, 1.0)
+        counts = bool(healthy)
+        count = dist.all_reduce(healthy, group=self._group, async_op=True) if self._group.size() > 1 else None
+        means = self._peers.start(moved, fragment, step, plain, counts)
         return _Flight(fragment, step, sent, moved, healthy, count, means, plain)
 
     def _is_healthy(self, weights: Tensor) -> Tensor:
@@ -180,14 +226,6 @@ class IslandExchange:
         if self._island.size() > 1:
             dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
         return healthy
-
-    def _reducer(self, step: int, plain: bool) -> PayloadReducer:
-        exchange = self.settings.exchange
-        settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
-        reduction = self._reductions.at(settings, step)
-        reducer = reduction.plain if plain else reduction.compressed
-        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
-        return reducer
 
     def _land(self, flights: Sequence[_Flight]) -> None:
         for flight in flights:
@@ -203,7 +241,6 @@ class IslandExchange:
         if not flight.healthy:
             return
         target = self._target(flight, mean)
-        self._anchor.write(segments, target)
         now = self._masters.read(segments)
         since = now.sub_(flight.sent)
         # Exactly the target where nothing has moved since: also where masters are not finite.
@@ -212,16 +249,14 @@ class IslandExchange:
     def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
         """The new anchor. The mean of masters is taken as it is where it is the answer: no rounding."""
         outer, segments = self._outer(flight), flight.partition.segments
+        moved = mean - self._agreed.anchor.read(segments, mean.device) if flight.plain else mean
+        if flight.healthy > 1:
+            own = flight.sent - self._agreed.anchor.read(segments, mean.device)
+            self._meter.islands_cosine = likeness(own, moved, 1 / float(flight.healthy))
         if flight.plain and outer.optimizer == "average" and outer.lr == 1.0:
+            self._agreed.anchor.write(segments, mean)
             return mean
-        anchor = self._anchor.read(segments, mean.device)
-        moved = mean - anchor if flight.plain else mean
-        if outer.optimizer == "average":
-            return anchor.add_(moved, alpha=outer.lr)
-        momentum = self._kept.read(segments, mean.device)
-        target = move_anchor(anchor, moved, momentum, outer)
-        self._kept.write(segments, momentum)
-        return target
+        return self._agreed.move(segments, moved, outer)
 
     def _outer(self, flight: _Flight) -> Outer:
         warm = flight.begun <= self.settings.warmup_steps
@@ -230,6 +265,12 @@ class IslandExchange:
     def _settle(self) -> None:
         for store in self.stores.by_name.values():
             store.commit()
+
+
+def likeness(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
+    """The cosine between what this rank has moved and what the others have, whose `mean` holds `share` of its own."""
+    found = torch.nn.functional.cosine_similarity(own, mean - share * own, dim=0)
+    return lambda: float(found)
 
 
 def move_anchor(anchor: Tensor, moved: Tensor, momentum: Tensor, outer: Outer) -> Tensor:

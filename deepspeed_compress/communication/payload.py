@@ -4,8 +4,8 @@ Read from top to bottom it is the way of a bucket to the wire: `start_reduce_sca
 the channel's feedback and codec -> `_start` -> `Link.start`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -15,8 +15,10 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition
 from deepspeed_compress.communication.exchange import Link, PendingExchange
 from deepspeed_compress.communication.messages import MessageLayout, Messages, Piece, Transfer, make_layouts
-from deepspeed_compress.communication.reducer import LEVELS, MessageCounter, Pending, Run, reduce_at_once
+from deepspeed_compress.communication.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
+from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
+from deepspeed_compress.compression.feedback import NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, elements, gather, scatter, stretch
 
@@ -90,7 +92,7 @@ class PendingMeans:
         for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
             own = self.reducer.owned(self.bucket, sent.layout)
             mean = self.reducer.sum(own, sent, self.scale, deliver=False)
-            self.means.append(self.reducer.send_owned(mean, sent.layout, number))
+            self.means.append(self.reducer.send_owned(mean, sent.layout, number, in_basis=True))
 
     def finish(self, out: Tensor) -> None:
         """`out`, a flat tensor as long as the bucket, perhaps itself, becomes `scale` times the sum over the ranks."""
@@ -128,6 +130,15 @@ class PayloadReducer:
     @property
     def group(self) -> ProcessGroup:
         return self.link.group
+
+    def without_feedback(self) -> "PayloadReducer":
+        """The same messages, numbered with those of this one, from a rank that neither adds nor keeps anything of its
+        memory; what it sends back as an owner stays as it is."""
+        channels = tuple(replace(channel, feedback=NoFeedback()) for channel in self.messages.channels)
+        messages = replace(self.messages, channels=channels)
+        other = PayloadReducer(self.link, messages, self.run, self.chunk_numel, self.traffic)
+        other._counter = self._counter
+        return other
 
     def layouts(self, partition: Partition) -> tuple[MessageLayout, ...]:
         """The layouts of the messages for `partition`, one a round."""
@@ -169,7 +180,8 @@ class PayloadReducer:
         payload = _room(bucket.device, layout.sizes[owner])
         for piece in layout.pieces[owner]:
             channel, key = self.messages.channels[piece.channel], self._key(number, owner, piece, self._sender)
-            x, out = elements(bucket, piece.segments), payload[piece.begin : piece.end]
+            x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
+            out = payload[piece.begin : piece.end]
             channel.feedback.encode(x, piece.segments, out, key, channel.codec)
         return payload
 
@@ -183,6 +195,8 @@ class PayloadReducer:
         size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
         self.run.meter.count(self.traffic, size)
         with self.run.meter.phase("communicate", incoming[0].device):
+            if self.messages.level != INSIDE_LEVEL:
+                self.run.wait_to_send(size)
             # Messages of several reducers may be under way in one group.
             exchange = self.link.start(outgoing, incoming, tag=number * LEVELS + self.messages.level)
         return _Round(layout, number, outgoing, incoming, exchange)
@@ -232,19 +246,22 @@ class PayloadReducer:
             sent = sum(layout.sizes[self._rank] for layout in layouts)
             self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
         rounds = [
-            self.send_owned(elements(bucket, self._own(layout)), layout, self._counter.next()) for layout in layouts
+            self.send_owned(elements(bucket, self._own(layout)), layout, self._counter.next(), in_basis=False)
+            for layout in layouts
         ]
         return PendingGather(self, bucket, rounds)
 
-    def send_owned(self, total: Tensor, layout: MessageLayout, number: int) -> _Round:
-        """Encode `total`, the elements that this rank owns, piece after piece, and begin to send them to all."""
+    def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
+        """Encode `total`, the elements that this rank owns, piece after piece, or `in_basis` the coefficients of each
+        piece, and begin to send them to all."""
         with self.run.meter.phase("compress", total.device):
             mine = _room(total.device, layout.sizes[self._rank])
             for piece in layout.pieces[self._rank]:
                 # Not the sender's number: what an owner sends back is the same on every node.
                 channel, key = self.messages.channels[piece.channel], self._key(number, self._rank, piece, self._rank)
-                out = mine[piece.begin : piece.end]
-                channel.mean_feedback.encode(_part(total, piece), piece.segments, out, key, channel.codec)
+                x, out = _part(total, piece), mine[piece.begin : piece.end]
+                x = x if in_basis else channel.codec.coefficients(x, piece.segments)
+                channel.mean_feedback.encode(x, piece.segments, out, key, channel.codec)
         incoming = [_room(total.device, size) for size in layout.sizes]
         incoming[self._rank] = mine
         return self._start(layout, number, [mine] * len(incoming), incoming)
@@ -256,8 +273,8 @@ class PayloadReducer:
             with self.run.meter.phase("decompress", bucket.device):
                 for piece in pieces:
                     place = stretch(bucket, piece.segments)
-                    total = bucket.new_zeros(piece.numel, dtype=torch.float32) if place is None else place.zero_()
-                    self._decode([payload], piece, total, 1.0)
+                    total = bucket.new_empty(piece.numel, dtype=torch.float32) if place is None else place
+                    self._codec(piece).decode([payload[piece.begin : piece.end]], piece.segments, total, 1.0)
                     delivered = self._delivered(total, piece)
                     if delivered is not place:
                         scatter(delivered, piece.segments, bucket)
@@ -266,29 +283,53 @@ class PayloadReducer:
     def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
         """`scale` times the sum of this rank's elements of a round, fp32: `local`, piece after piece, overwritten.
 
-        Messages are added in the order of ranks. `deliver`: the sums are for the optimizer.
+        Messages are added in the order of ranks. `deliver`: the sums are for the optimizer; else they are coefficients,
+        for `send_owned`.
         """
         others = [source for source in range(len(sent.layout.sizes)) if source != self._rank]
         payloads = [self._arrived(sent, source) for source in others]
         with self.run.meter.phase("decompress", local.device):
             for piece in sent.layout.pieces[self._rank]:
-                total = self._sum_piece(_part(local, piece), payloads, piece, sent.number, scale)
-                _part(local, piece).copy_(self._delivered(total, piece) if deliver else total)
+                own, parts = _part(local, piece), [payload[piece.begin : piece.end] for payload in payloads]
+                if deliver:
+                    own.copy_(self._delivered(self._sum_elements(own, parts, piece, sent.number, scale), piece))
+                else:
+                    own.copy_(self._sum_coefficients(own, parts, piece, sent.number, scale))
         sent.exchange.finish()
         return local
 
-    def _sum_piece(self, own: Tensor, payloads: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
-        channel = self.messages.channels[piece.channel]
-        exact = channel.feedback.keep(own, piece.segments, channel.codec)
-        if exact is not None:
-            self._decode(payloads, piece, exact.mul_(scale), scale)
-            return exact
-        mine = _room(own.device, piece.end)
-        key = self._key(number, self._rank, piece, self._sender)
-        channel.feedback.encode(own, piece.segments, mine[piece.begin :], key, channel.codec)
-        total = torch.zeros_like(own)
-        self._decode([mine, *payloads], piece, total, scale)
+    def _sum_elements(self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
+        """`scale` times the sum of a piece: `own`, overwritten, and the `parts` of the other ranks."""
+        codec = self._codec(piece)
+        exact, parts = self._own_part(own, parts, piece, number)
+        if exact is None:
+            codec.decode(parts, piece.segments, own, scale)
+            return own
+        codec.decode_add(parts, piece.segments, exact.mul_(scale), scale)
+        return exact
+
+    def _sum_coefficients(
+        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float
+    ) -> Tensor:
+        """The coefficients of that."""
+        codec = self._codec(piece)
+        exact, parts = self._own_part(own, parts, piece, number)
+        total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
+        codec.add_coefficients(parts, total, scale)
         return total
+
+    def _own_part(
+        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """What this rank adds to a piece as it is, and the messages of the piece; where it adds nothing as it is, its
+        own is the first of them."""
+        channel, segments = self.messages.channels[piece.channel], piece.segments
+        exact = channel.feedback.keep(own, segments, channel.codec)
+        if exact is not None:
+            return exact, parts
+        mine, key = _room(own.device, piece.end - piece.begin), self._key(number, self._rank, piece, self._sender)
+        channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
+        return None, [mine, *parts]
 
     def _arrived(self, sent: _Round, source: int) -> Tensor:
         """The message of rank `source`, when it is here."""
@@ -296,10 +337,8 @@ class PayloadReducer:
             sent.exchange.wait_for(source)
         return sent.incoming[source]
 
-    def _decode(self, payloads: Iterable[Tensor], piece: Piece, total: Tensor, scale: float) -> None:
-        """`total` (fp32 [piece.numel]) += `scale` times the sum of one piece over messages."""
-        codec = self.messages.channels[piece.channel].codec
-        codec.decode_add([payload[piece.begin : piece.end] for payload in payloads], piece.segments, total, scale)
+    def _codec(self, piece: Piece) -> Codec:
+        return self.messages.channels[piece.channel].codec
 
     def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
         spread = self.messages.channels[piece.channel].spread

@@ -9,14 +9,27 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition
 from deepspeed_compress.communication.messages import Transfer
+from deepspeed_compress.communication.pace import Pace
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
 from deepspeed_compress.monitor import Meter
 
-__all__ = ["LEVELS", "MessageCounter", "Pending", "Reduced", "Reducer", "Run", "StepClock", "reduce_at_once"]
+__all__ = [
+    "INSIDE_LEVEL",
+    "LEVELS",
+    "MessageCounter",
+    "Pending",
+    "Reduced",
+    "Reducer",
+    "Run",
+    "StepClock",
+    "reduce_at_once",
+]
 
 LEVELS = 8
 """Reducers of one run that number their messages independently of each other."""
+INSIDE_LEVEL = 1
+"""Of the messages that stay inside a node."""
 
 
 class Pending(Protocol):
@@ -108,11 +121,18 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Run:
-    """What all reducers of a run share: where it is, where bytes and times are counted, the seed of random numbers."""
+    """What all reducers of a run share: where it is, where bytes and times are counted, the seed of random numbers, and
+    how fast messages may leave; None: as fast as it goes."""
 
     clock: StepClock
     meter: Meter
     seed: int = 0
+    pace: Pace | None = None
+
+    def wait_to_send(self, size: int) -> None:
+        """Until a message of `size` bytes may leave this host."""
+        if self.pace is not None:
+            self.pace.wait(size)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from deepspeed_compress.communication.clipping import ClippingReducer
 from deepspeed_compress.communication.exchange import Link
 from deepspeed_compress.communication.gather import CHUNK_NUMEL, EXACT, DifferenceGather
 from deepspeed_compress.communication.hierarchical import HierarchicalReducer
+from deepspeed_compress.communication.hybrid import HybridReducer
 from deepspeed_compress.communication.low_rank import LowRank
 from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.payload import PayloadReducer
@@ -39,7 +40,7 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
+__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
 
 RAW = 0
 """Channel of what goes uncompressed: elements in their own dtype."""
@@ -56,12 +57,13 @@ GRADIENTS = "/deepspeed_compress/gradients"
 class Groups:
     """The data-parallel group `whole`; with a hierarchy also its ranks on this node (`node`), and those of all nodes
     that have this rank's place on theirs (`across`). `downward`: see `Link`, of the ranks that messages cross nodes
-    between."""
+    between. `copies`: every node holds all parts of the model, so that owners are ranks of `node`."""
 
     whole: ProcessGroup
     node: ProcessGroup | None = None
     across: ProcessGroup | None = None
     downward: ProcessGroup | None = None
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,13 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Site:
-    """Where gradients are reduced: the same for all settings that take turns."""
+    """Where gradients are reduced: the same for all settings that take turns. `traffic`: the kind of bytes."""
 
     groups: Groups
     parameters: Parameters
     stores: ResidualStores
     run: Run
+    traffic: str = "bytes_sent"
 
 
 @dataclass(frozen=True)
@@ -278,13 +281,15 @@ class _Maker:
         if groups.node is None or groups.across is None:
             return self._payload(groups.whole, messages, groups.downward)
         across = self._payload(groups.across, messages, groups.downward)
+        if groups.copies:
+            return HybridReducer(self._payload(groups.node, inside), across)
         return HierarchicalReducer(groups.whole, self._payload(groups.node, inside), across)
 
     def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
         itemsize = self.site.parameters.dtype.itemsize
         chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * itemsize
         link = Link(group, downward, self.site.groups.whole.rank())
-        return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize)
+        return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize, self.site.traffic)
 
     def _channels(self) -> Iterator[Channel]:
         """Those of parameters as they go between nodes: raw, the method's, the overrides'."""
@@ -331,9 +336,13 @@ class _Maker:
         return Messages((self.raw, self._channel(self.codecs.inside, there, back)), chosen, level=1)
 
     def _powersgd(self, settings: PowerSGDGradients) -> Reducer:
-        """Matrices of the main channel by their factors; other parameters of it, vectors for instance, uncompressed."""
+        """Matrices of the main channel by their factors; other parameters of it, vectors for instance, uncompressed,
+        along with what residuals hold of them."""
         site, kept = self.site, settings.residuals
-        others = Messages((self.raw, self.raw, *self._override_channels()), self.channel_of)
+        # What other settings have left of parameters that have no factors goes along once.
+        left, left_back = (settings.residual_feedback(site.stores, name) for name in ("gradients", "means"))
+        rest = replace(self.raw, feedback=left, mean_feedback=left_back)
+        others = Messages((self.raw, rest, *self._override_channels()), self.channel_of)
         factors = Messages((Channel(Codec(settings.factor_compressor())),), level=FACTORS_LEVEL)
         return PowerSGDReducer(
             self._payload(site.groups.whole, others, site.groups.downward),

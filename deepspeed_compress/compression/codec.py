@@ -47,25 +47,41 @@ class Codec:
 
     @property
     def fused(self) -> FusedFeedback | None:
-        """The compressor, if it takes the memory of error feedback along, and sees the elements as they are."""
-        plain = isinstance(self.transform, Identity)
-        return self.compressor if plain and isinstance(self.compressor, FusedFeedback) else None
+        """The compressor, if it takes the memory of error feedback along."""
+        return self.compressor if isinstance(self.compressor, FusedFeedback) else None
+
+    def coefficients(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """What the compressor sees of `x` (flat fp32, the elements of `segments`, not changed); perhaps `x` itself."""
+        return self.transform.forward(x, segments)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
         """Encode `x` (flat fp32, the elements of `segments`, not changed) into `out` (uint8)."""
-        self.compressor.compress(self.transform.forward(x, segments), out, key)
+        self.compressor.compress(self.coefficients(x, segments), out, key)
 
-    def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
-        """`out` (flat fp32) += `scale` * the sum of the decoded `payloads`, in their order.
+    def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+        """`out` (flat fp32, coefficients) += `scale` * the sum of the decoded `payloads`, in their order."""
+        if isinstance(self.compressor, FusedSum):
+            self.compressor.decompress_sum(payloads, out, scale)
+            return
+        for payload in payloads:
+            self.compressor.decompress_add(payload, out, scale)
+
+    def decode(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
+        """`out` (flat fp32) = `scale` * the sum of the decoded `payloads`, in their order.
 
         The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
         plain = isinstance(self.transform, Identity)
-        coefficients = out if plain else torch.zeros_like(out)
-        if isinstance(self.compressor, FusedSum):
-            self.compressor.decompress_sum(payloads, coefficients, scale)
-        else:
-            for payload in payloads:
-                self.compressor.decompress_add(payload, coefficients, scale)
+        coefficients = out.zero_() if plain else torch.zeros_like(out)
+        self.add_coefficients(payloads, coefficients, scale)
         if not plain:
-            out.add_(self.transform.inverse(coefficients, segments))
+            self.transform.inverse(coefficients, segments, out)
+
+    def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
+        """`out` (flat fp32) += what `decode` gives."""
+        if isinstance(self.transform, Identity):
+            self.add_coefficients(payloads, out, scale)
+            return
+        decoded = torch.empty_like(out)
+        self.decode(payloads, segments, decoded, scale)
+        out.add_(decoded)

@@ -1,7 +1,8 @@
 """What a sender adds to a message from its memory, and what it remembers of it.
 
 Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1, without the step
-size): p = g + e; send C(p); e = p - C(p). Residuals live in the units of the gradients (the loss scale included).
+size): p = g + e; send C(p); e = p - C(p). Residuals live in the units of the gradients (the loss scale included), and
+in the basis that the codec compresses in: its transform is linear, so T p = T g + T e, and T e is what is kept.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,12 @@ class Feedback(Protocol):
         """Where it keeps a number for every element."""
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, the elements of `segments`, not changed) with what is kept of them into `out`
+        """Encode `x` (flat fp32, `codec.coefficients` of `segments`, not changed) with what is kept of them into `out`
         (uint8 [codec.compressor.payload_bytes(x.numel())]), and keep what that leaves out."""
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
-        """What this rank adds to its own elements `x` (flat fp32, may be overwritten); None: what others would
-        decode."""
+        """What this rank adds to its own elements `x` (flat fp32, as they are, may be overwritten); None: what others
+        would decode."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class NoFeedback:
     stores: tuple[Residuals, ...] = ()
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        codec.encode(x, segments, out, key)
+        codec.compressor.compress(x, out, key)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         return x
@@ -59,8 +60,8 @@ class ErrorFeedback:
     """What the codec leaves out is added, times `decay`, to the next message of the same elements.
 
     `decay` below 1 forgets (LoCo, arXiv:2407.04480); with a transform and top-k it is DeMo's decoupled momentum
-    (arXiv:2411.19870, algorithm 1: m = decay * m + g; send top-k of DCT(m); m -= what was sent), which needs
-    `own_exact` off, so that a rank's own elements carry the same momentum as the others'.
+    (arXiv:2411.19870, algorithm 1: m = decay * m + g; send top-k of DCT(m); m -= what was sent; here all of m is
+    kept as DCT(m)), which needs `own_exact` off, so that a rank's own elements carry the same momentum as the others'.
     """
 
     residuals: Residuals
@@ -72,21 +73,21 @@ class ErrorFeedback:
         return (self.residuals,)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, the elements of `segments`, not changed) plus their residual into `out` (uint8).
+        """Encode `x` (flat fp32, coefficients of `segments`, not changed) plus their residual into `out` (uint8).
 
         decoded + new residual == x + decay * old residual to rounding, and exactly where the subtraction is exact.
         """
-        fused = codec.fused
-        buffers = self.residuals.buffers(segments, x.device) if fused is not None else None
+        basis, fused = codec.transform, codec.fused
+        buffers = self.residuals.buffers(segments, x.device, basis) if fused is not None else None
         if fused is not None and buffers is not None:
             before, after = buffers
             fused.compress_with_feedback(x, out, key, ResidualBuffers(before, self.decay, after))
             return
         total = x.clone()
-        self.residuals.add_to(total, segments, self.decay)
-        codec.encode(total, segments, out, key)
-        codec.decode_add([out], segments, total, -1.0)
-        self.residuals.write(segments, total)
+        self.residuals.add_to(total, segments, self.decay, basis)
+        codec.compressor.compress(total, out, key)
+        codec.add_coefficients([out], total, -1.0)
+        self.residuals.write(segments, total, basis)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         """What this rank adds to its own elements `x` (overwritten): exact, with any residual that they still have.
@@ -125,20 +126,21 @@ class MomentumCorrection:
         return self.velocity, self.accumulated
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode the accumulated velocity after gradients `x` (flat fp32, not changed) into `out` (uint8)."""
-        velocity = self.velocity.read(segments, x.device)
+        """Encode the accumulated velocity after gradients `x` (flat fp32, coefficients, not changed) into `out`."""
+        basis = codec.transform
+        velocity = self.velocity.read(segments, x.device, basis)
         if self.nesterov:
             velocity.add_(x).mul_(self.momentum)
             total = x + velocity
         else:
             velocity.mul_(self.momentum).add_(x)
             total = velocity.clone()
-        self.accumulated.add_to(total, segments, 1.0)
-        codec.encode(total, segments, out, key)
+        self.accumulated.add_to(total, segments, 1.0, basis)
+        codec.compressor.compress(total, out, key)
         sent = torch.zeros_like(total)
-        codec.decode_add([out], segments, sent, 1.0)
-        self.accumulated.write(segments, total.sub_(sent))
-        self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0))
+        codec.add_coefficients([out], sent, 1.0)
+        self.accumulated.write(segments, total.sub_(sent), basis)
+        self.velocity.write(segments, velocity.masked_fill_(sent != 0, 0.0), basis)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
         return None

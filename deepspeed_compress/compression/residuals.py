@@ -1,7 +1,8 @@
 """What a sender remembers between messages, kept for every element of every parameter.
 
 Buckets form differently from run to run (DeepSpeed learns the order of gradients during the first steps), so memory is
-addressed by parameter ranges, and kept contiguous for each message layout.
+addressed by parameter ranges, and kept contiguous for each message layout: in the basis that the message was written
+in. Whoever asks for another basis gets it, and what moves to another layout is elements of parameters on the way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,19 +14,19 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.layouts import Layout, Range, cuts, layout_of, numel_of, placed, segments_of
 from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.transforms import Identity, Transform
 
-__all__ = ["STORAGE", "Layout", "Range", "ResidualStores", "Residuals"]
+__all__ = ["STORAGE", "ResidualStores", "Residuals"]
+
+ELEMENTS = Identity()
+"""The basis of elements as they are."""
 
 STORAGE: Mapping[str, Compressor] = MappingProxyType(
     {"fp32": Cast(torch.float32), "bf16": Cast(torch.bfloat16), "int8": Blockwise(8, 256)}
 )
 """Forms of memory: 4, 2, or about 1 bytes an element (LoCo, arXiv:2407.04480, has 8 bits)."""
-
-Range = tuple[str, int, int]
-"""Elements of a parameter: (name, begin, numel)."""
-Layout = tuple[Range, ...]
-"""The ranges of one message, in its order."""
 
 
 @dataclass
@@ -51,15 +52,23 @@ class _Values:
 
 
 @dataclass
-class _Slot:
-    """The memory of one message, encoded by the store's compressor."""
+class _Buffer:
+    """The values of one message in `basis`, encoded by the store's compressor."""
 
-    applied: Tensor
-    running: Tensor | None = None
+    payload: Tensor
+    basis: Transform = ELEMENTS
+
+
+@dataclass
+class _Slot:
+    """The memory of one message."""
+
+    applied: _Buffer
+    running: _Buffer | None = None
     written: bool = False
 
     @property
-    def current(self) -> Tensor:
+    def current(self) -> _Buffer:
         return self.running if self.written and self.running is not None else self.applied
 
 
@@ -83,46 +92,62 @@ class Residuals:
         self._slots: dict[Layout, _Slot] = {}
         self._homes: dict[str, dict[Range, Layout]] = {}
 
-    def read(self, segments: Sequence[Segment], device: torch.device) -> Tensor:
-        """The values of the message made of `segments`: a new flat fp32 tensor; zeros at first."""
+    def read(self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS) -> Tensor:
+        """The values of the message made of `segments` in `basis`: a new flat fp32 tensor; zeros at first."""
         values = torch.zeros(sum(segment.numel for segment in segments), device=device)
-        self.add_to(values, segments, 1.0)
+        self.add_to(values, segments, 1.0, basis)
         return values
 
-    def add_to(self, x: Tensor, segments: Sequence[Segment], factor: float) -> None:
-        """`x` (flat fp32, the elements of `segments`) += `factor` * their values."""
-        payload = self._slot(_layout(segments), x.device).current
-        self.storage.decompress_add(payload.to(x.device, non_blocking=True), x, factor)
+    def add_to(self, x: Tensor, segments: Sequence[Segment], factor: float, basis: Transform = ELEMENTS) -> None:
+        """`x` (flat fp32, of `segments` in `basis`) += `factor` * their values.
 
-    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
-        """Replace the values of the message by flat fp32 `values`."""
-        self._target(self._slot(_layout(segments), values.device)).copy_(self._encoded(values), non_blocking=True)
+        What was written in another basis is changed on the way, and stays as it is where it lies: a step that is
+        skipped leaves no rounding.
+        """
+        held = self._slot(layout_of(segments), x.device).current
+        if held.basis == basis.of(segments):
+            self.storage.decompress_add(held.payload.to(x.device, non_blocking=True), x, factor)
+            return
+        x.add_(basis.forward(self._elements(held, segments, x.device), segments), alpha=factor)
 
-    def _target(self, slot: _Slot) -> Tensor:
-        """Where the running step writes the new values of `slot`."""
+    def write(self, segments: Sequence[Segment], values: Tensor, basis: Transform = ELEMENTS) -> None:
+        """Replace the values of the message by flat fp32 `values` in `basis`."""
+        payload = self._target(self._slot(layout_of(segments), values.device), basis.of(segments)).payload
+        payload.copy_(self._encoded(values), non_blocking=True)
+
+    def _target(self, slot: _Slot, basis: Transform) -> _Buffer:
+        """Where the running step writes the new values of `slot`, in `basis`."""
         slot.written = True
         if self.transactional and slot.running is None:
-            slot.running = torch.zeros_like(slot.applied, pin_memory=slot.applied.is_pinned())
+            room = slot.applied.payload
+            slot.running = _Buffer(torch.zeros_like(room, pin_memory=room.is_pinned()))
+        slot.current.basis = basis
         return slot.current
 
-    def buffers(self, segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The values of the message, and where new ones go, to be written in place of `write`: flat fp32 or bf16.
+    def buffers(
+        self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS
+    ) -> tuple[Tensor, Tensor] | None:
+        """The values of the message, and where new ones go, to be written in place of `write`: flat fp32 or bf16, both
+        in `basis`.
 
-        They may be the same. None where values are stored in another form, or not on `device`.
+        They may be the same. None where values are stored in another form or basis, or not on `device`.
         """
         if not isinstance(self.storage, Cast) or (self.on_host and device.type != "cpu"):
             return None
-        slot, numel = self._slot(_layout(segments), device), sum(segment.numel for segment in segments)
-        before = self.storage.elements(slot.current, numel)
-        return before, self.storage.elements(self._target(slot), numel)
+        slot, numel = self._slot(layout_of(segments), device), sum(segment.numel for segment in segments)
+        own = basis.of(segments)
+        if slot.current.basis != own:
+            return None
+        before = self.storage.elements(slot.current.payload, numel)
+        return before, self.storage.elements(self._target(slot, own).payload, numel)
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         """Whether anything was ever written for elements of `segments`."""
-        return any(known for piece in _layout(segments) for known in self._overlapping(piece))
+        return any(known for piece in layout_of(segments) for known in self._overlapping(piece))
 
     def written(self, segments: Sequence[Segment]) -> bool:
         """Whether the running step has written the message made of `segments`."""
-        slot = self._slots.get(_layout(segments))
+        slot = self._slots.get(layout_of(segments))
         return slot is not None and slot.written
 
     def _encoded(self, values: Tensor) -> Tensor:
@@ -135,6 +160,11 @@ class Residuals:
         self.storage.decompress_add(payload, values, 1.0)
         return values
 
+    def _elements(self, held: _Buffer, segments: Sequence[Segment], device: torch.device) -> Tensor:
+        """The values of the message made of `segments` as elements of parameters, flat fp32 on `device`."""
+        payload = held.payload.to(device, non_blocking=True)
+        return held.basis.inverse(self._decoded(payload, sum(segment.numel for segment in segments)), segments)
+
     def _slot(self, layout: Layout, device: torch.device) -> _Slot:
         slot = self._slots.get(layout)
         return slot if slot is not None else self._adopt(layout, device)
@@ -145,10 +175,10 @@ class Residuals:
         Those others are dissolved: what the new layout does not take becomes messages of single ranges.
         """
         self._await()
-        fresh = _Values(torch.zeros(_numel(layout), device=device))
+        fresh = _Values(torch.zeros(numel_of(layout), device=device))
         for home in self._homes_touching(layout):
             values = self._remove(home, device)
-            for (name, begin, _), start, first, last, target in _cuts(home, layout):
+            for (name, begin, _), start, first, last, target in cuts(home, layout):
                 part = values.part(start + first - begin, start + last - begin)
                 if target is None:
                     self._settle(((name, first, last - first),), part)
@@ -167,16 +197,16 @@ class Residuals:
         ]
 
     def _remove(self, layout: Layout, device: torch.device) -> _Values:
-        slot, numel = self._slots.pop(layout), _numel(layout)
+        slot, segments = self._slots.pop(layout), segments_of(layout)
         for piece in layout:
             del self._homes[piece[0]][piece]
-        running = self._decoded(slot.current, numel).to(device) if slot.written and self.transactional else None
-        return _Values(self._decoded(slot.applied, numel).to(device), running)
+        running = self._elements(slot.current, segments, device) if slot.written and self.transactional else None
+        return _Values(self._elements(slot.applied, segments, device), running)
 
     def _settle(self, layout: Layout, values: _Values) -> _Slot:
         """Make a slot with `values` the home of the ranges of `layout`."""
-        running = self._stored(self._encoded(values.running)) if values.running is not None else None
-        slot = _Slot(self._stored(self._encoded(values.applied)), running, running is not None)
+        running = _Buffer(self._stored(self._encoded(values.running))) if values.running is not None else None
+        slot = _Slot(_Buffer(self._stored(self._encoded(values.applied))), running, running is not None)
         self._register(layout, slot)
         return slot
 
@@ -220,7 +250,8 @@ class Residuals:
         """Follow a change of the loss scale."""
         self._await()
         for layout, slot in self._slots.items() if self.scaled else ():
-            slot.applied.copy_(self._encoded(self._decoded(slot.applied, _numel(layout)).mul_(factor)))
+            payload = slot.applied.payload
+            payload.copy_(self._encoded(self._decoded(payload, numel_of(layout)).mul_(factor)))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -231,7 +262,7 @@ class Residuals:
         """Sums of squares (fp64 []) over this rank's messages, those of the running step included, one each. A GPU is
         waited for where residuals are in host memory."""
         self._await()
-        return [self._square_norm(slot.current, _numel(layout)) for layout, slot in self._slots.items()]
+        return [self._square_norm(slot.current.payload, numel_of(layout)) for layout, slot in self._slots.items()]
 
     def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
         # Numbers are read where they are stored, not decoded first.
@@ -244,21 +275,32 @@ class Residuals:
         """Every range with its applied values, flat fp32."""
         self._await()
         for layout, slot in self._slots.items():
-            values = self._decoded(slot.applied, _numel(layout))
-            for piece, position in _placed(layout):
+            values = self._elements(slot.applied, segments_of(layout), slot.applied.payload.device)
+            for piece, position in placed(layout):
                 yield piece, values[position : position + piece[2]]
 
     def payloads(self) -> Iterator[tuple[Layout, Tensor]]:
         """Every message layout with its applied values as they are stored (uint8): what `restore` takes back."""
         self._await()
         for layout, slot in self._slots.items():
-            yield layout, slot.applied
+            yield layout, slot.applied.payload
 
-    def restore(self, payloads: Mapping[Layout, Tensor], device: torch.device) -> None:
-        """Replace everything by `payloads` of a store with the same storage, bit for bit."""
+    def bases(self) -> dict[Layout, Transform]:
+        """The basis of the applied values of every message layout, in the order of `payloads`."""
+        return {layout: slot.applied.basis for layout, slot in self._slots.items()}
+
+    def restore(
+        self,
+        payloads: Mapping[Layout, Tensor],
+        device: torch.device,
+        bases: Mapping[Layout, Transform] = MappingProxyType({}),
+    ) -> None:
+        """Replace everything by `payloads` of a store with the same storage, bit for bit; `bases`: of those that are
+        no elements as they are."""
         self.clear()
         for layout, payload in payloads.items():
-            self._register(layout, _Slot(self._stored(payload.to(device, copy=True))))
+            kept = _Buffer(self._stored(payload.to(device, copy=True)), bases.get(layout, ELEMENTS))
+            self._register(layout, _Slot(kept))
 
     def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device, factor: float = 1.0) -> None:
         """The applied values of the given ranges become `factor` times what they are plus flat fp32 `values`.
@@ -283,44 +325,11 @@ class ResidualStores:
     transactional: bool
     by_name: dict[str, Residuals] = field(default_factory=dict)
 
-    def get(self, name: str, dtype: str, on_host: bool = False, scaled: bool = True) -> Residuals:
+    def get(
+        self, name: str, dtype: str, on_host: bool = False, scaled: bool = True, transactional: bool | None = None
+    ) -> Residuals:
+        """`transactional`: None as all are; False for what is written only when it is certain."""
         if name not in self.by_name:
-            self.by_name[name] = Residuals(dtype, self.transactional, on_host, scaled)
+            chosen = self.transactional if transactional is None else transactional
+            self.by_name[name] = Residuals(dtype, chosen, on_host, scaled)
         return self.by_name[name]
-
-
-def _layout(segments: Sequence[Segment]) -> Layout:
-    return tuple((segment.parameter, segment.begin, segment.numel) for segment in segments)
-
-
-def _numel(layout: Layout) -> int:
-    return sum(numel for _, _, numel in layout)
-
-
-def _placed(layout: Layout) -> Iterator[tuple[Range, int]]:
-    """Every range with its position in the message."""
-    position = 0
-    for piece in layout:
-        yield piece, position
-        position += piece[2]
-
-
-def _cuts(home: Layout, layout: Layout) -> Iterator[tuple[Range, int, int, int, int | None]]:
-    """Cut the ranges of `home` where those of `layout` begin and end.
-
-    Yields (range, its position in `home`, first element of the part, its end, its position in `layout` or None).
-    """
-    for piece, start in _placed(home):
-        name, begin, numel = piece
-        done = begin
-        takers = sorted((taker[1], taker[1] + taker[2], at) for taker, at in _placed(layout) if taker[0] == name)
-        for first, last, at in takers:
-            low, high = max(begin, first), min(begin + numel, last)
-            if low >= high:
-                continue
-            if done < low:
-                yield piece, start, done, low, None
-            yield piece, start, low, high, at + low - first
-            done = high
-        if done < begin + numel:
-            yield piece, start, done, begin + numel, None

@@ -7,7 +7,8 @@ executed when they are read. Ranks may be more or fewer when a state is loaded: 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepspeed_compress.compression.residuals import Layout, Residuals
+from deepspeed_compress.compression.layouts import Layout
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.transforms import Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
-__all__ = ["OWNED", "SHARED", "Description", "Position", "read_description", "restore", "save", "sources", "state_file"]
+__all__ = [
+    "OWNED",
+    "SHARED",
+    "Contents",
+    "Description",
+    "Position",
+    "contents",
+    "read_description",
+    "restore",
+    "sources",
+    "state_file",
+    "write",
+]
 
-VERSION = 2
+VERSION = 3
+BEFORE_BASES = 2
+"""The version whose values are all elements of parameters; it is read too."""
 STEM = "deepspeed_compress"
 """Of the names of files."""
 SHARED = frozenset({"factors"})
@@ -50,8 +67,9 @@ class Description:
     """The JSON file: where and when the state was saved, under which settings, and what each tensor is.
 
     `sha256`: of the tensors' file and of all other fields. `layouts`: by memory, the parameter ranges of each of its
-    messages, in the order of the tensors "NAME/0", "NAME/1" ... `storage`: how the memory is encoded. `loss_scale`: the
-    factor that the values carry. `decisions`: what the policy remembers, equal on all ranks.
+    messages, in the order of the tensors "NAME/0", "NAME/1" ... `bases`: the basis of each of these (see
+    `transforms.described`). `storage`: how the memory is encoded. `loss_scale`: the factor that the values carry.
+    `decisions`: what the policy remembers, equal on all ranks.
     """
 
     version: int
@@ -64,6 +82,15 @@ class Description:
     decisions: Mapping[str, Any]
     storage: Mapping[str, str]
     layouts: Mapping[str, Sequence[Layout]]
+    bases: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a file has of one store: by message, its payload and its basis."""
+
+    payloads: Mapping[Layout, Tensor]
+    bases: Mapping[Layout, Transform]
 
 
 def state_file(directory: Path, rank: int, stem: str = STEM) -> Path:
@@ -71,22 +98,26 @@ def state_file(directory: Path, rank: int, stem: str = STEM) -> Path:
     return directory / f"{stem}_rank_{rank:05d}.safetensors"
 
 
-def save(
+@dataclass(frozen=True)
+class Contents:
+    """What a pair of files will hold; the digest of `description` is still empty."""
+
+    tensors: Mapping[str, Tensor]
+    description: Description
+
+
+def contents(
     stores: Mapping[str, Residuals],
-    file: Path,
     position: Position,
     zero_stage: int,
     step: int,
     loss_scale: float,
     section: Mapping[str, Any],
     decisions: Mapping[str, Any],
-) -> None:
-    """Write `stores` to `file` and its JSON, each under a temporary name that is changed at the end."""
+) -> Contents:
+    """Of `stores` as they are now; tensors on the host may be theirs."""
     held = {name: list(store.payloads()) for name, store in stores.items()}
     tensors = {f"{name}/{n}": payload.cpu() for name, slots in held.items() for n, (_, payload) in enumerate(slots)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    save_file(tensors, temporary)
     description = Description(
         version=VERSION,
         sha256="",
@@ -98,17 +129,35 @@ def save(
         decisions=decisions,
         storage={name: store.dtype for name, store in stores.items()},
         layouts={name: [layout for layout, _ in slots] for name, slots in held.items()},
+        bases={name: [described(basis) for basis in stores[name].bases().values()] for name in held},
     )
-    description = replace(description, sha256=_digest(temporary, description))
-    # A pair that is half replaced must not look whole.
-    file.with_suffix(".json").unlink(missing_ok=True)
-    os.replace(temporary, file)
-    temporary.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
-    os.replace(temporary, file.with_suffix(".json"))
+    return Contents(tensors, description)
+
+
+def write(contents: Contents, file: Path, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Write `file` and its JSON, each under a temporary name that is changed at the end, while `held()`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # A process that outlives its rank may write the same file as the run that follows.
+    tensors, text = (file.with_suffix(f".{os.getpid()}.{kind}.tmp") for kind in ("tensors", "json"))
+    save_file(dict(contents.tensors), tensors)
+    description = replace(contents.description, sha256=_digest(tensors, contents.description))
+    text.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
+    try:
+        with held():
+            # A pair that is half replaced must not look whole.
+            file.with_suffix(".json").unlink(missing_ok=True)
+            os.replace(tensors, file)
+            os.replace(text, file.with_suffix(".json"))
+    finally:
+        for temporary in (tensors, text):
+            temporary.unlink(missing_ok=True)
 
 
 def _digest(file: Path, description: Description) -> str:
-    fields = json.dumps(asdict(replace(description, sha256="")), sort_keys=True)
+    plain = asdict(replace(description, sha256=""))
+    if description.version == BEFORE_BASES:
+        del plain["bases"]
+    fields = json.dumps(plain, sort_keys=True)
     with file.open("rb") as stream:
         tensors = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
@@ -119,8 +168,10 @@ def read_description(file: Path) -> Description:
     path = file.with_suffix(".json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] != VERSION:
-            raise StateError(f"{path} has version {found['version']}, this package reads {VERSION}")
+        if found["version"] == BEFORE_BASES:
+            found["bases"] = {name: [described(Identity())] * len(slots) for name, slots in found["layouts"].items()}
+        elif found["version"] != VERSION:
+            raise StateError(f"{path} has version {found['version']}, this package reads {BEFORE_BASES} and {VERSION}")
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
         return Description(**{**found, "position": Position(**found["position"]), "layouts": layouts})
     except FileNotFoundError as error:
@@ -143,17 +194,20 @@ def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
     return tuple((str(name), int(begin), int(numel)) for name, begin, numel in ranges)
 
 
-def _read_tensors(file: Path, description: Description) -> dict[str, list[tuple[Layout, Tensor]]]:
-    """By memory, each message's layout and payload. StateError unless the file is the one that was described."""
+def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
+    """By name. StateError unless the file is the one that was described."""
     try:
         if _digest(file, description) != description.sha256:
             raise StateError(f"{file} or the JSON file beside it is damaged: the digest does not fit")
         tensors = load_file(file)
         return {
-            name: [(layout, tensors[f"{name}/{n}"]) for n, layout in enumerate(slots)]
+            name: _Memory(
+                {layout: tensors[f"{name}/{n}"] for n, layout in enumerate(slots)},
+                dict(zip(slots, map(transform_of, description.bases[name]), strict=True)),
+            )
             for name, slots in description.layouts.items()
         }
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"{file} is missing or damaged ({error!r})") from error
 
 
@@ -203,12 +257,12 @@ def restore(
         store.clear()
     same = len(found) == 1 and found[0][1].position == position
     for file, description in found:
-        tensors = _read_tensors(file, description)
-        for name in stores.keys() & tensors.keys():
+        memories = _read_memories(file, description)
+        for name in stores.keys() & memories.keys():
             if same or _takes(name, description.position, position):
                 exact = same and description.storage[name] == stores[name].dtype
                 factor = 0.0 if name in OWNED else 1.0
-                _load(stores[name], tensors[name], description.storage[name], exact, device, factor)
+                _load(stores[name], memories[name], description.storage[name], exact, device, factor)
         change = loss_scale / description.loss_scale
     for store in stores.values() if change != 1.0 else ():
         store.scale(change)
@@ -221,18 +275,11 @@ def _takes(name: str, saved: Position, position: Position) -> bool:
     return name in OWNED or saved.index % position.size == position.index
 
 
-def _load(
-    store: Residuals,
-    slots: Sequence[tuple[Layout, Tensor]],
-    storage: str,
-    exact: bool,
-    device: torch.device,
-    factor: float,
-) -> None:
+def _load(store: Residuals, memory: _Memory, storage: str, exact: bool, device: torch.device, factor: float) -> None:
     if exact:
-        store.restore(dict(slots), device)
+        store.restore(memory.payloads, device, memory.bases)
         return
     # What has an owner may stand in several files: without ZeRO all ranks own what was spread.
     former = Residuals(storage, transactional=False)
-    former.restore(dict(slots), torch.device("cpu"))
+    former.restore(memory.payloads, torch.device("cpu"), memory.bases)
     store.add(former.items(), device, factor)

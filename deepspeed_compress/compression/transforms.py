@@ -5,9 +5,10 @@ transform here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from deepspeed_compress.compression.kernels import for_device
 from deepspeed_compress.compression.segments import Segment
 
-__all__ = ["DCT", "Hadamard", "Identity", "Transform"]
+__all__ = ["DCT", "Hadamard", "Identity", "Transform", "described", "transform_of"]
 
 
 class Transform(Protocol):
@@ -30,8 +31,13 @@ class Transform(Protocol):
         The result may be `x` itself.
         """
 
-    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """The vector that has these `coefficients` (not changed); may be `coefficients` itself."""
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
+        """The vector that has these `coefficients` (not changed), in `out` (contiguous) where that is given; else it
+        may be `coefficients` itself."""
+
+    def of(self, segments: Sequence[Segment]) -> "Transform":
+        """The same map of these segments, and made of nothing that they do not need: two are equal if they give the
+        same coefficients."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,11 @@ class Identity:
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         return x
 
-    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return coefficients
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
+        return coefficients if out is None else out.copy_(coefficients)
+
+    def of(self, segments: Sequence[Segment]) -> "Identity":
+        return self
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,13 @@ class Hadamard:
         blocks = _powers_of_two(x.numel(), self.block_size)
         return _forward(x * self._signs(x), blocks, for_device(x.device).hadamard_tiles)
 
-    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
         blocks = _powers_of_two(coefficients.numel(), self.block_size)
         operation = for_device(coefficients.device).hadamard_tiles
-        return _inverse(coefficients, blocks, operation).mul_(self._signs(coefficients))
+        return _inverse(coefficients, blocks, operation, out).mul_(self._signs(coefficients))
+
+    def of(self, segments: Sequence[Segment]) -> "Hadamard":
+        return self
 
     def _signs(self, like: Tensor) -> Tensor:
         """+1 or -1 for every element of `like`."""
@@ -94,8 +106,13 @@ class DCT:
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         return _forward(x, self._tiles(x, segments), for_device(x.device).dct_tiles)
 
-    def inverse(self, coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return _inverse(coefficients, self._tiles(coefficients, segments), for_device(coefficients.device).dct_tiles)
+    def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
+        operation = for_device(coefficients.device).dct_tiles
+        return _inverse(coefficients, self._tiles(coefficients, segments), operation, out)
+
+    def of(self, segments: Sequence[Segment]) -> "DCT":
+        names = {segment.parameter for segment in segments}
+        return DCT({name: self.widths[name] for name in sorted(names & self.widths.keys())}, self.tile)
 
     def _tiles(self, x: Tensor, segments: Sequence[Segment]) -> "tuple[Tiles, ...]":
         layout = tuple((part.begin, part.numel, self.widths.get(part.parameter, 0)) for part in segments)
@@ -132,6 +149,23 @@ class Tiles:
         return flat.as_strided(sizes, strides, flat.storage_offset() + self.offset)
 
 
+_BASES: Mapping[str, type[Identity] | type[Hadamard] | type[DCT]] = MappingProxyType(
+    {"identity": Identity, "hadamard": Hadamard, "dct": DCT}
+)
+
+
+def described(transform: Transform) -> dict[str, Any]:
+    """`transform` as JSON has it: its name and what it is made of."""
+    name = next(name for name, one in _BASES.items() if one is type(transform))
+    return {"basis": name, **{one.name: getattr(transform, one.name) for one in fields(_BASES[name])}}
+
+
+def transform_of(description: Mapping[str, Any]) -> Transform:
+    """What `described` gave; KeyError or TypeError where it is none."""
+    given = dict(description)
+    return _BASES[given.pop("basis")](**given)
+
+
 Operation = Callable[[Tensor, Tensor, bool], None]
 """(tiles [rows, columns, h, w], out of that shape, inverse): transforms every tile."""
 
@@ -144,9 +178,9 @@ def _forward(x: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
     return coefficients
 
 
-def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
-    """The inverse of `_forward`."""
-    x = torch.empty_like(coefficients)
+def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation, out: Tensor | None) -> Tensor:
+    """The inverse of `_forward`, in `out` if there is one."""
+    x = torch.empty_like(coefficients) if out is None else out
     for one, place in _places(tiles, coefficients):
         operation(place, one.of(x), True)
     return x

@@ -3,8 +3,11 @@
 Nothing here imports torch, deepspeed or transformers.
 """
 
+from deepspeed_compress.config.candidates import gradient_candidates, weight_candidates
+from deepspeed_compress.config.checkpointing import Checkpointing, MemoryCheckpoints
+from deepspeed_compress.config.communication import Communication
 from deepspeed_compress.config.expand import check_world, expand, tensor_size
-from deepspeed_compress.config.islands import Islands, Outer
+from deepspeed_compress.config.islands import Elastic, Islands, Outer
 from deepspeed_compress.config.loading import read_ds_config
 from deepspeed_compress.config.methods import MethodConfig, SparseConfig
 from deepspeed_compress.config.models import (
@@ -22,7 +25,7 @@ from deepspeed_compress.config.models import (
 )
 from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.overrides import Override, OverrideConfig
-from deepspeed_compress.config.patches import brief, patched, settings_of, written
+from deepspeed_compress.config.patches import brief, patched, patched_weights, settings_of, weights_of, written
 from deepspeed_compress.config.places import (
     AnyCompressedGradients,
     CompressedGradients,
@@ -41,7 +44,7 @@ from deepspeed_compress.config.places import (
 )
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
-from deepspeed_compress.config.secrets import MASK, masked
+from deepspeed_compress.config.secrets import MASK, masked, masked_arguments
 from deepspeed_compress.config.section import find_missing, find_problems, parse_section
 
 __all__ = [
@@ -49,10 +52,13 @@ __all__ = [
     "SECTION",
     "Adaptive",
     "AnyCompressedGradients",
+    "Checkpointing",
+    "Communication",
     "CompressConfig",
     "CompressedGradients",
     "CompressedWeights",
     "DGCGradients",
+    "Elastic",
     "ErrorFeedbackConfig",
     "FeedbackGradients",
     "GradientsConfig",
@@ -61,6 +67,7 @@ __all__ = [
     "Islands",
     "LayeredGradients",
     "Lint",
+    "MemoryCheckpoints",
     "MemoryConfig",
     "MethodConfig",
     "Monitor",
@@ -83,14 +90,19 @@ __all__ = [
     "find_missing",
     "find_notices",
     "find_problems",
+    "gradient_candidates",
     "json_schema",
     "masked",
+    "masked_arguments",
     "parse_section",
     "patched",
+    "patched_weights",
     "phase_ends",
     "read_ds_config",
     "settings_of",
     "tensor_size",
     "total_steps",
+    "weight_candidates",
+    "weights_of",
     "written",
 ]

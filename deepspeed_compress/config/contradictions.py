@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed_compress.config.candidates import find_nothing_to_choose, find_unchosen
+from deepspeed_compress.config.island_problems import find_island_contradictions, find_island_mismatches
 from deepspeed_compress.config.methods import BlockTopKConfig, Model, SparseConfig
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE
@@ -35,9 +37,11 @@ def find_mismatches(
         *_weights_that_no_one_gathers(ds_config, section),
         *_second_momentum(ds_config, section),
         *find_without_length(ds_config, section),
+        *find_nothing_to_choose(ds_config, section),
         *_overlap_of_others(ds_config, section),
         *_guard_without_norms(ds_config, section),
         *_ownership_that_is_not_ours(ds_config, section),
+        *find_island_mismatches(ds_config, section, world_size),
     ]
     return problems + ([] if world_size is None else list(_uneven_nodes(section, world_size)))
 
@@ -92,36 +96,49 @@ def _group_beyond_block(section: CompressConfig) -> Iterator[Diagnostic]:
             yield problem((*path, "group"), what, f'{method.block_size}, or "block_size": {method.group}')
 
 
-def _islands(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Settings of islands that contradict each other."""
-    islands = section.islands
-    if islands is None:
+def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Checkpoints that are saved without being asked for need a place; without them, keys about them say nothing."""
+    settings = section.checkpointing
+    if settings is None:
         return
-    if (islands.size is None) != islands.by_host:
-        what = f"{show(islands.size)} beside by_host {show(islands.by_host)} (allowed: one of the two)"
-        yield problem(("islands", "size"), what, '"size": 8, the ranks of an island, or "by_host": true without it')
-    if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
-        what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
-        yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
-    for key in ("guard", "adaptive"):
-        if getattr(section, key) is not None:
-            what = "decides alike on all ranks, which islands do not before they meet (allowed with islands: null)"
-            yield problem((key,), what, f"nothing: remove {key}, or islands")
-    divided = section.parallelism or Parallelism()
-    for degree in ("tensor", "pipeline"):
-        if getattr(divided, degree) > 1:
-            what = f"{getattr(divided, degree)} is not available inside islands (allowed with islands: 1)"
-            yield problem(("parallelism", degree), what, "1, or remove islands")
-    for key, most in (("fragments", islands.sync_every), ("delay", islands.sync_every - 1)):
-        if getattr(islands, key) > most:
-            what = f"{getattr(islands, key)} with sync_every {islands.sync_every} (allowed: up to {most})"
-            yield problem(("islands", key), what, f"{most}, or a larger sync_every")
-    if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
-        what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
-        yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
+    if section.islands is not None and section.islands.elastic is None:
+        what = "cannot be combined with islands of one job, whose files are in several places (allowed: one of the two)"
+        yield problem(("checkpointing",), what, 'no checkpointing, or islands with "elastic"')
+    placed = [key for key in ("every", "resume", "save_on_sigterm") if getattr(settings, key)]
+    if placed and settings.directory is None:
+        what = f"the key is missing, and {placed[0]} needs it"
+        yield problem(("checkpointing", "directory"), what, '"directory": "checkpoints"')
+    if settings.memory is not None and settings.directory is None:
+        what = "the key is missing, and tells which job checkpoints in memory are of"
+        yield problem(("checkpointing", "directory"), what, '"directory": "checkpoints"')
+    for key, needed in (("directory", placed or settings.memory), ("keep", settings.every)):
+        if getattr(settings, key) is not None and not needed:
+            what = f"{show(getattr(settings, key))} has no effect without every (allowed: null)"
+            yield problem(("checkpointing", key), what, '"every": "10 min", or leave it out')
 
 
-_CHECKS = (_collected_and_lost, _group_beyond_block, _islands, find_unscheduled)
+def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
+    """A cap needs something to be sent by us, and an adaptation that measures a link without one."""
+    rate = section.communication.max_rate
+    if rate is None:
+        return
+    if section.gradients.method == "none" and section.weights.method == "none" and section.islands is None:
+        what = f"{show(rate)} has no effect where nothing is compressed: DeepSpeed sends by itself (allowed: null)"
+        yield problem(("communication", "max_rate"), what, "a method of gradients or weights, or no max_rate")
+    if section.adaptive is not None:
+        what = f"{show(rate)} cannot be combined with adaptive, which measures the link as if there were no cap"
+        yield problem(("communication", "max_rate"), f"{what} (allowed: null)", "no max_rate, or no adaptive")
+
+
+_CHECKS = (
+    _capped,
+    _collected_and_lost,
+    _group_beyond_block,
+    find_island_contradictions,
+    _saving,
+    find_unscheduled,
+    find_unchosen,
+)
 
 
 def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
@@ -130,6 +147,11 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
     parallelism, weights = section.parallelism or Parallelism(), section.weights
     stage = STAGE.effective(ds_config, parallelism)
     place, what = pointer(STAGE.place(parallelism)), f'method "{weights.method}" cannot be combined with '
+    if stage == 3 and any(phase.weights for phase in section.schedule.phases):
+        why = "where weights are rounded in one way for a whole run (allowed: no weights in phases)"
+        yield problem(
+            ("schedule", "phases"), f"weights of phases cannot be combined with {place}: 3, {why}", "gradients alone"
+        )
     if weights.method == "none" or (stage == 0 and _bf16(ds_config) and parallelism.pipeline > 1):
         return
     if stage == 0:

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from deepspeed_compress.config.durations import Duration, seconds
 from deepspeed_compress.config.methods import BlockwiseConfig, Model
+from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
 
-__all__ = ["PRESETS", "Islands", "Outer"]
+__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer"]
 
 
 class Outer(Model):
@@ -21,6 +23,36 @@ class Outer(Model):
     """Step size of that move: 1.0 with `average` is the mean of the islands' weights."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Of `nesterov` alone."""
+
+
+class Asynchronous(Model):
+    """Asynchronous islands push and pull when they are ready (`ds-compress islands serve --parameter-server`)."""
+
+    max_staleness: int = Field(default=64, ge=1)
+    """Pushes of others since an island took the anchor, beyond which what it has moved from there is dropped."""
+
+
+class Elastic(Model):
+    """Islands that come and go: each is a job of its own, and they meet at a coordinator (`ds-compress islands`)."""
+
+    rendezvous: str = Field(pattern=r"^[^:\s]+:[0-9]+$")
+    """"host:port" of the coordinator."""
+    timeout: Duration = "5 s"
+    """How long islands wait for one that does not answer, and for one whose step is not over: longer than a step."""
+    minimum: int = Field(default=1, ge=1)
+    """Islands that there must be to begin, and for an exchange."""
+    give_up: Duration = "5 min"
+    """How long an island waits for the coordinator, or for `minimum` islands, before it ends with an error."""
+    parameter_server: Asynchronous | None = None
+    """Pushes and pulls at a parameter server; null where islands meet in rounds."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        return seconds(self.timeout)
+
+    @property
+    def give_up_seconds(self) -> float:
+        return seconds(self.give_up)
 
 
 _INT4 = BlockwiseGradients(bits=4)
@@ -48,21 +80,36 @@ class Islands(Model):
     preset: Literal["local_sgd", "diloco", "sparseloco"] | None = None
     """Values for the keys that are not written."""
     size: int | None = Field(default=None, ge=1)
-    """Ranks of an island, consecutive ones of the job; null with `by_host`."""
+    """Data-parallel ranks of an island, consecutive ones of the job; null with `by_host`."""
     by_host: bool = False
     """Whether the ranks of each host are an island."""
-    sync_every: int = Field(default=30, ge=1)
-    """Optimizer steps from one exchange to the next."""
+    sync_every: Annotated[int, Field(ge=1)] | Duration = 30
+    """Optimizer steps from one exchange to the next; with `elastic` also a time such as "30 s"."""
     exchange: GradientsConfig = BlockwiseGradients(bits=4)
     """How what the weights moved is compressed, chosen by `method` as gradients are."""
     outer: Outer = Outer()
     """What is done with the mean over the islands."""
+    # strict=False: JSON has lists, not tuples.
+    own: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
+    """Patterns of parameters that each island keeps for itself, such as the heads of agents that share a trunk."""
     fragments: int = Field(default=1, ge=1)
     """Parts of the model that take turns within `sync_every` steps, so that traffic is even."""
     delay: int = Field(default=0, ge=0)
     """Optimizer steps for which an exchange travels while training goes on; 0 waits for it."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start that each end with the uncompressed mean of all islands."""
+
+    elastic: Elastic | None = None
+    """Islands that come and go; null where they are the ranks of one job."""
+
+    @property
+    def sync_steps(self) -> int | None:
+        """`sync_every` as a number of steps; None where it is a time."""
+        return self.sync_every if isinstance(self.sync_every, int) else None
+
+    @property
+    def sync_seconds(self) -> float | None:
+        return None if isinstance(self.sync_every, int) else seconds(self.sync_every)
 
     @model_validator(mode="before")
     @classmethod

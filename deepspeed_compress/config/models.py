@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deepspeed_compress.config.checkpointing import Checkpointing
+from deepspeed_compress.config.communication import Communication
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.methods import Density, Model, NoCompression
 from deepspeed_compress.config.overrides import Pattern
@@ -32,7 +34,7 @@ class Parallelism(Model):
 
 
 Patch = Annotated[dict[str, Any], Field(examples=[{"bits": 8}])]
-"""Keys of `gradients` that stand in for those written there; with another `method` its own keys start at their
+"""Keys of settings that stand in for those written there; with another `method` its own keys start at their
 defaults."""
 
 
@@ -57,6 +59,8 @@ class Phase(Model):
     """Fraction of `total_steps` at which the phase ends. Three phases may leave it out: 0.2, 0.8 and 1.0."""
     gradients: Patch = Field(default={})
     """Keys of `gradients` that differ in this phase; `{}` for none, `{"method": "none"}` for no compression."""
+    weights: Patch = Field(default={})
+    """The same of `weights`, with ZeRO 1 and 2."""
 
 
 class Schedule(Model):
@@ -120,9 +124,12 @@ class Adaptive(Model):
     candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
     """Settings to choose from: keys of `gradients` that differ; null has a usual list. What is written in `gradients`,
     and no compression, are always among them."""
+    weights: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
+    """Settings of weights to choose from under ZeRO 1 and 2: keys of `weights` that differ, `[{}]` for none; null has a
+    usual list where weights are compressed. What is written in `weights` is always among them."""
     max_error: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Relative error of what is sent, without error feedback, that a choice may have; null leaves that to the steps
-    that a loss is predicted to cost, and is 0.3 without error feedback."""
+    """Relative error of gradients that are sent, without error feedback, that a choice may have; null leaves that to
+    the steps that a loss is predicted to cost, and is 0.3 without error feedback."""
     probe_every: int = Field(default=100, ge=2)
     """Optimizer steps between measurements; they also follow when steps become much slower."""
     margin: float = Field(default=0.03, ge=0, lt=1)
@@ -174,6 +181,10 @@ class CompressConfig(Model):
     """Settings that follow the network and the gradients; null keeps what is written."""
     guard: Guard | None = None
     """What is done when something goes wrong; null watches nothing."""
+    checkpointing: Checkpointing | None = None
+    """Checkpoints that training does not wait for; null leaves saving to DeepSpeed."""
+    communication: Communication = Communication()
+    """How messages are sent."""
     monitor: Monitor = Monitor()
     """Statistics of what was sent."""
     on_missing_state: Literal["error", "reset"] = "error"

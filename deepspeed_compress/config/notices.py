@@ -143,7 +143,24 @@ def _overrides(section: CompressConfig) -> Iterator[Diagnostic]:
         seen.add(pattern)
 
 
+def _idle_memory(section: CompressConfig) -> Iterator[Diagnostic]:
+    settings = section.checkpointing
+    if settings is None or settings.memory is None:
+        return
+    memory, place = settings.memory, ("checkpointing", "memory")
+    if memory.max_rate is not None and not memory.copies:
+        what = f"{show(memory.max_rate)} has no effect without copies (allowed: null)"
+        yield notice((*place, "max_rate"), what, 'nothing: remove it, or "copies": 1')
+    if isinstance(memory.every, int) and isinstance(settings.every, int) and memory.every >= settings.every:
+        what = f"{memory.every} has no effect, because a checkpoint in directory comes as often (useful: fewer steps)"
+        yield notice((*place, "every"), what, f"less than {settings.every}")
+    if memory.every == 1 and section.weights.method != "none":
+        what = "1 makes weights exact in each step, so that compressing them has no effect (useful: 10 or more)"
+        yield notice((*place, "every"), what, '10, or "weights": {"method": "none"}')
+
+
 _CHECKS = (
+    _idle_memory,
     _nothing_compressed,
     _idle_policy,
     _seed_unused,

@@ -1,4 +1,4 @@
-"""Settings of gradients that stand in for the chosen ones for a while: keys that differ, merged into the others."""
+"""Settings that stand in for the chosen ones for a while: keys that differ, merged into the others."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -9,9 +9,20 @@ from pydantic import TypeAdapter
 
 from deepspeed_compress.config.methods import SparseConfig, ValuesConfig
 from deepspeed_compress.config.overrides import Override
-from deepspeed_compress.config.places import GradientsConfig, WeightsConfig
+from deepspeed_compress.config.places import CompressedWeights, GradientsConfig, WeightsConfig
 
-__all__ = ["brief", "merged", "patch_places", "patched", "settings_of", "written"]
+__all__ = [
+    "brief",
+    "merged",
+    "merged_places",
+    "patch_places",
+    "patched",
+    "patched_weights",
+    "settings_of",
+    "weight_places",
+    "weights_of",
+    "written",
+]
 
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -23,6 +34,8 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 """Keys of every method."""
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
 """Keys that stay when the method changes, where the new one has them."""
+_SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
+"""The same of weights; uncompressed ones have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
 _SAID: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
 """What the name of a method says already."""
@@ -33,14 +46,29 @@ def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsCo
     return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
 
 
-def written(gradients: GradientsConfig | Override) -> dict[str, Any]:
-    """`gradients`, or an override of them, as a section would have them."""
-    return {"method": gradients.method, **gradients.model_dump(mode="json", exclude_unset=True)}
+def patched_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> WeightsConfig:
+    """The same of settings of `weights`."""
+    return weights_of(_merged_weights(weights, patch))
+
+
+def written(settings: GradientsConfig | Override | WeightsConfig) -> dict[str, Any]:
+    """Settings of gradients, of an override, or of weights, as a section would have them."""
+    return {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}
 
 
 def settings_of(text: Mapping[str, Any]) -> GradientsConfig:
     """The settings of `gradients` that `written` gave. Raises pydantic's ValidationError."""
     return _adapter().validate_python(text)
+
+
+def weights_of(text: Mapping[str, Any]) -> WeightsConfig:
+    """The same of settings of `weights`."""
+    return _weights_adapter().validate_python(text)
+
+
+@cache
+def _weights_adapter() -> TypeAdapter[WeightsConfig]:
+    return TypeAdapter(WeightsConfig)
 
 
 @cache
@@ -50,7 +78,7 @@ def _adapter() -> TypeAdapter[GradientsConfig]:
 
 
 def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, as it would be written, and not validated."""
+    """`gradients` with `patch`, as they would be written, and not validated."""
     kept = written(gradients)
     method = patch.get("method", gradients.method)
     if method != gradients.method:
@@ -59,8 +87,34 @@ def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, An
     return {**kept, **patch}
 
 
+def _merged_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
+    kept, method = written(weights), patch.get("method", weights.method)
+    if method != weights.method:
+        shared = _SHARED_BY_WEIGHTS if method != "none" else frozenset()
+        kept = {key: value for key, value in kept.items() if key in shared}
+    return {**kept, **patch}
+
+
+def merged_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], str, dict[str, Any]]]:
+    """Every patch in `section`: its place, the key that it is of, and the settings that come of it, not validated."""
+    for path, patch in patch_places(section):
+        yield path, "gradients", merged(section.gradients, patch)
+    for path, patch in weight_places(section) if isinstance(section.weights, CompressedWeights) else ():
+        yield path, "weights", _merged_weights(section.weights, patch)
+
+
+def weight_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
+    """Every patch of weights in `section` that says something, with its place."""
+    for index, phase in enumerate(section.schedule.phases):
+        if phase.weights:
+            yield ("schedule", "phases", index, "weights"), phase.weights
+    for index, patch in enumerate((section.adaptive.weights or ()) if section.adaptive else ()):
+        if patch:
+            yield ("adaptive", "weights", index), patch
+
+
 def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Every patch in `section`, with its place."""
+    """Every patch of gradients in `section`, with its place."""
     schedule = section.schedule
     for index, stage in enumerate((schedule.ramp.stages or ()) if schedule.ramp else ()):
         yield ("schedule", "ramp", "stages", index), stage

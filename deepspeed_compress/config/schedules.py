@@ -5,18 +5,20 @@ from typing import Any
 
 from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.models import CompressConfig, Schedule
-from deepspeed_compress.config.patches import patch_places, patched
+from deepspeed_compress.config.patches import patch_places, patched, weight_places
 from deepspeed_compress.config.problems import listed, problem, show
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
-__all__ = ["OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_length", "phase_ends", "total_steps"]
+__all__ = ["FIXED", "OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_length", "phase_ends", "total_steps"]
 
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
 """Methods that give gradients a momentum before they are sent."""
 THIRDS = (0.2, 0.8, 1.0)
 """Where three phases end that do not say it."""
-_FIXED = ("error_feedback", "hierarchy", "memory")
+FIXED = ("error_feedback", "hierarchy", "memory")
 """What is made once for a whole run."""
+FIXED_OF_WEIGHTS = frozenset({"min_numel", "overlap"})
+"""The same of weights."""
 
 
 def phase_ends(schedule: Schedule) -> tuple[float | None, ...]:
@@ -45,7 +47,7 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
     """What in the schedule of `section` cannot be done."""
     yield from _ramp_of_nothing(section)
     yield from _phases_in_disorder(section)
-    yield from _adapts_to_nothing(section)
+    yield from _weights_made_once(section)
     for path, patch in patch_places(section):
         yield from _made_once(section, path, patch)
         if section.gradients.method == "none" != patch.get("method", "none"):
@@ -74,6 +76,18 @@ def _ramp_of_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("schedule", "ramp", "start"), what, '0.25, or no "ramp"')
 
 
+def _weights_made_once(section: CompressConfig) -> Iterator[Diagnostic]:
+    phases = any(phase.weights for phase in section.schedule.phases)
+    if phases and section.weights.method == "none":
+        what = 'have weights, which weights.method "none" leaves to DeepSpeed (allowed: a method in weights)'
+        instead = 'the method in weights, and {"method": "none"} in phases where it is not wanted'
+        yield problem(("schedule", "phases"), what, instead)
+    for path, patch in weight_places(section):
+        for key in sorted(FIXED_OF_WEIGHTS & patch.keys()):
+            what = "cannot change in mid-run, because messages and hooks are laid out once (allowed: it in weights)"
+            yield problem((*path, key), what, f"{key} in weights")
+
+
 def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
     ends, before = phase_ends(section.schedule), 0.0
     for index, end in enumerate(ends):
@@ -89,40 +103,18 @@ def _phases_in_disorder(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("schedule", "phases", len(ends) - 1, "until"), what, "1.0")
 
 
-_NO_CANDIDATES = OWN_MOMENTUM | {"powersgd"}
-"""Methods whose error cannot be told from one message."""
-
-
-def _adapts_to_nothing(section: CompressConfig) -> Iterator[Diagnostic]:
-    if section.adaptive is None:
-        return
-    candidates = section.adaptive.candidates or ()
-    for path, method in (
-        (("gradients", "method"), section.gradients.method),
-        *((("adaptive", "candidates", index, "method"), one.get("method")) for index, one in enumerate(candidates)),
-    ):
-        if method in _NO_CANDIDATES:
-            what = f'"{method}" cannot be chosen by adaptive, because one message does not tell what it loses'
-            allowed = f"(allowed: all but {listed(sorted(_NO_CANDIDATES))})"
-            yield problem(path, f"{what} {allowed}", '"blockwise", or no adaptive')
-    if section.gradients.method == "none":
-        what = (
-            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: a method)'
-        )
-        yield problem(("adaptive",), what, "a method in gradients; none is always a candidate")
-    for key in ("ramp", "phases"):
-        if getattr(section.schedule, key):
-            what = f"cannot be combined with schedule.{key}, which says the settings as well (allowed: one of the two)"
-            yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
-
-
 def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) -> Iterator[Diagnostic]:
-    for key in _FIXED:
+    for key in FIXED:
         if key in patch:
             what = f"{show(patch[key])} cannot change in mid-run, because memories and groups are made once"
-            yield problem((*path, key), f"{what} (allowed: keys other than {listed(_FIXED)})", "it in gradients")
-    method = patched(section.gradients, {k: v for k, v in patch.items() if k not in _FIXED}).method
-    if "none" != method != section.gradients.method and {method, section.gradients.method} & OWN_MOMENTUM:
+            yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "it in gradients")
+    method = patched(section.gradients, {k: v for k, v in patch.items() if k not in FIXED}).method
+    # Of candidates of adaptive it is told with all other reasons.
+    if (
+        path[0] == "schedule"
+        and "none" != method != section.gradients.method
+        and {method, section.gradients.method} & OWN_MOMENTUM
+    ):
         what = (
             f'"{method}" cannot follow "{section.gradients.method}": {listed(sorted(OWN_MOMENTUM))} keep a momentum '
             'where others keep a residual (allowed: the same method, or "none")'

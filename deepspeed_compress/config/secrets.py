@@ -1,10 +1,10 @@
 """A configuration without what nobody else may see: passwords, tokens and keys of services that a run reports to."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MASK", "masked"]
+__all__ = ["MASK", "masked", "masked_arguments"]
 
 MASK = "***"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -24,6 +24,20 @@ def masked(config: Any) -> Any:
     if isinstance(config, list | tuple):
         return [masked(value) for value in config]
     return _ASSIGNED.sub(rf"\1{MASK}", _USER.sub(MASK, config)) if isinstance(config, str) else config
+
+
+def masked_arguments(arguments: Sequence[str]) -> list[str]:
+    """Words of a command line with `MASK` in place of secrets: of what follows "--api-key", of "KEY=value", and of
+    credentials inside addresses."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [_hidden_word(option, word) for option, word in pairs]
+
+
+def _hidden_word(option: str, word: str) -> str:
+    plain = word.startswith("-") or (word.isdigit() and not _words(option) & _ALWAYS)
+    if option.startswith("-") and "=" not in option and _secret(option) and not plain:
+        return MASK
+    return str(masked(word))
 
 
 def _words(key: str) -> set[str]:

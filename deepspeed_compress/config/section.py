@@ -13,7 +13,7 @@ from deepspeed_compress.config.contradictions import find_contradictions, find_m
 from deepspeed_compress.config.expand import find_conflicts
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
 from deepspeed_compress.config.notices import find_notices
-from deepspeed_compress.config.patches import merged, patch_places
+from deepspeed_compress.config.patches import merged_places
 from deepspeed_compress.config.planned import find_planned
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
 from deepspeed_compress.config.schema import SchemaView, choices, describe
@@ -71,15 +71,15 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
 
 
 def _patch_problems(section: CompressConfig) -> list[Diagnostic]:
-    """What is wrong in settings that stand in for those of `gradients` for a while, told at their own place."""
-    problems, gradients = [], (SECTION, "gradients")
-    for path, patch in patch_places(section):
-        raw = {"gradients": merged(section.gradients, patch)}
+    """What is wrong in settings that stand in for those written for a while, told at their own place."""
+    problems = []
+    for path, key, settings in merged_places(section):
+        raw = {key: settings}
         try:
             CompressConfig.model_validate(raw)
         except ValidationError as error:
             for found in _translate(error, raw):
-                place = at(SECTION, *path, *found.place.path[len(gradients) :])
+                place = at(SECTION, *path, *found.place.path[len((SECTION, key)) :])
                 problems.append(replace(found, place=place))
     return problems
 
@@ -161,10 +161,13 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
 
 
 def _elsewhere(path: Path, view: SchemaView) -> str:
-    """Where a key that is unknown here would be known: in the same object with other methods, else in other places."""
+    """Where a key that is unknown here would be known: in the same object with other methods, else in other places,
+    those within the object first."""
     places = {pointer((SECTION, *found)): _methods(having, lacking) for found, having, lacking in view.places(path)}
     here = pointer((SECTION, *path))
-    chosen = [here] if here in places else sorted(places, key=lambda place: place.count("/"))[:_PLACES]
+    inside = here.removesuffix(str(path[-1]))
+    ordered = sorted(places, key=lambda place: (not place.startswith(inside), place.count("/")))
+    chosen = [here] if here in places else ordered[:_PLACES]
     texts = [place + places[place] for place in chosen]
     return f"it where it has a meaning: {' or '.join(texts)}" if texts else "nothing: remove the key"
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's seams, one file each, and the entry points that attach to them (`attach`)."""
+"""DeepSpeed: the entry points that attach to it, and its seams, one file each."""

@@ -1,34 +1,29 @@
 """One line at the start: what is compressed, how, and what it is expected to send and to keep."""
 
-import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from deepspeed_compress.communication.reduction import Parameters
-from deepspeed_compress.config import CompressedWeights, brief, find_missing
-from deepspeed_compress.config.numbers import size
-from deepspeed_compress.engine.expected import LATE, mean_cost, one_bucket, uncompressed
+from deepspeed_compress.config import CompressedWeights, find_missing
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
-from deepspeed_compress.engine.session import Session
-from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
+from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 
 __all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
     """Write the line to standard error, on rank 0, unless `monitor.announce` is false. `kind`: as of `engine_kind`."""
-    if engine.global_rank != 0 or not session.config.monitor.announce:
-        return
-    try:
-        text = announcement(engine, session, parameters, kind)
-        print(f"deepspeed_compress: {text}", file=sys.stderr, flush=True)
-    except Exception as error:  # what only tells must not stop one rank, for which the others would wait
-        warnings.warn(f"what is compressed cannot be told: {error!r}", CompressWarning, stacklevel=2)
+    if engine.global_rank == 0 and session.config.monitor.announce:
+        tell(partial(announcement, engine, session, parameters, kind))
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
@@ -42,49 +37,27 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
     """The line: settings, what is exempt, megabytes that rank 0 sends in a step with and without, and keeps."""
-    config, group = session.config, reduction_group(engine)
-    methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
-    where = f"ZeRO {engine.zero_optimization_stage()}, {group.size()} data-parallel ranks"
-    parts = [f"{methods}; {where}"]
-    if group.size() == 1:
-        return f"{parts[0]}; nothing is sent, and so nothing compressed"
+    where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
+    return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
+
+
+def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+    config, parts = session.config, []
     if config.gradients.method != "none":
         parts += _gradients(engine, session, parameters, kind)
     if isinstance(config.weights, CompressedWeights):
-        parts.append(_weights(engine, config.weights, parameters, kind))
-    if len(parts) == 1:
-        return f"{parts[0]}; nothing is compressed"
-    if config.schedule.warmup_steps:
-        parts.append(f"the first {config.schedule.warmup_steps} steps are uncompressed")
-    return "; ".join(parts) + ' ("monitor": {"announce": false} leaves this line out)'
+        ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
+        when = "each time they are gathered" if kind == "zero_3" else "a step"
+        parts.append(weight_text(config.weights, parameters, ranks, itemsize, when))
+    return parts
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
-    group, everywhere = reduction_group(engine), kind == "zero_0"
+    group = reduction_group(engine)
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
-    total = sum(numel for _, numel in sizes)
-    raw = uncompressed(session.chosen_reducer(LATE), partition)
-    found = mean_cost(session, partition, everywhere)
     # ZeRO 2 and 3 reduce in every micro-step; of ZeRO 3 alone, and not on gloo, DeepSpeed reduces to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
     ring = ring_reduce_scatter if kind == "zero_3" and dist.get_backend(group) != "gloo" else ring_all_reduce
-    alone = times * ring(total * parameters.dtype.itemsize, group.size())
-    share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
-    return [
-        f"{len(sizes) - len(raw)} of {len(sizes)} parameters are compressed ({share:.1%} of the elements), "
-        f"{len(raw)} exempt",
-        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
-        f"residuals take up to {size(found.kept)}",
-    ]
-
-
-def _weights(engine: Any, weights: CompressedWeights, parameters: Parameters, kind: str) -> str:
-    ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
-    numels = {name: parameters.numel(name) for name in parameters.shapes}
-    raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
-    coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))
-    sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
-    alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
-    when = "each time they are gathered" if kind == "zero_3" else "a step"
-    return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"
+    alone = times * ring(partition.numel * parameters.dtype.itemsize, group.size())
+    return gradient_texts(session, parameters, partition, kind == "zero_0", alone, times)

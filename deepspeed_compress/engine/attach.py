@@ -1,8 +1,6 @@
-"""Entry points: `initialize` in place of DeepSpeed's, `attach` for an engine that exists, `install` for all to come."""
+"""`attach` puts everything on an engine that exists, `detach` takes it off again."""
 
-import copy
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from deepspeed_compress.communication.pace import make_pace
 from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.communication.reduction import Parameters, Reductions, Site, WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -21,47 +20,47 @@ from deepspeed_compress.config import (
     CompressConfig,
     CompressedWeights,
     check_world,
-    expand,
     parse_section,
-    read_ds_config,
     total_steps,
 )
 from deepspeed_compress.config.names import user_name
 from deepspeed_compress.engine import comms_log, losses, norms, parallel, seams
-from deepspeed_compress.engine.announce import announce, warn_of_uncompressed
-from deepspeed_compress.engine.builds import warn_of_abandoned_locks
-from deepspeed_compress.engine.checkpoint import attach_checkpoint
-from deepspeed_compress.engine.exact import attach_exact
+from deepspeed_compress.engine.announce import announce
+from deepspeed_compress.engine.checkpoints.checkpoint import attach_checkpoint
+from deepspeed_compress.engine.gradients.zero_0 import attach_zero_0, may_begin_early
+from deepspeed_compress.engine.gradients.zero_3 import attach_zero_3
+from deepspeed_compress.engine.gradients.zero_12 import attach_zero_12
 from deepspeed_compress.engine.groups import make_groups
-from deepspeed_compress.engine.islands import IslandUnit, attach_islands, check_undivided, divide_call, make_unit
+from deepspeed_compress.engine.islands.divided import attach_islands
+from deepspeed_compress.engine.islands.division import IslandUnit
+from deepspeed_compress.engine.islands.elastic import attach_elastic
 from deepspeed_compress.engine.limits import (
     engine_kind,
     find_limits,
-    has_optimizer,
     refuse_unsupported,
     shared_parameters,
 )
 from deepspeed_compress.engine.losses import follow_losses
 from deepspeed_compress.engine.norms import Norms, loss_scale
-from deepspeed_compress.engine.observer import largest_of_all, new_run
-from deepspeed_compress.engine.ownership import check_ownership, dealing
-from deepspeed_compress.engine.ownership_files import keep_file_order
-from deepspeed_compress.engine.patches import Patches
-from deepspeed_compress.engine.probing import Prober
-from deepspeed_compress.engine.records import make_records
-from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import Session, Watch
+from deepspeed_compress.engine.ownership import check_ownership
+from deepspeed_compress.engine.restarts import give_signs
 from deepspeed_compress.engine.step import Steps, follow_steps
-from deepspeed_compress.engine.weights import attach_weights, check_weights
-from deepspeed_compress.engine.weights_3 import attach_weights_3, check_weights_3
-from deepspeed_compress.engine.zero_0 import attach_zero_0, may_begin_early
-from deepspeed_compress.engine.zero_3 import attach_zero_3
-from deepspeed_compress.engine.zero_12 import attach_zero_12
+from deepspeed_compress.engine.weights.zero_3 import attach_weights_3, check_weights_3
+from deepspeed_compress.engine.weights.zero_12 import attach_weights, check_weights
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
-from deepspeed_compress.policy import Policy
+from deepspeed_compress.policy import Available, Policy
+from deepspeed_compress.session.exact import attach_exact
+from deepspeed_compress.session.machines import equal_machines
+from deepspeed_compress.session.observer import largest_of_all, new_run
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.probing import Prober
+from deepspeed_compress.session.records import make_records
+from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.session import Session, Watch
+from deepspeed_compress.session.torch_version import check_torch
 
-__all__ = ["attach", "detach", "initialize", "install"]
+__all__ = ["attach", "attach_section", "detach"]
 
 WeightBytes = Callable[[], int]
 """Bytes that this rank sends for weights in one optimizer step."""
@@ -97,15 +96,16 @@ def attach(engine: Any) -> Any:
         >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
         >>> deepspeed_compress.attach(engine)
     """
-    return _attach(engine, parse_section(engine.config))
+    return attach_section(engine, parse_section(engine.config))
 
 
-def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None, dealt: bool = False) -> Any:
+def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None, dealt: bool = False) -> Any:
+    """`attach` for who has read the section. `unit`: ranks were divided; `dealt`: parameters were dealt out."""
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
-    if config.islands is not None and unit is None:
+    if config.islands is not None and config.islands.elastic is None and unit is None:
         raise ConfigError(
             "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
             "deepspeed_compress.initialize or install, or remove the key"
@@ -113,7 +113,7 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None,
     check_ownership(engine, config, dealt)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
-    run = Run(StepClock(), Meter(), config.seed)
+    run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
     session = _session(engine, config, parameters, run)
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
@@ -121,7 +121,10 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None,
     attach_checkpoint(engine, session)
     if unit is not None:
         session.islands = attach_islands(engine, unit, parameters, session)
+    elif config.islands is not None:
+        session.islands = attach_elastic(engine, parameters, session)
     follow_steps(Steps(engine, session, watched, weight_bytes, ended))
+    give_signs(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     session.patches.replace(engine, "compression", session)
     session.patches.on_undo(session.renew_weights)
@@ -134,7 +137,7 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None = None,
 def _checked(engine: Any, config: CompressConfig) -> str:
     """The kind of `engine` (see `engine_kind`), if it can be attached to; else the errors of `attach`."""
     seams.check_version(deepspeed.__version__)
-    seams.check_torch(torch.__version__)
+    check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
     kind = engine_kind(engine)
     refuse_unsupported(engine, config)
@@ -156,11 +159,17 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     weight_bytes = _ATTACH[kind](engine, session)
     if not isinstance(weights, CompressedWeights):
         return weight_bytes
-    reduction = WeightReduction(weights, parameters, run)
     if kind == "zero_3":
-        attach_weights_3(engine, reduction, session)
+        attach_weights_3(engine, WeightReduction(weights, parameters, run), session)
         return weight_bytes
-    held = attach_weights(engine, reduction.difference_gather, lambda: session.dense, session.patches, weights.overlap)
+    held = attach_weights(
+        engine,
+        lambda settings: WeightReduction(settings, parameters, run).difference_gather,
+        weights,
+        lambda: session.weights,
+        session.patches,
+    )
+    session.follow_weights(held.traffic())
     session.exact = attach_exact(engine, held.synchronise, session.patches)
     return _no_bytes
 
@@ -234,7 +243,7 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: R
     reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
     records = make_records(reporter, journal, engine.global_rank == 0, engine.monitor)
-    policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record)
+    policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
     patches = Patches()
     return Session(
         config,
@@ -247,13 +256,19 @@ def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: R
     )
 
 
+def _available(engine: Any, config: CompressConfig) -> Available:
+    """What may be chosen where the section is adaptive: under ZeRO 3 no rank keeps the weights that it gathers."""
+    if config.adaptive is None:
+        return Available()
+    return Available(low_rank=equal_machines(engine.device), weights=engine_kind(engine) != "zero_3")
+
+
 def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:
     if not policy.observes:
         return None
     prober = None
     if policy.adaptation is not None:
-        itemsize = parameters.dtype.itemsize
-        prober = Prober(policy.adaptation.adaptive, parameters.user_name, itemsize, engine.device)
+        prober = Prober(policy.adaptation.adaptive, parameters, engine.device)
     return Watch(follow_losses(engine, patches), functools.partial(largest_of_all, device=engine.device), prober)
 
 
@@ -278,117 +293,3 @@ _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
     }
 )
 """Type of the gradients in DeepSpeed's buckets: uncompressed elements travel in it, so nothing rounds them."""
-
-
-def initialize(*args: Any, **options: Any) -> Any:
-    """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
-
-    Args:
-        *args: as of `deepspeed.initialize`.
-        **options: the same. The configuration, a path or a dict, is `config`, or `args.deepspeed_config`.
-
-    Returns:
-        What `deepspeed.initialize` returns, the engine attached (engine, optimizer, dataloader, lr_scheduler).
-
-    Raises:
-        ConfigError: there is no configuration, or its section is missing or wrong; also the other errors of `attach`.
-
-    Examples:
-        >>> engine, optimizer, loader, scheduler = deepspeed_compress.initialize(
-        ...     model=model, model_parameters=model.parameters(), config="ds_config.json"
-        ... )
-    """
-    original = getattr(deepspeed.initialize, "_compress_original", deepspeed.initialize)
-    call = _bind(original, args, options)
-    source = _configuration(call)
-    if source is None:
-        raise ConfigError("no configuration given: pass config=PATH_OR_DICT, or args with --deepspeed_config FILE")
-    return _initialize(original, call, read_ds_config(source))
-
-
-def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by their names, however they were passed."""
-    return dict(inspect.signature(original).bind(*args, **options).arguments)
-
-
-def _configuration(call: Mapping[str, Any]) -> Any:
-    """The configuration of a call of deepspeed.initialize, wherever it accepts one; None without."""
-    places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
-    return next((given for given in places if given is not None), None)
-
-
-def _initialize(
-    original: Callable[..., Any],
-    call: dict[str, Any],
-    ds_config: dict[str, Any],
-    wanted: Callable[[Any], bool] = lambda engine: True,
-) -> Any:
-    """Make the engine with the expanded configuration, and attach to it if it is `wanted`."""
-    config = parse_section(ds_config)
-    call = {**call, "config": expand(ds_config, config)}
-    call.pop("config_params", None)
-    if getattr(call.get("args"), "deepspeed_config", None) is not None:
-        call["args"] = copy.copy(call["args"])
-        call["args"].deepspeed_config = None
-    warn_of_abandoned_locks()
-    unit, training_data = None, call.get("training_data")
-    if config.islands is None:
-        check_undivided()
-    else:
-        unit = make_unit(config.islands)
-        call = divide_call(unit, call, call["config"])
-    balanced = config.ownership == "balanced"
-    if balanced:
-        seams.check_version(deepspeed.__version__)
-        seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
-    with dealing(balanced) as given:
-        result = original(**call)
-    keep_file_order(result[0], given)
-    if wanted(result[0]):
-        _attach(result[0], config, unit, dealt=bool(given.groups))
-    return result if unit is None else _with_data(result, training_data)
-
-
-def _with_data(result: Any, training_data: Any) -> Any:
-    """`result` of deepspeed.initialize with a loader that divides over all islands."""
-    engine, optimizer, loader, scheduler = result
-    if training_data is not None:
-        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
-    return engine, optimizer, loader, scheduler
-
-
-def install() -> Callable[[], None]:
-    """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
-
-    For code that calls DeepSpeed by itself (`integrations.install` is for users). Configurations without the section
-    go to DeepSpeed untouched, with a warning where there are gradients to reduce, and engines without an optimizer
-    (evaluation, reference models) are left alone: they have no gradients. Returns a function that undoes it; a second
-    call changes nothing.
-    """
-    original = deepspeed.initialize
-    if hasattr(original, "_compress_original"):
-        return lambda: None
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        call = _bind(original, args, options)
-        source = _configuration(call)
-        ds_config = {} if source is None else read_ds_config(source)
-        if SECTION not in ds_config:
-            result = original(*args, **options)
-            warn_of_uncompressed(result[0], ds_config)
-            return result
-        return _initialize(original, call, ds_config, wanted=has_optimizer)
-
-    wrapper._compress_original = original  # type: ignore[attr-defined]
-    deepspeed.initialize = wrapper
-
-    def uninstall() -> None:
-        if deepspeed.initialize is wrapper:
-            deepspeed.initialize = original
-        else:
-            warnings.warn(
-                "deepspeed.initialize was replaced after install(); left as it is", CompressWarning, stacklevel=2
-            )
-
-    return uninstall

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.comm import comm
 
 from deepspeed_compress.engine.seams import Seam
-from deepspeed_compress.engine.session import Session
+from deepspeed_compress.session.session import Session
 
 __all__ = ["NAMES", "SEAMS", "listens", "log_traffic"]
 

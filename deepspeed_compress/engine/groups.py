@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_compress.communication.reduction import Groups
 from deepspeed_compress.compression.state import Position
 from deepspeed_compress.config import CompressConfig
-from deepspeed_compress.engine.nodes import ranks_per_node, split_by_node
+from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
 
 __all__ = [
     "downward_group",
@@ -48,12 +48,12 @@ def _all_groups(engine: Any) -> list[tuple[int, ...]]:
     return sorted(set(found))
 
 
-def find_position(engine: Any, config: CompressConfig) -> Position:
-    """Where this rank is among all data-parallel groups. A collective call."""
+def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | None = None) -> Position:
+    """Where this rank is among all data-parallel groups; among those of its `island`, of these ranks, if there is one:
+    each has files of its own. A collective call."""
     groups, rank = _all_groups(engine), dist.get_rank()
-    if config.islands is not None:
-        # Each has files of its own.
-        groups = [group for group in groups if rank in group]
+    if island is not None:
+        groups = [group for group in groups if group[0] in island]
     number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
     on_node = ranks_per_node(config)
     nodes = split_by_node(mine, on_node, dist.get_world_size()) if on_node else [(rank,)]

@@ -14,8 +14,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed_compress.compression.kernels import FASTEST
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.engine.groups import partition_groups
-from deepspeed_compress.engine.momentum import find_second_momentum
+from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.momentum import find_second_momentum
 
 __all__ = [
     "compresses",
@@ -40,7 +41,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
 
     A section that compresses nothing changes nothing, so it is right with every engine.
     """
-    problems = [*_mismatches(engine, config), *_momentum(engine, config)]
+    problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
     if compresses(config):
         problems += find_limits(engine)
     if problems:
@@ -84,7 +85,8 @@ def _replicated(engine: Any) -> set[int]:
 def tensor_size(engine: Any) -> int:
     """Ranks that share a layer: by AutoTP, or by the topology of a pipeline."""
     stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
-    return int(dist.get_world_size() // (stages * engine.seq_data_parallel_group.size()))
+    islands = engine.mpu.islands if isinstance(engine.mpu, IslandUnit) else 1
+    return int(dist.get_world_size() // (stages * islands * engine.seq_data_parallel_group.size()))
 
 
 def _subclassed(engine: Any) -> bool:
@@ -169,6 +171,15 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
                 f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
                 f"{_HOW_TO_GET[key]}, or write {found}"
             )
+
+
+def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """The file does not tell it where `tp_model_init` was called."""
+    if config.islands is not None and config.islands.elastic is not None and tensor_size(engine) > 1:
+        yield (
+            f"{tensor_size(engine)} ranks share each layer, and anchors of /deepspeed_compress/islands/elastic have "
+            'whole layers (allowed with elastic: 1); train without tp_model_init, or write "size" in place of "elastic"'
+        )
 
 
 def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:

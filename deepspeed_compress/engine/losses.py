@@ -6,9 +6,9 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_compress.engine.observer import Losses
-from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.engine.seams import Seam
+from deepspeed_compress.session.observer import Losses
+from deepspeed_compress.session.patches import Patches
 
 __all__ = ["SEAMS", "follow_losses"]
 

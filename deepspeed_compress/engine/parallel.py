@@ -20,12 +20,13 @@ from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.limits import tensor_size
-from deepspeed_compress.engine.patches import Patches
-from deepspeed_compress.engine.reporting import ByteReport, Sizes
 from deepspeed_compress.engine.seams import Seam
-from deepspeed_compress.engine.traffic import ring_all_gather, ring_all_reduce
 from deepspeed_compress.monitor import KINDS, Meter
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.reporting import ByteReport, Sizes
+from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 
 __all__ = ["SEAMS", "count_parallel", "make_byte_report"]
 
@@ -190,13 +191,14 @@ def make_byte_report(engine: Any) -> ByteReport:
     """What decides whose bytes are reported, and answers on rank 0 alone: the rank that sends most sets the pace.
 
     Where no model is divided, beyond what ZeRO does, ranks send alike, and these are rank 0's own. Elsewhere the report
-    is a collective; of ranks that send as much the first counts.
+    is a collective, of each island by itself; of ranks that send as much the first counts.
     """
+    whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
     first, split = engine.global_rank == 0, tensor_size(engine) > 1
     divided = split or (isinstance(engine, PipelineEngine) and engine.num_stages > 1)
 
     def report(sizes: Sizes) -> tuple[int, Sizes] | None:
-        tables = _tables(sizes, engine.device) if divided else [sizes]
+        tables = _tables(sizes, engine.device, whole) if divided else [sizes]
         if not first:
             return None
         rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
@@ -206,9 +208,9 @@ def make_byte_report(engine: Any) -> ByteReport:
     return report
 
 
-def _tables(sizes: Sizes, device: Any) -> list[Sizes]:
-    """`sizes` of every rank."""
+def _tables(sizes: Sizes, device: Any, group: Any) -> list[Sizes]:
+    """`sizes` of every rank of `group`."""
     mine = torch.tensor(list(sizes.values()), device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
     return [dict(zip(sizes, row, strict=True)) for row in torch.stack(every).tolist()]

@@ -9,11 +9,10 @@ from packaging.version import Version
 
 from deepspeed_compress.errors import SeamError
 
-__all__ = ["OLDEST_TORCH", "SUPPORTED", "Seam", "check_seams", "check_torch", "check_version"]
+__all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
 SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
 """DeepSpeed versions that work: the first one, and the first one that is not known to."""
-OLDEST_TORCH = Version("2.11")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,26 @@ STEP = (
             "custom_load_fn",
         ),
     ),
+    Seam(_ENGINE + "_load_zero_checkpoint", ("self", "load_dir", "tag", "load_optimizer_states")),
+    Seam(_ENGINE + "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
+    Seam(_ENGINE + "_get_ckpt_name", ("self", "checkpoints_path", "tag", "mp_placeholder", "pp_placeholder")),
+    Seam(
+        _ENGINE + "_get_mp_rank_zero_checkpoint_names",
+        ("self", "load_dir", "tag", "mp_rank", "dp_world_size", "bf16_mode"),
+    ),
+    Seam(
+        _ENGINE + "load_module_state_dict",
+        (
+            "self",
+            "checkpoint",
+            "strict",
+            "custom_load_fn",
+            "fetch_z3_params",
+            "z3_params_to_fetch",
+            "allowed_missing_keys",
+        ),
+    ),
+    Seam(_ENGINE + "_copy_recovery_script", ("self", "save_path")),
 )
 ZERO_0 = (Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),)
 ZERO_12 = (
@@ -128,15 +147,6 @@ def check_version(found: str) -> None:
         raise SeamError(
             f"DeepSpeed {found} is installed, but deepspeed_compress attaches to internals that it knows in "
             f"{_supported()} only; install one of these: pip install 'deepspeed=={SUPPORTED[0]}'"
-        )
-
-
-def check_torch(found: str) -> None:
-    """SeamError if PyTorch version `found` is older than those that work. A preview of a release counts as it."""
-    if Version(found).release < OLDEST_TORCH.release:
-        raise SeamError(
-            f"PyTorch {found} is installed, but deepspeed_compress needs torch >={OLDEST_TORCH}; install it: "
-            f"pip install 'torch>={OLDEST_TORCH}'"
         )
 
 

@@ -5,10 +5,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.engine.checkpoint import load_last
+from deepspeed_compress.engine.checkpoints.checkpoint import load_last
 from deepspeed_compress.engine.comms_log import log_traffic
 from deepspeed_compress.engine.norms import Norms, loss_scale
-from deepspeed_compress.engine.session import FinishedStep, Session
+from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.session import Session
 
 __all__ = ["Steps", "follow_steps"]
 
@@ -35,6 +36,8 @@ class Steps:
         """
         engine, session = self.engine, self.session
         scale, skipped = loss_scale(engine), engine.skipped_steps
+        if session.saving is not None:
+            session.saving.before_step()
         with self.norms.recording() if self.norms is not None else nullcontext():
             original(lr_kwargs)
         applied = engine.skipped_steps == skipped
@@ -48,6 +51,8 @@ class Steps:
             load_last(engine)
         if session.islands is not None:
             session.islands.step_ended(engine.global_steps)
+        if session.saving is not None:
+            session.saving.step_ended(engine.global_steps, applied)
         self.ended()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from deepspeed_compress.config import find_missing, read_ds_config
 from deepspeed_compress.errors import ConfigError
 
-__all__ = ["find_uncompressed"]
+__all__ = ["find_configurations", "find_uncompressed"]
 
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
 """By which scripts and launchers are given the file."""
@@ -18,7 +18,7 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
     Nothing for what is no file, or cannot be read: the program itself will speak of it.
     """
     found = []
-    for file in _files(arguments):
+    for file in find_configurations(arguments):
         try:
             problem = find_missing(read_ds_config(file))
         except ConfigError:
@@ -28,7 +28,8 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _files(arguments: Sequence[str]) -> Iterator[Path]:
+def find_configurations(arguments: Sequence[str]) -> Iterator[Path]:
+    """Files that `arguments` give as DeepSpeed configurations."""
     before = ""
     for argument in arguments:
         option, _, value = argument.partition("=")

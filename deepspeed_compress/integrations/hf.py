@@ -2,21 +2,31 @@
 
 import functools
 import inspect
+import os
+import signal
 import statistics
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch.distributed as dist
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.pipe import PipelineModule
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
+from deepspeed_compress.checkpoints.files import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION, parse_section
-from deepspeed_compress.engine.session import Session
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.engine.islands.elastic import SEEDS
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
+from deepspeed_compress.services.agent.signs import RESUME
+from deepspeed_compress.session.session import Saving, Session
 
 __all__ = ["CompressionCallback", "attach", "follow_trainers"]
 
@@ -41,12 +51,13 @@ def attach(trainer: Trainer) -> Trainer:
 
 
 def follow_trainers() -> Callable[[], None]:
-    """Add a `CompressionCallback` to every Trainer to come whose configuration has the section; returns the undoing."""
+    """Add a `CompressionCallback` to every Trainer to come whose configuration has the section, and have it go on from
+    its own checkpoints (`_going_on`); returns the undoing."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
 
-        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+        def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
             _refuse_pipeline(signature.bind(self, *args, **options).arguments.get("model"))
             original(self, *args, **options)
             if SECTION in (_configuration(self) or {}):
@@ -54,7 +65,66 @@ def follow_trainers() -> Callable[[], None]:
 
         return __init__
 
-    return replace_method(Trainer, "__init__", wrap)
+    undo = [replace_method(Trainer, "__init__", wrap), replace_method(Trainer, "train", _going_on)]
+
+    def undo_all() -> None:
+        for action in undo:
+            action()
+
+    return undo_all
+
+
+def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`train`, which goes on from the newest whole checkpoint of Trainer where that is asked for and the program does
+    not say another one. Where SIGTERM has ended it the program ends too, before it takes the model for trained."""
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        section = (_configuration(self) or {}).get(SECTION)
+        if section is None:
+            return original(self, resume_from_checkpoint, *args, **options)
+        with resuming_by_trainer(section) as asked:
+            unsaid = asked and resume_from_checkpoint is None
+            chosen = last_whole(Path(self.args.output_dir)) if unsaid else resume_from_checkpoint
+            result = original(self, chosen, *args, **options)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, CompressionCallback):
+                callback.leave_if_asked()
+        return result
+
+    return train
+
+
+@contextmanager
+def resuming_by_trainer(section: dict[str, Any]) -> Iterator[bool]:
+    """Whether the section, or the environment, asks to go on. Meanwhile the engine does not do so by itself: its own
+    checkpoints have nothing of Trainer's state."""
+    settings = section.get("checkpointing")
+    said = settings.get("resume") if isinstance(settings, dict) else None
+    if isinstance(settings, dict):
+        section["checkpointing"] = {**settings, "resume": False}
+    try:
+        yield os.environ.get(RESUME) == "1" if said is None else said
+    finally:
+        if isinstance(settings, dict):
+            section["checkpointing"] = settings
+
+
+def last_whole(output: Path) -> str | None:
+    """The newest checkpoint of Trainer in `output` of which all is there, the same on all ranks; None without any."""
+    found = [_newest(output) if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _newest(output: Path) -> str | None:
+    places = [place for place in output.glob("checkpoint-*") if place.name.removeprefix("checkpoint-").isdecimal()]
+    for place in sorted(places, key=lambda place: int(place.name.removeprefix("checkpoint-")), reverse=True):
+        named = latest_tag(place)
+        whole = [found.tag for found in checkpoints(place) if found.complete]
+        if named in whole and (place / "trainer_state.json").is_file():
+            return str(place)
+    return None
 
 
 def _configuration(trainer: Trainer) -> dict[str, Any] | None:
@@ -89,6 +159,21 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._session: Session | None = None
         self._measured: list[StepStatistics] = []
+        self._leaves = False
+
+    def leave_if_asked(self) -> None:
+        """Where SIGTERM has ended training: SystemExit, when all that was saved is written. Collective."""
+        if self._leaves and self._session is not None and self._session.saving is not None:
+            self._session.saving.wait()
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _leave(self) -> None:
+        self._leaves = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """All ranks have agreed in this step on whether they leave."""
+        if self._leaves:
+            control.should_save = control.should_training_stop = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The engine exists, and a checkpoint has been loaded."""
@@ -102,7 +187,10 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
                 "ignores DeepSpeed"
             )
         if session is not self._session:
+            read_by_itself(session, self._trainer.callback_handler.train_dataloader)
             session.subscribe(self._measured.append)
+            if session.saving is not None:
+                session.saving.leave_by(self._leave)
             if self._session is None:
                 self._trainer._save_checkpoint = self._exactly(self._trainer._save_checkpoint)
             # Of the newest engine alone: every trial of a search has one.
@@ -115,9 +203,27 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         def save_exactly(*args: Any, **options: Any) -> None:
             assert self._session is not None
             self._session.synchronise()
-            save(*args, **options)
+            with self._one_more(self._session.saving):
+                save(*args, **options)
 
         return save_exactly
+
+    @contextmanager
+    def _one_more(self, saving: Saving | None) -> Iterator[None]:
+        """Where checkpoints are written beside training Trainer keeps one more than `save_total_limit`: it removes old
+        ones at once, and the newest is not whole yet."""
+        args = self._trainer.args
+        limit = args.save_total_limit
+        if saving is None or not limit:
+            yield
+            return
+        # Those before are whole then, whatever the disk does.
+        saving.wait()
+        args.save_total_limit = limit + 1
+        try:
+            yield
+        finally:
+            args.save_total_limit = limit
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All ranks are here: what is saved from now on is exact, by whichever of them."""
@@ -140,6 +246,24 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
             if bar is not None:
                 shown = {name: f"{figures[key]:.1f}x" for name, key in _SHOWN.items() if key in figures}
                 bar.set_postfix(shown, refresh=False)
+
+
+def read_by_itself(session: Session, loader: Any) -> None:
+    """An island that is a job of its own reads data in an order that no other one has. CompressWarning where the
+    sampler of `loader` is not known."""
+    islands = session.config.islands
+    if islands is None or islands.elastic is None or session.islands is None:
+        return
+    sampler = get_sampler(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed += SEEDS * session.islands.number
+        return
+    text = (
+        f"/{SECTION}/islands/elastic: all islands may read the data in the same order, because the sampler is a "
+        f"{type(sampler).__name__} (allowed: SeedableRandomSampler of Accelerate, as Trainer has it for data sets with "
+        "a length); make its order depend on engine.compression.islands.number"
+    )
+    warnings.warn(text, CompressWarning, stacklevel=2)
 
 
 _SHOWN: Mapping[str, str] = MappingProxyType(

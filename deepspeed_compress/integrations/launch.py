@@ -63,12 +63,13 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
 _MODULE_SWITCHES = ("-m", "--module")
 
 
-def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER) -> list[str]:
+def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER, own: Sequence[str] = ()) -> list[str]:
     """The command for `arguments` of `launcher`, a key of `LAUNCHERS`: its options, a script, the script's arguments.
 
     Everything is passed on as it stands, the launcher's switch for modules excepted, which ours takes the place of.
-    `runner` is the module that runs the script in every process. Raises ConfigError when accelerate is missing, or the
-    program is none for Python. What the launcher's own parser refuses ends as there, with SystemExit.
+    `runner` is the module that runs the script in every process, and `own` are its options. Raises ConfigError when
+    accelerate is missing, or the program is none for Python. What the launcher's own parser refuses ends as there, with
+    SystemExit.
     """
     chosen = LAUNCHERS[launcher]
     if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
@@ -81,4 +82,4 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
     begin -= arguments[begin] != getattr(parsed, chosen.script)
     options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
     start = ["-m", chosen.module, *options, "--module", runner] if chosen.module else ["-m", runner]
-    return [sys.executable, *start, *(["-m"] if parsed.module else []), *arguments[begin:]]
+    return [sys.executable, *start, *own, *(["-m"] if parsed.module else []), *arguments[begin:]]

@@ -7,9 +7,14 @@ from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
 
-__all__ = ["replace_method"]
+__all__ = ["is_replaced", "replace_method"]
 
 _OURS = "_compress_original"
+
+
+def is_replaced(owner: type, name: str) -> bool:
+    """Whether `replace_method` has wrapped it, and nobody has undone that."""
+    return hasattr(getattr(owner, name), _OURS)
 
 
 def replace_method(
@@ -17,7 +22,7 @@ def replace_method(
 ) -> Callable[[], None]:
     """Replace the method `name` of `owner` by `wrap(method)`, once; its signature stays. Returns what undoes it."""
     original = getattr(owner, name)
-    if hasattr(original, _OURS):
+    if is_replaced(owner, name):
         return lambda: None
     wrapper = functools.wraps(original)(wrap(original))
     setattr(wrapper, _OURS, original)

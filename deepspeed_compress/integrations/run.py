@@ -1,4 +1,4 @@
-"""`python -m deepspeed_compress.integrations.run [--local_rank=N] SCRIPT ...`: a program, with compression installed.
+"""`python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] SCRIPT ...`: a program, compressed.
 
 What the processes of `ds-compress run` do. SCRIPT, or `-m MODULE`, runs as `__main__` and sees the arguments that it
 would see without us, a `--local_rank=N` of DeepSpeed's launcher among them.
@@ -17,14 +17,15 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.engine.session import Session
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.session.session import Session
 
 __all__ = ["main"]
 
-USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [-m] SCRIPT [ARGUMENT ...]"
+USAGE = "usage: python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] [-m] SCRIPT ..."
+_SECTION = "--section="
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,12 +36,13 @@ def main(arguments: Sequence[str]) -> None:
     given = list(arguments)
     # DeepSpeed's launcher puts its option first, where it was to come right after the script.
     injected = [given.pop(0)] if given[:1] and given[0].startswith("--local_rank=") else []
+    section = given.pop(0).removeprefix(_SECTION) if given and given[0].startswith(_SECTION) else None
     module = given[:1] == ["-m"] and bool(given.pop(0))
     if not given:
         raise SystemExit(USAGE)
     if not _has_launcher(os.environ):
         _be_alone(os.environ)
-    install()
+    install(section)
     methods = _watch()
     sys.argv = [given[0], *injected, *given[1:]]
     try:
@@ -53,10 +55,18 @@ def main(arguments: Sequence[str]) -> None:
         gc.collect()
         dist.destroy_process_group()
     if not methods:
-        text = (
-            f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration (allowed: {{}})'
+        warnings.warn(_why_nothing(section), CompressWarning, stacklevel=1)
+
+
+def _why_nothing(section: str | None) -> str:
+    if section is not None:
+        return (
+            f"nothing was compressed: --section {section} is for models of DistributedDataParallel and of fully_shard "
+            "(allowed: a program that trains one; with Accelerate fsdp_version 2). With DeepSpeed write the section "
+            "into the file that the script reads."
         )
-        warnings.warn(f"{text}. Write it into the file that the script reads.", CompressWarning, stacklevel=1)
+    what = f'nothing was compressed: no engine with an optimizer had "{SECTION}" in its configuration (allowed: {{}})'
+    return f"{what}. Write it into the file that the script reads, or without DeepSpeed use --section FILE."
 
 
 _BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
@@ -97,7 +107,7 @@ def _watch() -> list[str]:
     methods: list[str] = []
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Session, *args: Any, **options: Any) -> None:  # noqa: N807
+        def __init__(self: Session, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
             original(self, *args, **options)
             methods.append(self.config.gradients.method)
 

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from deepspeed_compress.config.names import user_name
 from deepspeed_compress.models.skeleton import TRANSPOSED
 from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 
-__all__ = ["save_pretrained"]
+__all__ = ["save_pretrained", "write_pretrained"]
 
 FILE_BYTES = 5 * 2**30
 """Tensors of one file at most, but for one that is larger; as many are in memory at a time."""
@@ -34,17 +34,30 @@ def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> N
     # The engine hands unknown names on to the model, so getattr would not tell.
     if "compression" in vars(engine):
         engine.compression.synchronise()
-    rank, leaders = dist.get_rank(), _leaders(engine.module)
+    like = next(engine.module.parameters())
+    write_pretrained(whole_weights(engine.module), _leaders(engine.module), config, directory, like)
+
+
+def write_pretrained(
+    weights: Iterator[tuple[str, Tensor]],
+    leaders: Sequence[int],
+    config: PretrainedConfig,
+    directory: Path,
+    like: Tensor,
+) -> None:
+    """Write the `weights` (name, whole tensor) of all ranks into `directory`. All ranks must call it, for each takes
+    part in making its own; those of `leaders`, rank 0 first, count. `like`: has their type, and is on their device."""
+    rank = dist.get_rank()
     if rank == 0:
         writer = _Writer(directory, config)
-        for name, tensor in whole_weights(engine.module):
+        for name, tensor in weights:
             writer.add(name, tensor)
         for leader in leaders[1:]:
-            _receive(writer, leader, engine.device)
+            _receive(writer, leader, like.device)
         writer.finish()
-        _save_config(config, engine, directory)
+        _save_config(config, like.dtype, directory)
     else:
-        _send(whole_weights(engine.module), to_first=rank in leaders)
+        _send(weights, to_first=rank in leaders)
     dist.barrier()
 
 
@@ -154,8 +167,8 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _save_config(config: PretrainedConfig, engine: Any, directory: Path) -> None:
+def _save_config(config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> None:
     saved = copy.deepcopy(config)
     saved.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    saved.dtype = next(engine.module.parameters()).dtype
+    saved.dtype = dtype
     saved.save_pretrained(directory)

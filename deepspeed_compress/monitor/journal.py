@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor.files import make_private, open_private
 
 __all__ = ["STATISTICS", "Journal", "Part"]
 
@@ -49,7 +50,7 @@ class Journal:
 
     def write(self, name: str, text: str) -> None:
         """Write the file `name`."""
-        self._try(name, lambda file: file.write_text(text, encoding="utf-8"))
+        self._try(name, lambda file: _write(file, text))
 
     def adopt(self, run: str | None) -> None:
         """From now on lines are of `run`, which a checkpoint was saved by; None takes the last run of the directory."""
@@ -64,7 +65,7 @@ class Journal:
         if self._directory is None:
             return None
         try:
-            with (self._directory / STATISTICS).open("rb") as file:
+            with open(self._directory / STATISTICS, "rb", opener=open_private) as file:
                 found: str = json.loads(_tail(file, LONGEST).splitlines()[-1])["run"]["id"]
                 return found
         except (OSError, ValueError, LookupError, TypeError):
@@ -78,7 +79,7 @@ class Journal:
             try:
                 work(file)
             except FileNotFoundError:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                make_private(file.parent)
                 work(file)
         except OSError as error:
             self.fail("file", f"/deepspeed_compress/monitor/path: {file} cannot be written ({error.strerror or error})")
@@ -90,8 +91,13 @@ class Journal:
             warnings.warn(f"{what}; training goes on, what cannot be written is lost", CompressWarning, stacklevel=2)
 
 
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8", opener=open_private) as file:
+        file.write(text)
+
+
 def _append(path: Path, line: bytes) -> None:
-    with path.open("a+b") as file:
+    with open(path, "a+b", opener=open_private) as file:
         if _tail(file, 1) not in (b"", b"\n"):
             # What a crash or a full disk has cut short; a line is there whole or not at all.
             rest = len(_tail(file, LONGEST).rpartition(b"\n")[2])

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "PHASES", "Meter"]
 
 PHASES = ("compress", "communicate", "decompress")
-KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor")
+KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 """The bytes that leave a rank, by kind of traffic: gradients, weights, activations and their gradients between stages,
-gradients of tied weights, collectives of split layers. No two overlap."""
+gradients of tied weights, collectives of split layers, exchanges between islands. No two overlap."""
 
 
 @dataclass
@@ -37,8 +37,11 @@ class Meter:
     bytes_pipeline: int = 0
     bytes_tied: int = 0
     bytes_tensor: int = 0
+    bytes_islands: int = 0
     cosine: Callable[[], float] | None = None
     """Gives it, and waits for a GPU then."""
+    islands_cosine: Callable[[], float] | None = None
+    """The same of the exchange between islands after the step before."""
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: "list[tuple[str, torch.cuda.Event, torch.cuda.Event]]" = field(default_factory=list)
 

@@ -17,15 +17,17 @@ LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_ra
 @dataclass(frozen=True)
 class StepStatistics:
     """One optimizer step. Bytes are of the whole step on `rank`, micro-steps included; times in milliseconds.
+    `samples`: seen so far, None where no engine counts them.
 
     `bytes_sent`: payload of the gradients, of which `bytes_raw` are uncompressed; `bytes_uncompressed`: what DeepSpeed
     alone sends for them. `bytes_weights`: sent for updated weights, and `bytes_weights_saved` what uncompressed ones
     take besides; `bytes_pipeline`: activations and their gradients;
     `bytes_tied`: gradients of weights that stages share; `bytes_tensor`: collectives of split layers, None where they
-    are in a compiled graph. `total_ratio`: all that DeepSpeed alone sends, over all that is sent; `ratio`: the same of
-    gradients. What DeepSpeed sends is counted as by ring algorithms. `residual_norm`: L2 norm of rank 0's
-    residuals. `cosine`: between decoded and true mean gradient on the sampled bucket, None when not sampled. What is
-    not finite is written as null, which JSON can express.
+    are in a compiled graph; `bytes_islands`: what islands exchanged after the step before. `total_ratio`: all that
+    DeepSpeed alone sends, over all that is sent; `ratio`: the same of gradients. What DeepSpeed sends is counted as by
+    ring algorithms. `residual_norm`: L2 norm of rank 0's residuals. `cosine`: between decoded and true mean gradient on
+    the sampled bucket, None when not sampled. `islands_cosine`: between what this rank's masters have moved and those
+    of the other islands, None without an exchange. What is not finite is written as null, which JSON can express.
 
     `settings`: what was in force, in short form. `step_ms`: since the end of the step before, None for the first of
     a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks, the latter that
@@ -35,7 +37,7 @@ class StepStatistics:
     """
 
     step: int
-    samples: int
+    samples: int | None
     method: str
     rank: int
     bytes_sent: int
@@ -53,6 +55,8 @@ class StepStatistics:
     decompress_ms: float
     residual_norm: float | None
     cosine: float | None
+    bytes_islands: int = 0
+    islands_cosine: float | None = None
     settings: str = ""
     step_ms: float | None = None
     busy_ms: float | None = None

@@ -1,10 +1,12 @@
 """Decisions between steps: what is in force now. The same on every rank, because all decide from the same figures."""
 
-from deepspeed_compress.policy.adaptive import Adaptive, Measurement
+from deepspeed_compress.policy.adaptive import Adaptive, Available
 from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit
 from deepspeed_compress.policy.guard import Guard, GuardState, Verdict
 from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.measurement import Choice, Measurement, WeightCosts
 from deepspeed_compress.policy.observation import Observation
+from deepspeed_compress.policy.penalty import low_rank_error
 from deepspeed_compress.policy.policy import Actions, Policy, StepPlan
 from deepspeed_compress.policy.schedule import Scheduled, timeline
 
@@ -12,6 +14,8 @@ __all__ = [
     "Actions",
     "Adaptive",
     "AlphaBeta",
+    "Available",
+    "Choice",
     "Guard",
     "GuardState",
     "Measurement",
@@ -20,7 +24,9 @@ __all__ = [
     "Scheduled",
     "StepPlan",
     "Verdict",
+    "WeightCosts",
     "fit",
     "ladder",
+    "low_rank_error",
     "timeline",
 ]

@@ -1,32 +1,33 @@
 """The settings with which a loss is reached soonest, on this network and of these gradients.
 
-What a candidate costs: the time of its codec, and that of its bytes on the link (`alpha_beta`), as far as the
-backward pass does not hide it. What it loses: the relative error ||x - C(x)|| / ||x|| of a sample of the gradients,
-without error feedback. Steps are the slower the more they cost, and the more are needed the more is lost (`penalty`).
+What a candidate costs: the time of its codec, and that of its bytes on the link (`measurement`), as far as the backward
+pass does not hide it. What it loses: the relative error ||x - C(x)|| / ||x|| of a sample of the gradients, without
+error feedback, or what is known of its method. Steps are the slower the more they cost, and the more are needed the
+more is lost (`penalty`). Settings of gradients and of weights are chosen together: their penalties multiply.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from deepspeed_compress.config import Adaptive as AdaptiveConfig
-from deepspeed_compress.config import CompressConfig, CompressedGradients, GradientsConfig, patched, written
-from deepspeed_compress.policy.alpha_beta import AlphaBeta
-from deepspeed_compress.policy.penalty import penalty
-
-__all__ = ["Adaptive", "Choice", "Measurement", "allocations"]
-
-USUAL: tuple[Mapping[str, Any], ...] = (
-    {"method": "blockwise", "bits": 8},
-    {"method": "blockwise", "bits": 4},
-    {"method": "blockwise", "bits": 3},
-    {"method": "blockwise", "bits": 2},
-    {"method": "sign"},
-    {"method": "topk", "density": 0.1, "values": {"method": "blockwise", "bits": 4}},
-    {"method": "topk", "density": 0.01, "values": {"method": "blockwise", "bits": 4}},
+from deepspeed_compress.config import (
+    CompressConfig,
+    CompressedGradients,
+    GradientsConfig,
+    PowerSGDGradients,
+    WeightsConfig,
+    gradient_candidates,
+    patched,
+    weight_candidates,
+    written,
 )
-"""Where the configuration has no candidates."""
+from deepspeed_compress.policy.measurement import Choice, Measurement
+from deepspeed_compress.policy.penalty import penalty, weights_penalty
+
+__all__ = ["Adaptive", "Available", "Decision", "allocations"]
+
 CLOSE = 0.01
 """Of candidates whose predictions differ by less than this part, the one that loses least is taken."""
 UNFED = 0.3
@@ -34,132 +35,112 @@ UNFED = 0.3
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What all ranks measured together after a step, by candidate; the same on every rank.
+class Available:
+    """What an engine lets be chosen. `low_rank`: PowerSGD is a usual candidate, whose ranks must compute equal bits.
+    `weights`: settings of weights, which travel as differences."""
 
-    `errors`: squared error by group of parameters, and `norms`: squared norm of the groups. `sizes`: bytes a rank sends
-    in a step, by group. `codec_seconds`: encoding and decoding of a step. `waited`: seconds in which the step waited
-    for messages. `step`: seconds of a step.
-    """
-
-    errors: tuple[tuple[float, ...], ...]
-    norms: tuple[float, ...]
-    sizes: tuple[tuple[float, ...], ...]
-    codec_seconds: tuple[float, ...]
-    link: AlphaBeta
-    waited: float
-    step: float
-
-    @property
-    def known(self) -> bool:
-        """Whether the gradients were finite: of others nothing can be told."""
-        return math.isfinite(sum(self.norms))
-
-    def error(self, choice: Sequence[int]) -> float:
-        """Relative error when group g has candidate `choice[g]`."""
-        whole = sum(self.norms)
-        lost = sum(self.errors[candidate][group] for group, candidate in enumerate(choice))
-        return (lost / whole) ** 0.5 if whole else 0.0
-
-    def bytes(self, choice: Sequence[int]) -> float:
-        return sum(self.sizes[candidate][group] for group, candidate in enumerate(choice))
-
-    def seconds(self, choice: Sequence[int], now: Sequence[int]) -> float:
-        """What `choice` adds to a step, by what is hidden of the messages of `now`, which is in force."""
-        hidden = max(0.0, self._travel(now) - self.waited)
-        shares = [sum(column) for column in self.sizes]
-        codec = sum(
-            self.sizes[one][group] / shares[one] * self.codec_seconds[one]
-            for group, one in enumerate(choice)
-            if shares[one]
-        )
-        return codec + max(0.0, self._travel(choice) - hidden)
-
-    def step_seconds(self, choice: Sequence[int], now: Sequence[int]) -> float:
-        """What a step takes with `choice`, when it was measured with `now`."""
-        return max(0.0, self.step - self.seconds(now, now)) + self.seconds(choice, now)
-
-    def _travel(self, choice: Sequence[int]) -> float:
-        return self.bytes(choice) * self.link.seconds_per_byte
+    low_rank: bool = True
+    weights: bool = False
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A candidate for each group of parameters, and why."""
+class Decision:
+    """What is in force from now on, and why. `room`: as of `Measurement.room`."""
 
-    candidates: tuple[int, ...]
+    choice: Choice
+    room: float
     evidence: Mapping[str, float]
 
 
 class Adaptive:
-    """Chooses by `config.adaptive`; candidates are settings of `gradients`."""
+    """Chooses by `config.adaptive` among settings of gradients, and of weights where they are `available`."""
 
-    def __init__(self, config: CompressConfig) -> None:
+    def __init__(self, config: CompressConfig, available: Available = Available()) -> None:
         assert config.adaptive is not None
-        self._config: AdaptiveConfig = config.adaptive
+        self._config = config.adaptive
         unfed = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
         self._max_error = config.adaptive.max_error or (UNFED if unfed else math.inf)
-        patches = ({"method": "none"}, *(config.adaptive.candidates or USUAL))
-        made = (config.gradients, *(patched(config.gradients, patch) for patch in patches))
-        self.candidates: tuple[GradientsConfig, ...] = tuple(dict.fromkeys(made))
+        self.candidates: tuple[GradientsConfig, ...] = gradient_candidates(config, available.low_rank)
         """What is written first, then no compression, then the others."""
+        self.weights: tuple[WeightsConfig, ...] = weight_candidates(config, available.weights)
+        """What is written first; alone where settings of weights are not chosen."""
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Patterns of groups of parameters; what matches none is a group of its own, the last."""
         return self._config.groups
 
-    def settings(self, choice: Sequence[int]) -> GradientsConfig:
-        """Settings of `gradients` with candidate `choice[g]` for group g."""
-        rest = self.candidates[choice[-1]]
+    def settings(self, gradients: Sequence[int]) -> GradientsConfig:
+        """Settings of `gradients` with candidate `gradients[g]` for group g."""
+        rest = self.candidates[gradients[-1]]
         overrides = [
             {"parameters": pattern, **_override(self.candidates[one])}
-            for pattern, one in zip(self.groups, choice, strict=False)
-            if one != choice[-1]
+            for pattern, one in zip(self.groups, gradients, strict=False)
+            if one != gradients[-1]
         ]
         if not overrides:
             return rest
         # Overrides belong to a method that compresses; with "none" for the rest another one carries them.
         if not isinstance(rest, CompressedGradients):
-            compressed = (self.candidates[one] for one in choice)
+            compressed = (self.candidates[one] for one in gradients)
             rest = next(one for one in compressed if isinstance(one, CompressedGradients))
             overrides.append({"parameters": ".", "method": "none"})
         known = [written(one) for one in rest.overrides]
         return patched(rest, {"overrides": [*known, *overrides]})
 
-    def choose(self, now: Sequence[int], seen: Measurement, step: int) -> Choice:
-        """The candidates to use from now on; `now` those in force, which stay unless others are clearly better.
+    def choose(self, now: Choice, seen: Measurement, step: int, room_before: float = 0.0) -> Decision:
+        """What to use from now on; `now` is in force, and stays unless others are clearly better.
 
-        `seen` must be `known`. `step`: optimizer steps done.
+        `seen` must be `known`. `step`: optimizer steps done. `room_before`: of the last decision.
         """
-        current = tuple(now)
-        options = {current, *((one,) * len(now) for one in range(len(self.candidates))), *allocations(seen)}
-        allowed = sorted(one for one in options if self._allows(seen.error(one), step))
-        times = {one: _predicted(seen, one, now, step) for one in allowed}
+        room = seen.room(now, room_before)
+        times = {one: self._predicted(seen, one, now, step, room) for one in self._allowed(now, seen, step)}
         soonest = min(times.values())
-        gentle = min((one for one in allowed if times[one] <= (1 + CLOSE) * soonest), key=seen.error)
-        close = times.get(current, math.inf) <= (1 + self._config.margin) * soonest
-        stays = close and seen.error(current) <= seen.error(gentle)
-        chosen = current if stays else gentle
+
+        def loses(one: Choice) -> tuple[float, float]:
+            return self._penalty(seen, one, step), seen.error(one.gradients)
+
+        gentle = min((one for one in times if times[one] <= (1 + CLOSE) * soonest), key=loses)
+        close = times.get(now, math.inf) <= (1 + self._config.margin) * soonest
+        chosen = now if close and loses(now) <= loses(gentle) else gentle
         evidence = {
-            "error": seen.error(chosen),
-            "penalty": penalty(seen.error(chosen), step),
-            "step_seconds": seen.step_seconds(chosen, now),
+            "error": seen.error(chosen.gradients),
+            "penalty": penalty(seen.error(chosen.gradients), step),
+            "weights_penalty": self._weights_penalty(chosen, step),
+            "step_seconds": seen.step_seconds(chosen, now, room),
             "predicted": times[chosen],
-            "predicted_before": _predicted(seen, current, now, step),
+            "predicted_before": self._predicted(seen, now, now, step, room),
             "bytes": seen.bytes(chosen),
             "bandwidth": seen.link.bandwidth,
             "latency": seen.link.latency,
         }
-        return Choice(chosen, evidence)
+        return Decision(chosen, room, evidence)
 
-    def _allows(self, error: float, step: int) -> bool:
+    def _allowed(self, now: Choice, seen: Measurement, step: int) -> list[Choice]:
+        """Every choice of gradients that loses little enough, with every choice of weights."""
+        uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
+        options = {now.gradients, *uniform, *allocations(seen)}
+        gradients = (one for one in options if self._can_be(one) and self._loses_little(seen.error(one), step))
+        return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
+
+    def _can_be(self, gradients: Sequence[int]) -> bool:
+        """PowerSGD is the method of all gradients, of which some have another one: no override has factors."""
+        apart = (self.candidates[one] for one in gradients if one != gradients[-1])
+        return not any(isinstance(one, PowerSGDGradients) for one in apart)
+
+    def _loses_little(self, error: float, step: int) -> bool:
         return math.isfinite(penalty(error, step)) and error <= self._max_error
 
+    def _predicted(self, seen: Measurement, choice: Choice, now: Choice, step: int, room: float) -> float:
+        """Seconds with `choice` until training is where one uncompressed step would bring it."""
+        return self._penalty(seen, choice, step) * seen.step_seconds(choice, now, room)
 
-def _predicted(seen: Measurement, choice: Sequence[int], now: Sequence[int], step: int) -> float:
-    """Seconds with `choice` until training is where one uncompressed step would bring it."""
-    return penalty(seen.error(choice), step) * seen.step_seconds(choice, now)
+    def _penalty(self, seen: Measurement, choice: Choice, step: int) -> float:
+        return penalty(seen.error(choice.gradients), step) * self._weights_penalty(choice, step)
+
+    def _weights_penalty(self, choice: Choice, step: int) -> float:
+        """1 where settings of weights are not chosen: what all have in common changes nothing."""
+        return weights_penalty(self.weights[choice.weights], step) if len(self.weights) > 1 else 1.0
 
 
 def allocations(seen: Measurement) -> Iterator[tuple[int, ...]]:

@@ -4,36 +4,43 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from deepspeed_compress.config import CompressConfig, GradientsConfig, brief, settings_of, written
+from deepspeed_compress.config import CompressConfig, GradientsConfig, WeightsConfig, brief, settings_of, written
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Event
 from deepspeed_compress.policy.adaptation import Adaptation
-from deepspeed_compress.policy.adaptive import Measurement
+from deepspeed_compress.policy.adaptive import Available
 from deepspeed_compress.policy.guard import Anomaly, Guard, GuardState
 from deepspeed_compress.policy.ladder import ladder
+from deepspeed_compress.policy.measurement import Measurement
 from deepspeed_compress.policy.observation import Observation
 from deepspeed_compress.policy.schedule import Scheduled
 
 __all__ = ["Actions", "Policy", "StepPlan"]
 
+_NOT_OF_GUARD = frozenset({"schedule", "adapt"})
+"""Events that are carried out whatever the guard may do."""
+
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step: settings of `gradients`. `dense`: nothing is compressed, weights included. `flush`: besides,
-    what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the step is measured
-    for `Policy.adapt`."""
+    """One optimizer step: settings of `gradients` and of `weights`. `dense`: nothing is compressed, weights included.
+    `flush`: besides, what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the
+    step is measured for `Policy.adapt`. `changed`: settings of gradients are others than in the step before."""
 
     settings: GradientsConfig
+    weights: WeightsConfig
     dense: bool = False
     flush: bool = False
     sync: bool = False
     probe: bool = False
+    changed: bool = False
 
     @property
     def text(self) -> str:
-        """What is in force, in short form."""
+        """What is in force of gradients, in short form."""
         return "none" if self.dense else brief(self.settings)
 
 
@@ -48,14 +55,21 @@ class Actions:
 class Policy:
     """Decides between steps; every rank has one, and gives it the same observations.
 
-    `total`: optimizer steps of training, where the schedule has phases. `record` gets the events.
+    `total`: optimizer steps of training, where the schedule has phases. `record` gets the events. `available`: what
+    may be chosen, where the section is adaptive.
     """
 
-    def __init__(self, config: CompressConfig, total: int | None, record: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        config: CompressConfig,
+        total: int | None,
+        record: Callable[[Event], None],
+        available: Available = Available(),  # noqa: B008  (frozen)
+    ) -> None:
         self._config = config
         self._guard = None if config.guard is None else Guard(config.guard)
         self._scheduled = Scheduled(config, total)
-        self.adaptation = None if config.adaptive is None else Adaptation(config)
+        self.adaptation = None if config.adaptive is None else Adaptation(config, available)
         self._record = record
         self._state = GuardState()
         self._pinned: GradientsConfig | None = None
@@ -81,12 +95,13 @@ class Policy:
     def begin(self, step: int) -> StepPlan:
         """The plan of optimizer step `step` (0-based), which begins."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
-        if self.adaptation is None and chosen != before:
-            self._event(step, "schedule", "another part of the schedule begins", {}, before, chosen)
+        if self.adaptation is None:
+            self._tell_schedule(step, before, chosen)
         if step != self._step:
             self._step, self._was_dense = step, self._plan.dense
         settings = _rung(chosen, self._state.level if self._acts else 0)
-        if settings != self._plan.settings:
+        changed = settings != self._plan.settings
+        if changed:
             # Other settings leave other residuals.
             self._state = replace(self._state, residuals=())
         # Where gradients are left to DeepSpeed, weights may be compressed all the same, except in the warm-up.
@@ -96,7 +111,8 @@ class Policy:
         stops = off and not self._was_dense
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
-        self._plan = StepPlan(settings, dense=off or sync, flush=stops or sync, sync=sync, probe=probe)
+        dense, flush = off or sync, stops or sync
+        self._plan = StepPlan(settings, self._weights(step), dense, flush, sync, probe, changed)
         return self._plan
 
     def adapt(self, step: int, seen: Measurement) -> None:
@@ -104,7 +120,8 @@ class Policy:
         assert self.adaptation is not None
         before, after, evidence = self.adaptation.choose(step, seen)
         if before != after:
-            self._event(step, "adapt", "sooner at a loss, by what was measured", evidence, before, after)
+            reason = "sooner at a loss, by what was measured"
+            self._tell(step, "adapt", reason, evidence, before.text, after.text)
 
     def skips(self, norm: float) -> bool:
         """Whether a step must not be applied, by the norm of its gradients (see `Observation`)."""
@@ -208,16 +225,30 @@ class Policy:
     def _of(self) -> dict[str, Any]:
         """What the decisions of the guard are about, as JSON has it."""
         section = self._config.model_dump(mode="json", include={"gradients", "schedule", "adaptive"})
-        if section["adaptive"] and section["adaptive"]["candidates"]:
+        adaptive = section["adaptive"] or {}
+        for key in [key for key in ("candidates", "weights") if adaptive.get(key)]:
             # Their order means nothing.
-            section["adaptive"]["candidates"].sort(key=lambda one: json.dumps(one, sort_keys=True))
+            adaptive[key].sort(key=partial(json.dumps, sort_keys=True))
+        # States of before do not have what says nothing.
+        for one in (adaptive, *section["schedule"]["phases"]):
+            if not one.get("weights"):
+                one.pop("weights", None)
         found: dict[str, Any] = json.loads(json.dumps(section))
         return found
 
-    @staticmethod
-    def _loaded(settings: GradientsConfig) -> StepPlan:
+    def _loaded(self, settings: GradientsConfig) -> StepPlan:
         """What is as good as a plan until `begin` makes one."""
-        return StepPlan(settings, dense=settings.method == "none")
+        return StepPlan(settings, self._weights(0), dense=settings.method == "none")
+
+    def _weights(self, step: int) -> WeightsConfig:
+        return self._scheduled.weights_at(step) if self.adaptation is None else self.adaptation.weights
+
+    def _tell_schedule(self, step: int, before: GradientsConfig, chosen: GradientsConfig) -> None:
+        former, latter = (self._scheduled.weights_at(at) for at in (max(step - 1, 0), step))
+        if (before, former) != (chosen, latter):
+            weights = ("", "") if former == latter else (f", weights {brief(former)}", f", weights {brief(latter)}")
+            texts = (f"{brief(settings)}{text}" for settings, text in zip((before, chosen), weights, strict=True))
+            self._tell(step, "schedule", "another part of the schedule begins", {}, *texts)
 
     @property
     def _acts(self) -> bool:
@@ -244,7 +275,10 @@ class Policy:
         after: Any = None,
     ) -> None:
         former, latter = (brief(settings or self._plan.settings) for settings in (before, after))
-        dry = self._guard is not None and not self._acts and kind != "schedule"
+        self._tell(step, kind, reason, evidence, former, latter)
+
+    def _tell(self, step: int, kind: str, reason: str, evidence: Mapping[str, float], former: str, latter: str) -> None:
+        dry = self._guard is not None and not self._acts and kind not in _NOT_OF_GUARD
         self._record(Event(step, kind, reason, dict(evidence), former, latter, dry))
 
 

@@ -4,9 +4,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from deepspeed_compress.config import CompressConfig, GradientsConfig, Ramp, SparseConfig, patched, phase_ends
+from deepspeed_compress.config import (
+    CompressConfig,
+    GradientsConfig,
+    Phase,
+    Ramp,
+    SparseConfig,
+    WeightsConfig,
+    patched,
+    patched_weights,
+    phase_ends,
+)
 
 __all__ = ["Scheduled", "timeline"]
 
@@ -35,19 +44,25 @@ class Scheduled:
         schedule = self.config.schedule
         if step < schedule.warmup_steps:
             return patched(self.config.gradients, {"method": "none"})
-        chosen = patched(self.config.gradients, self._phase(step))
+        phase = self._phase(step)
+        chosen = self.config.gradients if phase is None else patched(self.config.gradients, phase.gradients)
         ramp, since = schedule.ramp, step - schedule.warmup_steps
         return chosen if ramp is None or since >= ramp.steps else _ramped(chosen, ramp, since)
 
-    def _phase(self, step: int) -> Mapping[str, Any]:
+    def weights_at(self, step: int) -> WeightsConfig:
+        """Settings of `weights` in optimizer step `step`; in the warm-up nothing is compressed whatever they say."""
+        phase = self._phase(step)
+        patch = {} if phase is None else phase.weights
+        return patched_weights(self.config.weights, patch) if patch else self.config.weights
+
+    def _phase(self, step: int) -> Phase | None:
         phases = self.config.schedule.phases
         if not phases:
-            return {}
+            return None
         assert self.total is not None, "phases are refused where the length of training is not known"
         ends = (math.ceil((end or 1.0) * self.total) for end in phase_ends(self.config.schedule))
         # Training may go on for longer than it was said to.
-        found = next((phase for phase, end in zip(phases, ends, strict=True) if step < end), phases[-1])
-        return found.gradients
+        return next((phase for phase, end in zip(phases, ends, strict=True) if step < end), phases[-1])
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -73,11 +88,11 @@ def _ramped(chosen: GradientsConfig, ramp: Ramp, since: int) -> GradientsConfig:
     return patched(chosen, {"density": _SHAPES[ramp.shape](ramp.start, density, since * PIECES // ramp.steps / PIECES)})
 
 
-def timeline(scheduled: Scheduled) -> list[tuple[int, GradientsConfig]]:
-    """(first step, settings) of every stretch with settings of its own."""
-    found: list[tuple[int, GradientsConfig]] = []
+def timeline(scheduled: Scheduled) -> list[tuple[int, GradientsConfig, WeightsConfig]]:
+    """(first step, settings of gradients, of weights) of every stretch with settings of its own."""
+    found: list[tuple[int, GradientsConfig, WeightsConfig]] = []
     for step in scheduled.changes:
-        settings = scheduled.at(step)
-        if not found or found[-1][1] != settings:
-            found.append((step, settings))
+        settings = (scheduled.at(step), scheduled.weights_at(step))
+        if not found or found[-1][1:] != settings:
+            found.append((step, *settings))
     return found

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["integer_from", "positive_integer", "positive_number", "rate", "share"]
+__all__ = ["integer_from", "port", "positive_integer", "positive_number", "rate", "share"]
 
 
 def integer_from(least: int) -> Callable[[str], int]:
@@ -25,6 +25,14 @@ def _integer(text: str, least: int, wanted: str) -> int:
         number = least - 1
     if not least <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return number
+
+
+def port(text: str) -> int:
+    """Of TCP; 0 is any."""
+    number = _integer(text, 0, "a port from 0 to 65535")
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return number
 
 

@@ -4,10 +4,12 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepspeed_compress.tools.arguments import positive_integer, positive_number, rate
+from deepspeed_compress.tools.arguments import integer_from, port, positive_integer, positive_number, rate
 
 __all__ = [
     "add_check_arguments",
+    "add_checkpoint_arguments",
+    "add_islands_arguments",
     "add_plan_arguments",
     "add_report_arguments",
     "add_run_arguments",
@@ -19,6 +21,48 @@ __all__ = [
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against")
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    subjects = parser.add_subparsers(required=True, metavar="WHAT")
+    summaries = {
+        "list": "tags, steps, sizes, and which are complete",
+        "verify": "compare every file with its digest; the exit code is 1 where one does not fit",
+        "convert": "write a universal checkpoint, which loads on other tensor and pipeline sizes",
+        "prune": "remove complete checkpoints but the newest ones and the one that `latest` names",
+    }
+    parsers = {
+        name: subjects.add_parser(name, help=summary, description=summary) for name, summary in summaries.items()
+    }
+    for name, subparser in parsers.items():
+        subparser.set_defaults(subject=name)
+        subparser.add_argument("directory", type=Path, metavar="DIR", help="as given to save_checkpoint")
+    parsers["verify"].add_argument("--tag", help="of one checkpoint (default: all)")
+    convert = parsers["convert"]
+    convert.add_argument("--tag", help="of the checkpoint (default: the one that `latest` names)")
+    convert.add_argument("--output", metavar="TAG", help="tag of the universal one (default: TAG_universal)")
+    what = "of the run that will load it, which GPT-2 stores the other way round above 1 (default: as it was saved)"
+    convert.add_argument("--tensor", type=positive_integer, metavar="N", help=what)
+    convert.add_argument("--workers", type=positive_integer, default=1, metavar="N", help="processes (default: 1)")
+    parsers["prune"].add_argument("--keep", type=positive_integer, required=True, metavar="N", help="how many stay")
+    parsers["prune"].add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+
+
+def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="WHAT")
+    serve = actions.add_parser("serve", help="be the coordinator, until interrupted")
+    serve.set_defaults(action="serve")
+    serve.add_argument(
+        "--port", type=port, required=True, metavar="N", help="that islands connect to; 0 takes a free one"
+    )
+    serve.add_argument("--host", default="", metavar="HOST", help="address to listen at (default: all)")
+    what = "file to come back from after an end; without one nobody can go on then"
+    serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
+    what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
+    serve.add_argument("--parameter-server", action="store_true", help=what)
+    status = actions.add_parser("status", help="who is there, as JSON")
+    status.set_defaults(action="status")
+    status.add_argument("rendezvous", metavar="HOST:PORT", help="of the coordinator")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +100,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default="deepspeed",
         help="what starts the processes (default: deepspeed); none runs the script in this one. Comes first",
     )
+    _add_agent_arguments(parser.add_argument_group("to start again what is lost, in place of a launcher"))
+    section = "file with the section, for programs with DistributedDataParallel or fully_shard, and no DeepSpeed"
+    parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -64,9 +111,29 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
+    what = "start the ranks of this host, and again when one or a host is lost, at most N times (docs/faults.md)"
+    group.add_argument("--restarts", type=integer_from(0), metavar="N", help=what)
+    group.add_argument("--ranks", type=positive_integer, metavar="N", help="on each host; needed")
+    group.add_argument("--hosts", type=positive_integer, default=1, metavar="N", help="that train (default: 1)")
+    what = "more that take the place of what is lost: hosts with --rendezvous, else GPUs (default: 0)"
+    group.add_argument("--spares", type=integer_from(0), default=0, metavar="N", help=what)
+    what = "where the agents of several hosts meet: an address of one of them. The same command runs on each"
+    group.add_argument("--rendezvous", metavar="HOST:PORT", help=what)
+    what = "without a step or forward pass of any rank, after which all are started again (default: %(default)s)"
+    group.add_argument("--hang", default="10 min", metavar="TIME", help=what)
+    what = "that ranks have to end when they are asked to (default: %(default)s)"
+    group.add_argument("--grace", default="30 s", metavar="TIME", help=what)
+    what = "for hosts to come, before an error (default: %(default)s)"
+    group.add_argument("--wait", default="10 min", metavar="TIME", help=what)
+    what = "let each rank import by itself, and not be forked from a process that has"
+    group.add_argument("--cold", action="store_true", help=what)
+
+
 def own_run_options() -> Mapping[str, int]:
     """How many values each option of `run` itself takes."""
-    return {"--launcher": 1}
+    valued = ("launcher", "section", "restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
+    return {**{f"--{name}": 1 for name in valued}, "--cold": 0}
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

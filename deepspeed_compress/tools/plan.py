@@ -8,7 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.config import GradientsConfig, MethodConfig, brief, parse_section, read_ds_config, total_steps
+from deepspeed_compress.config import (
+    CompressConfig,
+    GradientsConfig,
+    MethodConfig,
+    WeightsConfig,
+    brief,
+    parse_section,
+    read_ds_config,
+    total_steps,
+)
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.policy import Scheduled, timeline
 from deepspeed_compress.tools import plan_islands
@@ -41,14 +50,20 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
     if section.schedule.phases and total is None:
         raise ConfigError("--steps: needed, because the configuration has phases and does not say how long training is")
     found = timeline(Scheduled(section, total))
-    ends: Sequence[int | None] = [*(first - 1 for first, _ in found[1:]), total - 1 if total else None]
+    ends: Sequence[int | None] = [*(first - 1 for first, *_ in found[1:]), total - 1 if total else None]
     raw = 16 if any(dict(ds_config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")) else 32
     made = [
-        Interval(first, last, brief(settings), _bits(settings, raw))
-        for (first, settings), last in zip(found, ends, strict=True)
+        Interval(first, last, _named(section, settings, weights), _bits(settings, raw))
+        for (first, settings, weights), last in zip(found, ends, strict=True)
         if total is None or first < total
     ]
     return made if total is None else [*made[:-1], replace(made[-1], last=total - 1)]
+
+
+def _named(section: CompressConfig, settings: GradientsConfig, weights: WeightsConfig) -> str:
+    """Weights are named where they change."""
+    phases = any(phase.weights for phase in section.schedule.phases)
+    return f"{brief(settings)}, weights {brief(weights)}" if phases else brief(settings)
 
 
 def _bits(settings: GradientsConfig, raw: int) -> float | None:

@@ -2,15 +2,17 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_compress.config import Islands, MethodConfig, parse_section, read_ds_config
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.config import Islands, MethodConfig, expand, parse_section, read_ds_config
+from deepspeed_compress.errors import CompressWarning, ConfigError
 
 __all__ = ["Plan", "fitting", "plans", "run"]
 
+_OWN = "/deepspeed_compress/islands/own"
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 LOST = 0.05
 """Part of a step that exchanges may cost on average."""
@@ -32,11 +34,20 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
 
     Raises ConfigError where the size of a message is not known before it is made.
     """
-    bits = _bits(settings)
+    vector = parameters * _bits(settings) / 8
+    if settings.elastic is not None and settings.elastic.parameter_server is not None:
+        return _pushes(vector, islands, bandwidth, step_seconds)
     # As in an all-reduce: what others own goes out, and the mean of what is owned to all others.
-    size = 2 * (islands - 1) / islands * parameters * bits / 8
+    size = 2 * (islands - 1) / islands * vector
     seconds = 8 * size / bandwidth
     return [Plan(every, size / every, seconds, _ratio(settings, every, seconds, step_seconds)) for every in CANDIDATES]
+
+
+def _pushes(vector: float, islands: int, bandwidth: float, step: float) -> list[Plan]:
+    """A push goes out and an answer comes back, which nobody waits for; the link of the server carries those of all.
+    Where that is busy all the time, pushes are rarer than planned, in place of steps that take longer."""
+    seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
+    return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in CANDIDATES]
 
 
 def _bits(settings: Islands) -> float:
@@ -69,12 +80,16 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    settings = parse_section(read_ds_config(options.config)).islands
+    ds_config = read_ds_config(options.config)
+    section = parse_section(ds_config)
+    # What the rest of the file contradicts is not planned.
+    expand(ds_config, section)
+    settings = section.islands
     if settings is None:
         raise ConfigError(
             f'{options.config}: /deepspeed_compress/islands is missing; write "islands": {{"by_host": true}}'
         )
-    parameters = _parameters(options.model)
+    parameters = _parameters(options.model, settings.own)
     found = plans(settings, options.hosts, parameters, options.bandwidth, options.step)
     title = f"{options.hosts} islands, {parameters:,} parameters, {options.bandwidth / 1e6:g} Mbit/s"
     table = Table(title=title, title_justify="left")
@@ -94,12 +109,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parameters(model: str) -> int:
-    """Of a number such as 124M, or of the model of a config.json."""
+def _parameters(model: str, own: Sequence[str]) -> int:
+    """Those that are exchanged, of a number such as 124M, or of the model of a config.json: all but what a pattern of
+    `own` is found in the name of. Ranks that share layers hold some alike, which are exchanged once."""
     match = re.fullmatch(r"([0-9.]+)([kmb]?)", model.strip().lower())
     if match and not Path(model).exists():
+        if own:
+            raise ConfigError(
+                f"{_OWN}: {list(own)} names parameters, and --model {model} does not tell how many there are of them "
+                "(allowed with it: config.json of a model); write --model config.json, or the number of the others "
+                "and no own"
+            )
         return round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     from deepspeed_compress.models import read_model_config
     from deepspeed_compress.models.skeleton import build_skeleton
 
-    return int(build_skeleton(read_model_config(Path(model))).num_parameters())
+    skeleton = build_skeleton(read_model_config(Path(model)))
+    return _shared({name: parameter.numel() for name, parameter in skeleton.named_parameters()}, own)
+
+
+def _shared(sizes: Mapping[str, int], own: Sequence[str]) -> int:
+    """As islands take `own` when they train."""
+    for index, pattern in enumerate(own):
+        if not any(re.search(pattern, name) for name in sizes):
+            text = f"{_OWN}/{index}: {pattern!r} matches none of the {len(sizes)} parameters; write another, or none"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+    found = sum(size for name, size in sizes.items() if not any(re.search(pattern, name) for pattern in own))
+    if not found:
+        raise ConfigError(
+            f"{_OWN}: {list(own)} names all {len(sizes)} parameters, so nothing is exchanged (allowed: some of them, "
+            f"for example {next(iter(sizes))!r}); name fewer, or remove islands"
+        )
+    return found

@@ -6,20 +6,34 @@ import sys
 import warnings
 from typing import NoReturn
 
+from deepspeed_compress.config import parse_section, read_ds_config
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.integrations.files import find_uncompressed
 from deepspeed_compress.integrations.launch import launch_command
+from deepspeed_compress.tools import supervise
 
 __all__ = ["print_locks", "run"]
 
 
-def run(options: argparse.Namespace) -> NoReturn:
-    """Become the launcher. Raises ConfigError for a command that it does not take."""
-    command = launch_command(options.launcher, options.arguments[1:])
+def run(options: argparse.Namespace) -> int:
+    """Become the launcher, or the agent of this host, which returns the exit code of the job.
+
+    Raises ConfigError for a command that neither takes.
+    """
+    own = [] if options.section is None else [f"--section={options.section.resolve()}"]
+    if options.section is not None:
+        # Wrong sections are found once and here, not by every process.
+        parse_section(read_ds_config(options.section))
+    agent = supervise.is_asked_for(options)
+    command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
     for text in find_uncompressed(options.arguments[1:]):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
     print_locks()
-    # The launcher takes the place of this process, so that signals and exit codes need no hands to go through.
+    return supervise.run(options, command) if agent else _become(command)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """The launcher takes the place of this process, so that signals and exit codes need no hands to go through."""
     os.execv(command[0], command)
 
 

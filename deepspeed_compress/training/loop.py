@@ -38,9 +38,29 @@ class Identity:
     train_batch_size: int
 
 
+def give_state(engine: Any, identity: Identity) -> None:
+    """Checkpoints that are saved without being asked for can be resumed too."""
+    session = vars(engine).get("compression")
+    if session is not None and session.saving is not None:
+        session.saving.client_state = lambda: {STATE: vars(identity)}
+
+
 def save(engine: Any, output_dir: Path, identity: Identity) -> None:
     """Write checkpoint `global_step<N>` below `output_dir`. Every rank must call this."""
     engine.save_checkpoint(str(output_dir / DIRECTORY), client_state={STATE: vars(identity)})
+
+
+def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, resuming: bool) -> int:
+    """The step after which this run goes on: where the engine has, when it was made, or the checkpoints of the program.
+
+    Raises ConfigError as `resume` does.
+    """
+    session = vars(engine).get("compression")
+    resumed = None if session is None else session.resumed
+    if resumed is not None:
+        ranks.first_only(lambda: _check(resumed.get(STATE), identity))
+        return int(engine.global_steps)
+    return resume(engine, output_dir, identity, ranks) if resuming else 0
 
 
 def resume(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks) -> int:

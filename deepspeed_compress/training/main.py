@@ -1,5 +1,6 @@
 """The whole program: from the command line to summary.json."""
 
+import os
 import sys
 import time
 import warnings
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.services.agent.signs import RESUME
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokenizer import load_tokenizer
 from deepspeed_compress.training.export import check_export, export_model, sample_text
-from deepspeed_compress.training.loop import Identity, Loop, resume
+from deepspeed_compress.training.loop import Identity, Loop, first_step, give_state
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, display, final_figures
 from deepspeed_compress.training.ranks import AgreedError, Ranks, start_ranks
@@ -50,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(options: Options, ranks: Ranks) -> None:
-    if not options.resume:
+    resuming = options.resume or os.environ.get(RESUME) == "1"
+    if not resuming:
         ranks.first_only(lambda: check_new(options.output_dir))
     config = ranks.agree(lambda: read_run_config(options, ranks))
     ranks.first_only(lambda: check_export(options))
@@ -58,7 +61,8 @@ def _train(options: Options, ranks: Ranks) -> None:
     training = start_training(options, config)
     share = share_of(training.engine)
     identity = Identity(options.seed, options.seq_len, options.held_out, data.key, share.batch_size)
-    first = resume(training.engine, options.output_dir, identity, ranks) if options.resume else 0
+    give_state(training.engine, identity)
+    first = first_step(training.engine, options.output_dir, identity, ranks, resuming)
     metrics = Metrics(options.output_dir, ranks.is_first)
     metrics.begin(first)
     stepper = PipelineStepper(training.engine) if config.layout.pipeline > 1 else PlainStepper(training.engine)

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from deepspeed_compress.training.data import Windows, eval_starts, step_starts
 
+ISLANDS = 2**32
+"""Between the seeds of two islands, above all that is written as a seed."""
+
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a batch this rank reads: `rank` of `size` data-parallel ranks. `stage`: of a pipeline."""
+    """Which part of a batch this rank reads: `rank` of `size` data-parallel ranks. `stage`: of a pipeline. `island`: of
+    a job of its own among others, which must read something else."""
 
     rank: int
     size: int
@@ -23,6 +27,7 @@ class Share:
     micro_size: int
     group: Any
     stage: int = 0
+    island: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -35,17 +40,24 @@ class Share:
 
 
 def share_of(engine: Any) -> Share:
-    """Tensor and pipeline neighbours get the same share: only the data-parallel group divides a batch, and islands."""
+    """Tensor and pipeline neighbours get the same share: only the data-parallel group divides a batch, and islands.
+
+    `group`: a mean over it is one over the shares."""
     session = vars(engine).get("compression")
     islands = session is not None and session.islands is not None
     group = dist.group.WORLD if islands else engine.data_parallel_group
+    elastic = islands and session.config.islands.elastic is not None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if islands and not elastic:
+        rank, size = engine.mpu.share_of_job
     return Share(
-        dist.get_rank(group),
-        dist.get_world_size(group),
+        rank,
+        size,
         engine.gradient_accumulation_steps(),
         engine.train_micro_batch_size_per_gpu(),
         group,
         engine.stage_id if isinstance(engine, PipelineEngine) else 0,
+        session.islands.number if elastic else 0,
     )
 
 
@@ -105,6 +117,7 @@ def train_step(stepper: Stepper, windows: Windows, share: Share, seed: int, step
 
     Ranks that share layers drop out the same, since each has the whole of what goes from layer to layer.
     """
+    seed += share.island * ISLANDS
     starts = share.of(step_starts(windows, share.batch_size, seed, step))
     torch.manual_seed(int(np.random.SeedSequence((seed, step, share.rank, share.stage)).generate_state(1)[0]))
     return stepper.train(_read(windows, starts, device))
@@ -121,7 +134,7 @@ def mean_over_ranks(losses: list[Tensor], share: Share) -> float:
     """Mean of `losses` over the data-parallel ranks, each rank with as many of them."""
     mean = torch.stack(losses).float().mean()
     dist.all_reduce(mean, group=share.group)
-    return mean.item() / share.size
+    return mean.item() / dist.get_world_size(share.group)
 
 
 def _read(windows: Windows, starts: NDArray[np.int64], device: Any) -> Tensor:

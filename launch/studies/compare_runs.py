@@ -37,10 +37,10 @@ from deepspeed_compress.config.numbers import change, shown
 from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import METRICS, SUMMARY, read_statistics, read_summary
-from deepspeed_compress.tools.time_to_loss import read_run, time_to
+from deepspeed_compress.tools.time_to_loss import TimedRun, read_run, time_to
 
 Section = Mapping[str, Any]
-BASELINE = "none"
+BASELINE, ADAPTIVE = "none", "adaptive"
 ROOT = Path(__file__).parents[2]
 
 INT4 = {"method": "blockwise", "bits": 4}
@@ -66,7 +66,7 @@ OF_TIME: Mapping[str, Section] = {
     BASELINE: {"gradients": {"method": "none"}},
     **{name: {"gradients": gradients, "weights": INT4} for name, gradients in GRADIENTS.items()},
     "wan": {},
-    "adaptive": {"gradients": {"bits": 8}, "weights": INT4, "adaptive": {"probe_every": 50}},
+    ADAPTIVE: {"gradients": {"bits": 8}, "weights": INT4, "adaptive": {"probe_every": 50}},
 }
 """Sections, to compare times; an empty one is what the file says."""
 FILES = {"wan": Path("configs/zero1_wan.json")}
@@ -117,7 +117,7 @@ def _command(options: argparse.Namespace, ds_config: Mapping[str, Any], run: Pat
     return [str(ROOT / "launch" / "train_gpt.py"), *map(str, arguments)]
 
 
-def _missing(runs: Mapping[Any, Path]) -> Iterator[tuple[Any, Path]]:
+def missing(runs: Mapping[Any, Path]) -> Iterator[tuple[Any, Path]]:
     """The runs that are not finished, with a bar."""
     left = {key: run for key, run in runs.items() if not (run / SUMMARY).is_file()}
     yield from track(left.items(), "runs", console=Console(stderr=True))
@@ -128,7 +128,7 @@ def compare_losses(options: argparse.Namespace) -> None:
     runs = {
         (name, seed): options.output_dir / name / f"seed{seed}" for seed in options.seeds for name in options.settings
     }
-    for (name, seed), run in _missing(runs):
+    for (name, seed), run in missing(runs):
         _train_here(options, name, seed, run)
     _print_losses(options)
 
@@ -175,18 +175,21 @@ def traffic(run: Path) -> tuple[float, float]:
 def compare_times(options: argparse.Namespace) -> None:
     """Train what is missing, and print a table for each rate."""
     runs = {(rate, name): options.output_dir / rate / name for rate in options.rates for name in options.settings}
-    for (rate, name), run in _missing(runs):
-        _train_on_hosts(options, rate, name, run)
+    for (rate, name), run in missing(runs):
+        ds_config = json.loads(FILES.get(name, options.config).read_text())
+        ds_config[SECTION] = OF_TIME[name] or ds_config[SECTION]
+        steps = options.steps if name == BASELINE else round(options.steps * LONGER)
+        train_on_hosts(options, rate, ds_config, steps, run)
     for rate in options.rates:
-        _print_times(rate, {name: runs[rate, name] for name in options.settings})
+        timed = {name: read_run(runs[rate, name]) for name in options.settings}
+        print_times(rate, timed, timed[BASELINE].points[-1][1])
 
 
-def _train_on_hosts(options: argparse.Namespace, rate: str, name: str, run: Path) -> None:
-    ds_config = json.loads(FILES.get(name, options.config).read_text())
+def train_on_hosts(options: argparse.Namespace, rate: str, ds_config: dict[str, Any], steps: int, run: Path) -> None:
+    """Train on emulated hosts at a constant learning rate, which begins low. SystemExit when a rank fails."""
     schedule = {"warmup_max_lr": ds_config["optimizer"]["params"]["lr"], "warmup_num_steps": options.steps // 10}
     ds_config["scheduler"] = {"type": "WarmupLR", "params": {**schedule, "warmup_type": "linear"}}
-    ds_config[SECTION] = {**(OF_TIME[name] or ds_config[SECTION]), "monitor": {"path": str(run), "every": 10}}
-    steps = options.steps if name == BASELINE else round(options.steps * LONGER)
+    ds_config[SECTION] = {**ds_config[SECTION], "monitor": {"path": str(run), "every": 10}}
     more = ("--steps", steps, "--eval-every", 10, "--eval-batches", 4, "--log-every", 1)
     with Cluster(options.hosts, rate) as cluster:
         done = cluster.run([sys.executable, *_command(options, ds_config, run, *more)], timeout=1800)
@@ -194,11 +197,10 @@ def _train_on_hosts(options: argparse.Namespace, rate: str, name: str, run: Path
         raise SystemExit(f"{run}: {done.failure}\n{done.outputs[0][-2000:]}")
 
 
-def _print_times(rate: str, directories: Mapping[str, Path]) -> None:
-    runs = {name: read_run(directory) for name, directory in directories.items()}
-    goal = runs[BASELINE].points[-1][1]
+def print_times(rate: str, runs: Mapping[str, TimedRun], goal: float) -> None:
+    """The table of time to a held-out loss of `goal`, on links of `rate`."""
     times = {name: time_to(goal, run.points) for name, run in runs.items()}
-    best = min(seconds for name, seconds in times.items() if seconds is not None and name != "adaptive")
+    best = min(seconds for name, seconds in times.items() if seconds is not None and name != ADAPTIVE)
     table = Table(title=f"{rate}: to a held-out loss of {goal:.4f}", title_justify="left")
     for title in ("settings", "last loss", "seconds a step", "seconds to the goal", "of the best fixed"):
         table.add_column(title, justify="left" if title == "settings" else "right")

@@ -33,13 +33,14 @@ from deepspeed_compress.config import (
     CompressedWeights,
     parse_section,
 )
-from deepspeed_compress.engine.patches import Patches
-from deepspeed_compress.engine.records import Records
-from deepspeed_compress.engine.reporting import Reporter
-from deepspeed_compress.engine.session import FinishedStep, Session
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.monitor import EventLog, Journal, Meter
 from deepspeed_compress.policy import Policy
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.records import Records
+from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.reporting import Reporter
+from deepspeed_compress.session.session import Session
 from deepspeed_compress.training.data import Windows, eval_starts, open_cache, split_windows, step_starts
 
 __all__ = ["Rank", "Spec", "StepRecord", "run", "train"]

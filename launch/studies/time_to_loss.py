@@ -29,7 +29,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,8 +44,7 @@ from deepspeed_compress.errors import CompressError, ConfigError, DataError
 from deepspeed_compress.tools.arguments import positive_integer
 from deepspeed_compress.tools.bench.rows import read_document
 from deepspeed_compress.tools.bench.workload import Contender, Workload, group_contenders
-from deepspeed_compress.tools.files import write_json
-from launch.studies.loss_curve import Curve, Goal, Job
+from launch.studies.loss_curve import Curve, Goal, Job, run_job
 from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, report
 
@@ -59,14 +57,14 @@ PEERS = (
     *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
     *(f"ddp-post-local{steps}" for steps in (4, 8)),
 )
+FSDP2 = ("fsdp2", "fsdp2-int4", "fsdp2-int4-weights")
+"""Alone, and compressed: trained where they are asked for."""
 OURS = (
     *(ROOT / "configs" / f"{name}.json" for name in ("zero0_int4", "zero1_int4_weights", "zero1_wan")),
     *sorted((Path(__file__).parent / "configs").glob("*.json")),
 )
 RATE_WARMUP_STEPS, START, WINDOW, EVAL_TOKENS = 20, 0.1, 50, 16384
 """`START`: share of the steps that late methods begin after. `WINDOW`: steps whose training losses are averaged."""
-ATTEMPTS = 3
-"""PyTorch's PowerSGD aborts on gloo now and then."""
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -95,7 +93,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True, help="curves, tables and pictures go here")
     ours = "configurations of ours (default: 4 bits, 4 bits both ways, with signs of weights, wan, PowerSGD rank 4)"
     parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
-    parser.add_argument("--peers", nargs="*", choices=(*PEERS, "fsdp2"), default=PEERS, metavar="PEER")
+    parser.add_argument("--peers", nargs="*", choices=(*PEERS, *FSDP2), default=PEERS, metavar="PEER")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to train")
     parser.add_argument("--train-none", action="store_true", help="tables and pictures of what is there")
     times = "files of `bench step --output`, whose rows are found by name, hosts and rate"
@@ -156,7 +154,7 @@ class Study:
     def _job(self, run: Run, goal: Goal | None) -> Job:
         options, file = self.options, self.files.get(run.name, NATIVE)
         workload = self._workload(run, file)
-        ds_config = _trained_as(file, run.seed)
+        ds_config = trained_as(file, run.seed)
         batch_tokens = workload.micro_batch * workload.accumulation * run.hosts * options.seq_len
         return Job(
             workload=workload,
@@ -206,19 +204,10 @@ class Study:
             return True
         file = self._file(run)
         print(f"{run}: {file.with_suffix('.log')}", flush=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file.with_suffix(".job"), asdict(self._job(run, self._goal(run))))
-        ranks = ("--standalone", "--nproc_per_node", str(run.hosts), "-m", "launch.studies.loss_curve")
-        paths = (file.with_suffix(".job"), cache_dir(self.options), file)
-        command = [sys.executable, "-m", "torch.distributed.run", *ranks, *map(str, paths)]
-        with file.with_suffix(".log").open("a") as log:
-            for _ in range(ATTEMPTS):
-                if subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0:
-                    return True
-        return False
+        return run_job(self._job(run, self._goal(run)), run.hosts, cache_dir(self.options), file)
 
 
-def _trained_as(file: Path, seed: int) -> dict[str, Any]:
+def trained_as(file: Path, seed: int) -> dict[str, Any]:
     """The configuration with the study's schedule and seed. Raises ConfigError when it chooses by the network."""
     ds_config = read_ds_config(str(file))
     if parse_section(ds_config).adaptive is not None:

@@ -1,6 +1,9 @@
 """`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
 
+import contextlib
+import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -270,6 +273,56 @@ def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
         assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
 
 
+def fused_overflow(rank: int) -> dict[str, Any]:
+    """An optimizer that is called in spite of an overflow, and leaves the weights alone by itself."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = DistributedDataParallel(Branches())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step) * (math.inf if (step, rank) == (2, 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    values = [v for store in attached.session.stores.values() for _, v in store.items()]
+    return {
+        "memory": all(v.isfinite().all() for v in values),
+        "weights": all(p.isfinite().all() for p in model.parameters()),
+    }
+
+
+def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
+    assert run_forks(2, fused_overflow) == [{"memory": True, "weights": True}] * 2
+
+
+def two_optimizers(rank: int) -> dict[str, Any]:
+    """One scaler for two models, which is updated after each of them, as in many programs of GANs."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
+    kept = []
+    for step in range(4):
+        for model, optimizer, _ in pairs:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step)).backward()
+        for _, optimizer, attached in pairs:
+            scaler.step(optimizer)
+            scaler.update()
+            kept.append(bool(bits_of(attached)))
+    return {
+        "kept": all(kept),
+        "steps": [attached.steps.count for *_, attached in pairs],
+        "scales": {attached.session.clock.loss_scale for *_, attached in pairs} == {scaler.get_scale()},
+    }
+
+
+def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
+    for found in run_forks(2, two_optimizers):
+        assert found == {"kept": True, "steps": [4, 4], "scales": True}
+
+
 STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
 MEMORYLESS = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
 LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
@@ -419,6 +472,8 @@ def one_alone(rank: int) -> bool:
             steps.zero_grad()
             plain(one, rank, step)
             steps.step()
+    # The first rank holds the store by which the other makes its groups.
+    dist.barrier()
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
 
 
@@ -472,7 +527,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 def late_refusals(rank: int) -> list[str]:
     """What is seen only when it is done: each message, or ""."""
     start()
-    return [refusal(work) for work in (attach_twice, foreign_optimizer, sparse, join, momentum_twice)]
+    return [refusal(work) for work in (attach_twice, foreign_optimizer, doubles, sparse, join, momentum_twice)]
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -491,6 +546,11 @@ def attach_twice() -> None:
 def foreign_optimizer() -> None:
     model = DistributedDataParallel(Branches())
     deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(Branches().parameters()))
+
+
+def doubles() -> None:
+    model = DistributedDataParallel(Branches().double())
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
 
 
 def sparse() -> None:
@@ -514,7 +574,9 @@ def momentum_twice() -> None:
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(2, late_refusals):
         for text, said in zip(
-            texts, ["hook already", "steps none", "sparse=False", "join()", "in no_sync()"], strict=True
+            texts,
+            ["hook already", "steps none", "in torch.float64 (allowed", "sparse=False", "join()", "in no_sync()"],
+            strict=True,
         ):
             assert said in text
 
@@ -557,3 +619,29 @@ def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
     assert of_none["bytes_sent"] == of_none["bytes_uncompressed"] == of_ours["bytes_uncompressed"]
     assert 7.3 < of_ours["bytes_uncompressed"] / of_ours["bytes_sent"] < 8
     assert len((tmp_path / "int4" / "compression.jsonl").read_text().splitlines()) == len(ours[0][1])
+    assert of_ours["samples"] is None
+
+
+def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """What is written to standard error when it is attached, and bytes of a step."""
+    start()
+    written, figures = io.StringIO(), []
+    with contextlib.redirect_stderr(written):
+        model, optimizer, attached = Setting({**FOUR_BITS, "monitor": monitor}).build()
+    attached.session.subscribe(figures.append)
+    plain(model, rank, 0)
+    optimizer.step()
+    return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed) for one in figures]
+
+
+def test_the_first_rank_tells_what_is_compressed() -> None:
+    (line, [(sent, alone)]), (other, _) = run_forks(2, told, {})
+    assert line.startswith("deepspeed_compress: gradients blockwise bits=4")
+    assert "DDP, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
+    about, uncompressed = re.search(
+        r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes", line
+    ).groups()
+    assert int(about.replace(",", "")) == pytest.approx(sent, rel=0.1)
+    assert int(uncompressed.replace(",", "")) == alone
+    assert other == ""
+    assert [text for text, _ in run_forks(2, told, {"announce": False})] == ["", ""]

@@ -19,9 +19,9 @@ from deepspeed_compress.compression.compressors import Blockwise, Cast, Compress
 from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import gather
-from deepspeed_compress.engine.nodes import split_by_node
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.nodes import split_by_node
 from tests.support.threads import TIMEOUT, run_threads
 
 T = TypeVar("T")

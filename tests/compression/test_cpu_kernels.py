@@ -194,6 +194,45 @@ def test_top_k_with_equal_magnitudes_and_nan(k_of: tuple[int, int]) -> None:
         assert torch.equal(cpu.top_k_rows(rows, k), reference.top_k_rows(rows, k))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k_of", [(1, 1), (3, 64), (64, 64), (30, 4096), (30, 5000)])
+def test_top_k_of_a_sum(k_of: tuple[int, int], dtype: torch.dtype) -> None:
+    k, width = k_of
+    for x in inputs(3 * width, width):
+        before, given_x = torch.linspace(-1, 1, x.numel()).to(dtype), x.clone()
+        results = []
+        for ops in (cpu, reference):
+            after = torch.full_like(before, 9.0)
+            results.append((*ops.top_k_rows_of_sum(x.view(3, width), k, ResidualBuffers(before, 0.9, after)), after))
+            in_place = before.clone()
+            ops.top_k_rows_of_sum(x.view(3, width), k, ResidualBuffers(in_place, 0.9, in_place))
+            assert same(in_place.float(), after.float())
+        assert same(x, given_x)
+        for mine, expected in zip(*results, strict=True):
+            assert same(mine.float(), expected.float())
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 64, 64), (3, 1, 64, 32), (2, 2, 32, 64), (2, 1, 37, 64), (5, 1, 1, 64), (1, 1, 7, 3)]
+)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.06, 0.0625, 0.07, 0.3])
+def test_the_inverse_of_few_coefficients(share: float, shape: tuple[int, ...]) -> None:
+    """The way that depends on their number shows in no bit beyond rounding; -0.0 is none, NaN and infinity are some."""
+    generator = torch.Generator().manual_seed(3)
+    tiles = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < share)
+    out, expected = torch.empty_like(tiles), torch.empty_like(tiles)
+    for sign in (1.0, -1.0):
+        cpu.dct_tiles(tiles * sign, out, True)
+        reference.dct_tiles(tiles * sign, expected, True)
+        assert float((out - expected).abs().max()) <= 2e-6 * max(1.0, float(tiles.abs().max()))
+    for bad in (math.nan, math.inf, -math.inf):
+        spoiled = tiles.clone()
+        spoiled[-1, -1, -1, -1] = bad
+        cpu.dct_tiles(spoiled, out, True)
+        assert not out[-1, -1].isfinite().any()
+        assert out[:-1].isfinite().all()
+
+
 @properties
 @given(st.integers(1, 20), st.data())
 def test_bits(width: int, data: st.DataObject) -> None:

@@ -53,7 +53,7 @@ class Sender:
 
     def encode(self, x: Tensor, segments: Sequence[Segment], key: int = 0) -> Tensor:
         payload = torch.empty(self.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
-        self.memory.encode(x.clone(), segments, payload, key, self.codec)
+        self.memory.encode(self.codec.coefficients(x.clone(), segments), segments, payload, key, self.codec)
         return payload
 
 

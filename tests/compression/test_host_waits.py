@@ -52,7 +52,7 @@ def waits(codec: Codec, feedback: Any) -> set[str]:
     with kernels_for_gpus():
         for step in range(2):
             with HostWaits() as seen:
-                feedback.encode(x, SEGMENTS, out, 3 + step, codec)
+                feedback.encode(codec.coefficients(x, SEGMENTS), SEGMENTS, out, 3 + step, codec)
                 codec.decode_add([out, out], SEGMENTS, torch.zeros_like(x), 0.5)
                 feedback.keep(x.clone(), SEGMENTS, codec)
     return seen.found

@@ -77,10 +77,14 @@ def test_one_key_has_one_default_but_for_these() -> None:
         "block_size",
         "density",
         "error_feedback",
+        "every",
         "levels",
+        "memory",
         "method",
         "momentum",
+        "timeout",
         "values",
+        "weights",
     }
 
 

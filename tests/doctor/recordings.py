@@ -5,6 +5,7 @@ and writes it into tests/doctor/runs/NAME. Those with a `rate` need root and ipr
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -44,6 +45,10 @@ class Recording:
     """Factor of the inputs at a step."""
     baseline: str | None = None
     """Name of the run that it is compared with."""
+    apart: bool = False
+    """Whether ranks learn different functions."""
+    jobs: bool = False
+    """Whether each rank is a job of its own, and the two are islands that meet; the later one is recorded."""
 
     def config(self, directory: str) -> dict[str, Any]:
         return {
@@ -60,6 +65,10 @@ def _monitor(recording: Recording) -> dict[str, Any]:
     return {"every": recording.every, **recording.section.get("monitor", {})}
 
 
+def _comes_late(rank: int, step: int, kept: list[Any]) -> None:
+    time.sleep(0.9 if rank else 0.05)
+
+
 def _sleeps(rank: int, step: int, kept: list[Any]) -> None:
     if rank == 1:
         time.sleep(0.03)
@@ -69,6 +78,16 @@ def _keeps(rank: int, step: int, kept: list[Any]) -> None:
     kept.append(bytearray(os.urandom(1)) * 4_000_000)
 
 
+def _islands(sync_every: int) -> dict[str, Any]:
+    return {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": sync_every, "exchange": {"bits": 4}}}
+
+
+def _with(section: dict[str, Any], **islands: Any) -> dict[str, Any]:
+    return {**section, "islands": {**section["islands"], **islands}}
+
+
+IMPATIENT = {"rendezvous": "127.0.0.1:29431", "timeout": "0.5 s"}
+TOO_FAR = {"optimizer": "average", "lr": 2.0}
 GUARD = {"guard": {"on_anomaly": "report"}}
 INT4 = {"method": "blockwise", "bits": 4}
 RISING_RATE = {
@@ -135,6 +154,31 @@ RECORDINGS: Mapping[str, Recording] = {
         {"gradients": INT4, "guard": {"exploding": 3.0, "window": 16, "skip_steps": False}},
         scale=lambda step: 8.0 if step % 11 == 10 else 1.0,
     ),
+    # Every second step is measured, and exchanges show in the step that follows.
+    "other-data": Recording("islands-drift-apart", _islands(5), stage=1, width=128, lr=1e-2, apart=True),
+    "rare-exchanges": Recording("islands-drift-apart", _islands(7), stage=1, width=256, lr=4e-1),
+    "too-far": Recording(
+        "sync-every-too-long",
+        _with(_islands(4), outer=TOO_FAR),
+        stage=1,
+        width=128,
+        batch=1024,
+        steps=34,
+        lr=1e-2,
+        every=1,
+    ),
+    "late-island": Recording(
+        "late-island",
+        {"gradients": {"method": "none"}, "islands": {"sync_every": 5, "exchange": INT4, "elastic": IMPATIENT}},
+        stage=1,
+        width=128,
+        batch=64,
+        steps=24,
+        every=1,
+        step=_comes_late,
+        jobs=True,
+    ),
+    "healthy-islands": Recording(None, _islands(5), stage=1, width=128, batch=1024),
     "leak": Recording("memory-grows", {"gradients": INT4}, step=_keeps),
     "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
     "healthy-default": Recording(None, {}, batch=1024),
@@ -150,8 +194,11 @@ RECORDINGS: Mapping[str, Recording] = {
 }
 
 
-def train(rank: int, name: str, directory: str) -> list[float]:
-    """What a rank does: regression on a fixed network, with AdamW unless the recording says otherwise; its losses."""
+def train(rank: int, name: str, directory: str, until: Path | None = None) -> list[float]:
+    """What a rank does: regression on a fixed network, with AdamW unless the recording says otherwise; its losses.
+
+    `until`: a file; steps are made as long as it is not there, however many that are.
+    """
     recording = RECORDINGS[name]
     os.environ |= recording.environment
     import torch
@@ -164,11 +211,14 @@ def train(rank: int, name: str, directory: str) -> list[float]:
     width = recording.width
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 64))
     teacher = torch.randn(64, 64) / 8
+    if recording.apart and rank:
+        teacher = torch.randn(64, 64) / 8
     config = recording.config(directory)
     engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     numbers, losses = torch.Generator().manual_seed(1 + rank), []
     kept: list[Any] = []
-    for step in range(recording.steps * config.get("gradient_accumulation_steps", 1)):
+    steps = range(recording.steps * config.get("gradient_accumulation_steps", 1))
+    for step in steps if until is None else itertools.takewhile(lambda _: not until.exists(), itertools.count()):
         recording.step(rank, step, kept)
         x = recording.scale(step) * torch.randn(recording.batch, 64, generator=numbers)
         loss = (engine(x) - torch.tanh(x @ teacher)).square().mean()
@@ -178,18 +228,41 @@ def train(rank: int, name: str, directory: str) -> list[float]:
     return losses
 
 
+def train_island(rank: int, name: str, directory: str, ports: list[int]) -> list[float]:
+    """What a job of one rank does. The earlier one goes on until the one that is recorded has ended."""
+    from tests.support.coordinators import become_island
+
+    become_island(rank, 1, ports)
+    ended = Path(directory) / "ended"
+    losses = train(rank, name, f"{directory}/{rank}", ended if rank == 0 else None)
+    ended.touch()
+    return losses
+
+
 def make(name: str) -> None:
     """Train the recording `name`, and record what it leaves."""
     with tempfile.TemporaryDirectory() as scratch:
         recording = RECORDINGS[name]
-        (_on_hosts if recording.rate else _on_machine)(name, recording, Path(scratch))
-        _record(Path(scratch), RUNS / name, recording)
+        source = Path(scratch) / "1" if recording.jobs else Path(scratch)
+        run = _as_jobs if recording.jobs else _on_hosts if recording.rate else _on_machine
+        run(name, recording, Path(scratch))
+        _record(source, RUNS / name, recording)
 
 
 def _on_machine(name: str, recording: Recording, directory: Path) -> None:
     from tests.support.forks import run_forks
 
     _write_metrics(directory, recording, run_forks(2, train, name, str(directory), timeout=300)[0])
+
+
+def _as_jobs(name: str, recording: Recording, directory: Path) -> None:
+    from tests.support.coordinators import coordinator, own_ports
+    from tests.support.forks import run_forks
+
+    port = int(recording.section["islands"]["elastic"]["rendezvous"].rpartition(":")[2])
+    with coordinator(port=port), own_ports(2) as ports:
+        losses = run_forks(2, train_island, name, str(directory), ports, timeout=300)
+    _write_metrics(directory / "1", recording, losses[1])
 
 
 def _on_hosts(name: str, recording: Recording, directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Each rule on both sides of its threshold, on made-up figures of a run that is healthy in all else."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,29 @@ NO_OVERLAP = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
 def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times the running median") -> tuple[Any, ...]:
     one = {"kind": "anomaly", "reason": reason, "evidence": {}, "before": "", "after": "none", "dry_run": False}
     return tuple({"step": 3 + index * every, **one} for index in range(count))
+
+
+ELASTIC = {"rendezvous": "head:29400"}
+ISLANDS = {"sync_every": 4, "elastic": ELASTIC}
+MOMENTUM = {**ISLANDS, "outer": {"optimizer": "nesterov", "lr": 0.7}}
+PUSHING = {"sync_every": 4, "elastic": {**ELASTIC, "parameter_server": {}}}
+
+
+def exchanging(cosine: float, every: int = 4) -> Callable[[int], dict[str, Any]]:
+    """What a step says after an exchange in the step before."""
+    return lambda step: (
+        {"bytes_islands": 10_000, "islands_cosine": cosine} if step > 1 and (step - 1) % every == 0 else {}
+    )
+
+
+def sawtooth(rise: float) -> Callable[[int], float]:
+    """Losses about 3 that fall for four steps, and rise where islands exchange."""
+    return lambda step: 3 + rise * (1 - ((step - 1) % 4) / 3)
+
+
+def late(count: int, kind: str = "islands_left_out") -> tuple[Any, ...]:
+    one = {"kind": kind, "reason": "too late for a round", "evidence": {}, "before": "", "after": "", "dry_run": False}
+    return tuple({"step": 4 * index, **one} for index in range(1, count + 1))
 
 
 def rising(step: int) -> float:
@@ -94,6 +118,15 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         (run({"memory_bytes": 100_000_000}), {"error_feedback": {"dtype": "int8"}}),
     ],
     "memory-grows": [(run(lambda step: {"memory_bytes": 10**9 + step * 2_000_000}), None)],
+    "islands-drift-apart": [(run(exchanging(0.04), config(islands=ISLANDS)), None)],
+    "sync-every-too-long": [
+        (run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))), None),
+        (run(exchanging(0.5), config(islands=MOMENTUM), losses=losses(sawtooth(0.4))), None),
+    ],
+    "late-island": [
+        (run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(3)), None),
+        (run(exchanging(0.5, every=20), config(islands=PUSHING), events=late(3, "islands_renewed")), None),
+    ],
 }
 """By rule: runs that it must find, and the settings of gradients in its patch, None where there are none."""
 
@@ -168,6 +201,20 @@ NEAR: dict[str, list[Run]] = {
     "memory-grows": [
         run(lambda step: {"memory_bytes": 10**9 + min(step, 25) * 10_000_000}),
         run(lambda step: {"memory_bytes": 10**9 + step * 1_000_000}),
+    ],
+    "islands-drift-apart": [
+        run(exchanging(0.06), config(islands=ISLANDS)),
+        # Only the later half counts.
+        run(lambda step: exchanging(0.0 if step < 20 else 0.3)(step), config(islands=ISLANDS)),
+    ],
+    "sync-every-too-long": [
+        run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.1))),
+        # It rises as much between exchanges.
+        run(exchanging(0.5, every=5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))),
+    ],
+    "late-island": [
+        run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(2)),
+        run(exchanging(0.5), config(islands=ISLANDS), events=late(8)),
     ],
 }
 """By rule: runs that it must just not find."""

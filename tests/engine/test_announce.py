@@ -48,7 +48,10 @@ def measure(rank: int, *jobs: Job) -> list[Seen]:
 
 def stored(store: Residuals) -> int:
     slots = store._slots.values()
-    return sum(slot.applied.numel() + (slot.running.numel() if slot.running is not None else 0) for slot in slots)
+    return sum(
+        slot.applied.payload.numel() + (slot.running.payload.numel() if slot.running is not None else 0)
+        for slot in slots
+    )
 
 
 SETTINGS = {
@@ -118,3 +121,11 @@ def test_nothing_to_say(section: Any, ranks: int, text: str) -> None:
     first, *_ = run_forks(ranks, measure, Job(stage=1, section=section, zero=WHOLE, steps=1))
     assert text in first[0][0]
     assert bool(first[0][0]) is bool(text)
+
+
+@pytest.mark.parametrize(("size", "where"), [(1, "1 data-parallel ranks"), (2, "2 data-parallel ranks")])
+def test_islands_say_what_they_exchange(size: int, where: str) -> None:
+    islands = {"size": size, "sync_every": 5, "exchange": {"bits": 4}}
+    section = {"gradients": {"method": "none"}, "islands": islands}
+    first, *_ = run_forks(2 * size, measure, Job(stage=1, section=section, zero=WHOLE, steps=1))
+    assert f"{where}; islands exchange blockwise bits=4 every 5 steps (" in first[0][0]

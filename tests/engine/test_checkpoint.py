@@ -201,7 +201,7 @@ def test_another_number_of_ranks_keeps_the_sum_over_them(method, before, after, 
 
 
 def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> dict[str, list]:
-    from deepspeed_compress.engine.checkpoint import load_state
+    from deepspeed_compress.engine.checkpoints.checkpoint import load_state
 
     engine = start(Job(stage, section, extra=NO_MOMENTUM))
     [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
@@ -211,7 +211,7 @@ def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> di
 
 def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict, dict]:
     """The memories of means before and after a step at another size."""
-    from deepspeed_compress.engine.checkpoint import load_state
+    from deepspeed_compress.engine.checkpoints.checkpoint import load_state
 
     job = Job(0, section, steps=3)
     engine = start(job)

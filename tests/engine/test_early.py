@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_compress.engine import early as early_module
-from deepspeed_compress.engine.early import EarlyReductions
+from deepspeed_compress.engine.gradients import early as early_module
+from deepspeed_compress.engine.gradients.early import EarlyReductions
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
 

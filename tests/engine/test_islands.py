@@ -1,17 +1,21 @@
 """Islands of ranks that train by themselves: against DeepSpeed alone and data parallelism, saved and resumed."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 import deepspeed_compress
-from deepspeed_compress.config import SECTION
-from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
 from tests.support.jobs import BATCH, Job, Outcome, data, network, run, start, weights
 
@@ -82,6 +86,49 @@ def test_islands_agree_when_they_meet_and_not_between(stage: int) -> None:
         assert (first == third) == (step % 3 == 0), step
 
 
+HEAD = r"^4\."
+"""A layer in the middle: under ZeRO 1 its owner has others too."""
+
+
+def with_heads(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    """Weights before and after being attached, and after every step, of models that all differ at first."""
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank // 2)
+    seen = [{name: value.detach().flatten().tolist() for name, value in model.named_parameters()}]
+    parameters = list(model.parameters())
+    engine = deepspeed_compress.initialize(model=model, model_parameters=parameters, config=job.config())[0]
+    seen.append(weights(engine))
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(weights(engine))
+    return seen
+
+
+def names_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
+    """From the first weights on; the others are agreed upon as ever."""
+    job = Job(stage, section=section(size=2, sync_every=2, own=[HEAD], exchange={"method": "none"}), steps=2)
+    first, same, second, _ = run_forks(4, with_heads, job)
+    assert first == same
+    own = {"4.weight", "4.bias"}
+    assert names_apart(first[0], second[0]) == first[0].keys()
+    assert [names_apart(a, b) for a, b in zip(first[1:], second[1:], strict=True)] == [own, first[0].keys(), own]
+    assert {name: second[1][name] for name in own} == {name: second[0][name] for name in own}
+
+
+def test_a_rank_may_have_nothing_to_exchange() -> None:
+    """Of two ranks under ZeRO 1 the second one has the later layers, all of which are the island's own."""
+    job = Job(1, section=section(size=2, sync_every=1, own=[r"^[245]\."]), steps=2)
+    first, _, second, _ = run_forks(4, with_heads, job)
+    assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
+
+
 def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
     """Weights [steps, 12] after every step of a model whose gradient does not depend on them."""
     found = []
@@ -113,6 +160,25 @@ def test_a_fragment_is_mixed_in_later_and_nothing_is_lost() -> None:
     assert float(apart[1][7].min()) > 0.0
 
 
+def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
+    """Bytes of gradients that were sent and what they take uncompressed, by step."""
+    engine, found = start(job), []
+    engine.compression.subscribe(lambda figures: found.append((figures.bytes_sent, figures.bytes_uncompressed)))
+    run(engine, data(rank, job))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_inside_an_island_are_as_without(stage: int) -> None:
+    """Each of two islands sends what a job of its size does, and compresses it."""
+    methods = {"gradients": {"bits": 4}, "monitor": {"announce": False}}
+    alone = Job(stage, section=methods, steps=3)
+    divided = replace(alone, section={**methods, "islands": {"size": 2, "sync_every": 100}})
+    expected, found = run_forks(2, gradients, alone)[0], run_forks(4, gradients, divided)[0]
+    assert found == expected
+    assert all(3 * sent < uncompressed for sent, uncompressed in found)
+
+
 def test_warm_up_steps_end_with_the_mean() -> None:
     job = Job(1, section=section(size=1, sync_every=100, warmup_steps=2), steps=4)
     first, second = run_forks(2, apart, job)
@@ -137,6 +203,30 @@ def test_an_island_that_diverged_counts_for_nothing() -> None:
     assert run_forks(2, broken, job) == [(True, True), (False, True)]
 
 
+def kept_back(rank: int, job: Job) -> list[list[float]]:
+    """What error feedback keeps, before and after islands meet: the masters of the second one are spoilt."""
+    engine = start(job)
+    run(engine, data(rank, job))
+    islands = engine.compression.islands
+    if rank == 1:
+        with torch.no_grad():
+            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
+    found = []
+    for _ in range(2):
+        found.append([value for _, part in islands.stores.by_name["gradients"].items() for value in part.tolist()])
+        islands.step_ended(job.steps + 2)
+    return found
+
+
+def test_what_an_island_that_diverged_has_kept_back_is_not_sent() -> None:
+    """The mean is over the others, and would weigh it too much."""
+    job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "topk", "density": 0.05}))
+    (before, after), (spoilt_before, spoilt_after) = run_forks(2, kept_back, job)
+    assert any(spoilt_before)
+    assert spoilt_after == spoilt_before
+    assert after != before
+
+
 def save_and_go_on(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
     engine = start(job)
     batches = data(rank, job)
@@ -154,7 +244,7 @@ def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[fl
     return weights(engine)
 
 
-DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1)
+DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -165,7 +255,7 @@ def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> N
     assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])
 def test_islands_may_be_more_or_fewer_when_resumed(saved: int, loaded: int, tmp_path: Path) -> None:
     job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
     run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
@@ -207,6 +297,9 @@ def test_data_and_batches_are_those_of_the_whole_job() -> None:
 
 
 def refused(rank: int, job: Job) -> str:
+    # All are connected first: a rank that ends while others still connect to it would be their error.
+    deepspeed.init_distributed()
+    dist.barrier()
     try:
         start(job)
     except (ConfigError, UnsupportedError) as error:
@@ -222,11 +315,24 @@ def refused(rank: int, job: Job) -> str:
         ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 with sync_every 30"),
         ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
         ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
+        ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
     for message in run_forks(3, refused, Job(1, section=section(**islands))):
         assert text in message
+
+
+def warned(rank: int, job: Job) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", CompressWarning)
+        start(job)
+    return [str(one.message) for one in found if issubclass(one.category, CompressWarning)]
+
+
+def test_a_pattern_of_own_without_effect_is_said() -> None:
+    for [text] in run_forks(2, warned, Job(1, section=section(size=1, own=[HEAD, "heads"]))):
+        assert "/deepspeed_compress/islands/own/1: 'heads' matches none of the 7 parameters" in text
 
 
 def attached_late(rank: int) -> str:
@@ -245,16 +351,59 @@ def test_an_engine_that_is_made_cannot_be_divided() -> None:
     assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
 
 
-def one_after_the_other(rank: int, divided: Job, whole: Job) -> list[object]:
+def one_after_the_other(rank: int, divided: Job, whole: Job, detached: bool) -> list[object]:
     first = start(divided)
     refusal = refused(rank, whole)
+    if detached:
+        deepspeed_compress.detach(first)
     first.destroy()
     second = start(whole)
     return [refusal, second.seq_data_parallel_group.size()]
 
 
-def test_the_division_ends_with_its_engine() -> None:
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_division_ends_with_its_engine(detached: bool) -> None:
     divided, whole = Job(1, section=section(size=1)), Job(1, section={})
-    for refusal, ranks in run_forks(2, one_after_the_other, divided, whole):
+    for refusal, ranks in run_forks(2, one_after_the_other, divided, whole, detached):
         assert "/deepspeed_compress/islands is missing" in str(refusal)
         assert ranks == 2
+
+
+def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[object]:
+    engines = [start(divided), start(divided)]
+    engines.pop(first_ends).destroy()
+    refusal, [left] = refused(rank, whole), engines
+    ranks = groups._get_data_parallel_world_size()
+    left.destroy()
+    return [refusal, ranks, start(whole).seq_data_parallel_group.size()]
+
+
+@pytest.mark.parametrize("first_ends", [0, 1])
+def test_the_division_stays_for_the_other_of_two_engines(first_ends: int) -> None:
+    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
+    for refusal, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
+        assert "/deepspeed_compress/islands is missing" in str(refusal)
+        assert (inside, ranks) == (1, 2)
+
+
+def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
+    """Of islands and of gradients, and whether islands were compared."""
+    engine, found = start(job), []
+    meter = engine.compression.meter
+    for batch in data(rank, job):
+        run(engine, [batch])
+        found.append((meter.bytes_islands, meter.bytes_sent, meter.islands_cosine is not None))
+    return found
+
+
+def test_bytes_of_islands_are_counted_apart_and_as_planned() -> None:
+    """After every second step, by what the step that follows reports."""
+    job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "blockwise", "bits": 4}), steps=6)
+    settings = parse_section(job.config()).islands
+    assert settings is not None
+    size = sum(parameter.numel() for parameter in network().parameters())
+    planned = {plan.sync_every: plan for plan in plans(settings, 2, size, 1e8, 1.0)}[2].bytes_a_step * 2
+    for rank in run_forks(2, bytes_by_step, job):
+        assert [sent for _, sent, _ in rank] == [0] * 6
+        assert [compared for *_, compared in rank] == [False, True] * 3
+        assert [size for size, *_ in rank] == pytest.approx([0, planned] * 3, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_compress.engine.zero_3 import _Buckets
+from deepspeed_compress.engine.gradients.zero_3 import _Buckets
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, run, start, weights
 

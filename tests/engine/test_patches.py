@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.engine.patches import Patches
 from deepspeed_compress.errors import SeamError
+from deepspeed_compress.session.patches import Patches
 
 
 class Engine:

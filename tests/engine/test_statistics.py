@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_compress.compression.compressors import Blockwise
-from deepspeed_compress.engine.observer import BusyTimes
+from deepspeed_compress.session.observer import BusyTimes
 from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines

@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
+import torch
 
 from deepspeed_compress.communication.exchange import PendingExchange, _Collective
 from deepspeed_compress.communication.payload import PayloadReducer
-from deepspeed_compress.engine.zero_12 import _Buckets
+from deepspeed_compress.engine.checkpoints.side_stream import StreamCopies, copies_for_device
+from deepspeed_compress.engine.gradients.zero_12 import _Buckets
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start
 
@@ -100,11 +102,49 @@ def test_what_is_left_out_is_found(fault: Callable[[], Any], found: str) -> None
     assert all(found in problems for problems in run_forks(2, races, [faulty], fault))
 
 
+def saving(rank: int, stage: int, directory: str) -> list[str]:
+    """Races of steps that change what is being saved."""
+    from tests.support.cuda_paths import on_streams
+
+    one = job(stage, INT4, checkpointing={"directory": f"{directory}/disk", "every": 1})
+    with on_streams() as gpu:
+        engine = start(one)
+        run(engine, data(rank, one))
+        engine.compression.saving.wait()
+        engine.destroy()
+    return list(gpu.problems)
+
+
+def test_saving_brings_no_race(tmp_path: Path) -> None:
+    assert run_forks(2, saving, 1, str(tmp_path)) == [[], []]
+
+
+def copies_in_turn(rank: int) -> list[dict[str, None]]:
+    """Races of what is written after copies have begun: with the wait for them, and without."""
+    from tests.support.cuda_paths import on_streams
+
+    found = []
+    with on_streams() as gpu:
+        copies, source = copies_for_device(), torch.ones(4)
+        for fault in (nullcontext(), patch.object(StreamCopies, "_hold_up")):
+            with fault:
+                copies.begin([(torch.zeros(4), source)])
+            source.add_(1)
+            found.append(dict(gpu.problems))
+    return found
+
+
+def test_what_is_being_copied_may_be_changed_at_once() -> None:
+    [[ours, unheld]] = run_forks(1, copies_in_turn)
+    assert not ours
+    assert any("writes over what is read on default, which does not wait for side" in problem for problem in unheld)
+
+
 UNMEASURED = {"every": 100, "announce": False}
 ALLOWED = {
     "engine/norms.py:_true: _local_scalar_dense": "a guard says on the host whether a step counts, as DeepSpeed does",
     "engine/norms.py:_everywhere: _local_scalar_dense": "the same, where DeepSpeed has no norm",
-    "engine/observer.py:figures: tolist": "of a copy on the host, which a step before has begun",
+    "session/observer.py:figures: tolist": "of a copy on the host, which a step before has begun",
 }
 
 
@@ -135,8 +175,8 @@ def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path
         assert [waits - excepted for waits, excepted in zip(found, allowed, strict=True)] == [set()] * len(jobs)
 
 
-NORM = "engine/session.py:_residual_norm: tolist"
-COPY = "engine/observer.py:figures: tolist"
+NORM = "session/remembered.py:residual_norm: tolist"
+COPY = "session/observer.py:figures: tolist"
 """Of a copy on the host, which the measured step before has begun."""
 
 

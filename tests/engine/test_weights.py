@@ -19,8 +19,11 @@ from deepspeed_compress.communication.messages import Channel, Messages
 from deepspeed_compress.communication.reducer import Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors import Blockwise, Cast
+from deepspeed_compress.config import WeightsConfig
+from deepspeed_compress.config.methods import NoCompression
+from deepspeed_compress.config.places import BlockwiseWeights
 from deepspeed_compress.engine.limits import shared_parameters
-from deepspeed_compress.engine.weights import Weights, attach_weights
+from deepspeed_compress.engine.weights.zero_12 import Weights, attach_weights
 from deepspeed_compress.monitor import Meter
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
@@ -86,7 +89,12 @@ def attached(engine: Any, setting: Setting) -> tuple[Weights, Meter]:
         return DifferenceGather(group, sizes, Messages(channels, channel_of), shared, chunk_numel=400)
 
     session = engine.compression
-    return attach_weights(engine, make_gather, lambda: session.clock.step < setting.dense_steps, session.patches), meter
+    written, exact_ones = BlockwiseWeights(), NoCompression()
+
+    def in_force() -> WeightsConfig:
+        return exact_ones if session.clock.step < setting.dense_steps else written
+
+    return attach_weights(engine, lambda _: make_gather, written, in_force, session.patches), meter
 
 
 def masters(engine: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 from torch.func import functional_call
 
-from deepspeed_compress.engine.weights_3 import _PREFETCH, check_weights_3
+from deepspeed_compress.engine.weights.zero_3 import _PREFETCH, check_weights_3
 from deepspeed_compress.errors import UnsupportedError
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, Outcome, data, network, run, start, train, weights

@@ -9,6 +9,7 @@ import pytest
 
 from deepspeed_compress.tools.gpu_check.findings import Finding, Task
 from deepspeed_compress.tools.gpu_check.parts import PARTS, Part, limits, run_part
+from tests.support.processes import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 FIRST = 'yield Finding("first", "pass", "1", "2", part="not its own")'
@@ -30,12 +31,6 @@ def run(tmp_path: Path, then: str, seconds: float = 60.0) -> list[Finding]:
 
 def test_what_a_part_finds_is_named_after_it(tmp_path: Path) -> None:
     assert run(tmp_path, "") == [Finding("first", "pass", "1", "2", part="odd")]
-
-
-def alive(process: int) -> bool:
-    """Not gone, nor waiting for somebody to hear that it has ended."""
-    status = Path(f"/proc/{process}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     assert time.monotonic() - begin < 30
     assert (first.what, hanging.verdict) == ("first", "fail")
     assert hanging.why.startswith("ended at its limit of 8 s")
-    assert not alive(int(file.read_text()))
+    wait_until_gone(int(file.read_text()))
 
 
 def test_finding_nothing_is_no_success(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import deepspeed_compress
+from deepspeed_compress.checkpoints.files import find_problems
 from tests.integrations.trainers import INT4, Job, Outcome, train, trainer_of
 from tests.support.forks import run_forks
 
@@ -97,3 +98,20 @@ def test_saved_models_are_exact(saving: str, tmp_path: Path) -> None:
         saved = load_file(directory / "model.safetensors")
         assert saved
         assert max(float((saved[name] - exact[name].detach()).abs().max()) for name in saved) == 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_written_beside_training(stage: int, tmp_path: Path) -> None:
+    """Trainer removes old ones meanwhile, and loads the best in the end."""
+    section = {**INT4, "checkpointing": {}}
+    options = {**BEST, "max_steps": 8, "save_total_limit": 2}
+    job = Job(str(tmp_path), stage, section, options)
+    waiting = replace(job, directory=str(tmp_path / "waiting"), section=INT4)
+    for beside, waited in run_forks(2, train, job, waiting):
+        assert beside.parameters == waited.parameters
+        assert beside.of("loss") == waited.of("loss")
+    # One more than asked for: the newest is not whole yet when Trainer removes others.
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
+    assert list(find_problems(tmp_path / "checkpoint-8" / "global_step8")) == []
+    resumed = run_forks(2, train, replace(job, resume=True, args={**options, "max_steps": 10}))
+    assert len(resumed[0][0].of("loss")) == 10

@@ -227,6 +227,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: Path) -> None:
@@ -251,6 +252,7 @@ def test_an_error_of_the_section_ends_the_script(tmp_path: Path) -> None:
     assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.slow
 def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With this variable Accelerate trains by DDP: what is configured must not be silently without effect."""
@@ -261,6 +263,7 @@ def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch
     assert "does not train a DeepSpeed engine" in done.stderr
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.slow
 def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
     """The script knows nothing of DeepSpeed: `accelerate launch` has the file."""
@@ -271,6 +274,7 @@ def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
     assert len([entry for entry in found["logs"] if entry.get("compression_ratio", 0) > 15]) == 2
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.slow
 def test_the_example(port: str, tmp_path: Path) -> None:
     """The command of the documentation, on a short text, saved in the middle and continued by the same command."""

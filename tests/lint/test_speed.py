@@ -93,11 +93,12 @@ def seconds_to_lint(directory: Path) -> float:
 
 
 def test_a_thousand_files(tmp_path: Path) -> None:
-    """The better of two: a core that is shared with others is slower."""
+    """Within that of 260 interpreters, 5 s on a quiet core; the best of three, as others may use the core."""
     for number in range(1000):
         text = json.dumps({**CONFIG, "gradient_clipping": number}, indent=2)
         (tmp_path / f"ds_config_{number}.json").write_text(text)
-    assert min(seconds_to_lint(tmp_path) for _ in range(2)) < 5
+    rounds = [(bare(), seconds_to_lint(tmp_path)) for _ in range(3)]
+    assert min(seconds for _, seconds in rounds) < 260 * min(seconds for seconds, _ in rounds)
 
 
 @pytest.mark.parametrize("depth", [1, 99])

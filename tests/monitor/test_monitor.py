@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
 from dataclasses import replace
@@ -75,6 +76,8 @@ LINE = {
     "decompress_ms": 0.5,
     "residual_norm": 0.25,
     "cosine": None,
+    "bytes_islands": 0,
+    "islands_cosine": None,
     "settings": "blockwise bits=4",
     "step_ms": 300.0,
     "busy_ms": 280.0,
@@ -138,7 +141,8 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
 def test_every_number_is_an_event_at_the_samples_seen() -> None:
     sink = Sink()
     StatisticsWriter(Journal(None), sink).write(STATISTICS)
-    labels, unknown = ("step", "samples", "method", "rank", "settings", "slowest_rank"), ("bytes_tensor", "cosine")
+    labels = ("step", "samples", "method", "rank", "settings", "slowest_rank")
+    unknown = ("bytes_tensor", "cosine", "islands_cosine")
     names = {name: value for name, value in LINE.items() if name not in labels + unknown} | {"time_ms": 22.0}
     assert sink.events == [(f"Train/Samples/compression_{name}", value, 96) for name, value in names.items()]
 
@@ -271,6 +275,61 @@ def test_a_directory_that_vanished_is_made_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     write_all(journal, 2)
     assert [line["step"] for line in read(tmp_path / "run")] == [2]
+
+
+@pytest.mark.timeout(60)
+def test_pipes_that_nobody_reads_hold_nobody_up(tmp_path: Path) -> None:
+    for name in ("compression.jsonl", "events.jsonl", "ds_config.json"):
+        os.mkfifo(tmp_path / name)
+    journal = Journal(str(tmp_path), "run")
+    journal.adopt(None)
+    with pytest.warns(CompressWarning, match="cannot be written") as told:
+        write_all(journal, 1, 2)
+    write_configuration(journal, {})
+    assert len(told) == 1
+
+
+def test_files_are_private_and_those_that_are_there_stay_as_they_are(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    (shared / "events.jsonl").touch()
+    (shared / "events.jsonl").chmod(0o644)
+    for directory in (shared, tmp_path / "new" / "run"):
+        journal = Journal(str(directory), "run")
+        write_all(journal, 1)
+        write_configuration(journal, {})
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {
+        "shared": 0o755,
+        "shared/compression.jsonl": 0o600,
+        "shared/events.jsonl": 0o644,
+        "shared/ds_config.json": 0o600,
+        "new": 0o700,
+        "new/run": 0o700,
+        "new/run/compression.jsonl": 0o600,
+        "new/run/events.jsonl": 0o600,
+        "new/run/ds_config.json": 0o600,
+    }
+
+
+def test_two_jobs_may_write_into_one_directory(tmp_path: Path) -> None:
+    """Lines stay whole, and say which job they are of."""
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=write_many, args=(str(tmp_path), name)) for name in ("one", "other")]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    found = [json.loads(line) for line in lines(tmp_path)]
+    for name in ("one", "other"):
+        assert [line["step"] for line in found if line["run"]["id"] == name] == list(range(200))
+
+
+def write_many(directory: str, run: str) -> None:
+    journal = Journal(directory, run)
+    for step in range(200):
+        StatisticsWriter(journal, None).write(replace(STATISTICS, step=step))
 
 
 def test_a_service_that_fails_stops_nobody(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.tools.arguments import rate
 from deepspeed_compress.tools.plan import Interval, intervals
 from deepspeed_compress.tools.plan_islands import fitting, plans
@@ -71,6 +72,17 @@ def test_what_is_delayed_is_hidden_as_far_as_the_link_carries_it() -> None:
     assert all(one.step_ratio <= other.step_ratio for one, other in zip(late, slow, strict=True))
 
 
+def test_asynchronous_islands_wait_for_nothing_and_the_server_carries_all() -> None:
+    """4 MB out and 4 MB back are 0.64 s at 100 Mbit/s; of four islands the server gets 16 MB in 1.28 s."""
+    elastic = {"rendezvous": "head:1", "parameter_server": {}}
+    settings = Islands.model_validate({"exchange": {"method": "none"}, "elastic": elastic})
+    two, four = ({plan.sync_every: plan for plan in plans(settings, count, 1_000_000, 1e8, 0.1)} for count in (2, 4))
+    assert two[10].bytes_a_step == pytest.approx(400_000)
+    assert two[10].exchange_seconds == pytest.approx(0.64)
+    assert (two[10].step_ratio, four[20].step_ratio) == (1.0, 1.0)
+    assert four[10].step_ratio == pytest.approx(1.28)
+
+
 def test_the_command_for_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     arguments = ["plan", "islands", str(file), "--model", "124M", "--hosts", "4", "--bandwidth", "100mbit"]
@@ -82,6 +94,34 @@ def test_the_command_for_islands(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text(json.dumps({"deepspeed_compress": {}}))
     assert main(arguments) == 1
     assert "/deepspeed_compress/islands is missing" in capsys.readouterr().err
+
+
+def test_what_islands_keep_for_themselves_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    model, file = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+
+    def planned(own: list[str], size: str = str(model)) -> tuple[int, str]:
+        file.write_text(json.dumps({"deepspeed_compress": {"islands": {"size": 2, "own": own}}}))
+        code = main(["plan", "islands", str(file), "--model", size, "--hosts", "2", "--bandwidth", "1mbit"])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    # Two layers of 32 x (32 + 16 + 16 + 32) in attention, 3 x 32 x 48 after it and two norms; a norm, embedding, head.
+    layers = 2 * (32 * 96 + 3 * 32 * 48 + 64)
+    assert f"{layers + 32 + 2 * 64 * 32:,} parameters" in planned([])[1]
+    assert f"{layers + 32 + 64 * 32:,} parameters" in planned(["lm_head"])[1]
+    with pytest.warns(CompressWarning, match="own/1: 'heads' matches none of the 21 parameters"):
+        assert f"{layers + 32:,} parameters" in planned(["lm_head|embed", "heads"])[1]
+    for own, size, text in (
+        (["."], str(model), "names all 21 parameters"),
+        (["lm_head"], "124M", "--model 124M does not tell"),
+    ):
+        code, output = planned(own, size)
+        assert code == 1
+        assert f"/deepspeed_compress/islands/own: {own}" in output
+        assert text in output
 
 
 @pytest.mark.parametrize(("text", "bits"), [("100mbit", 1e8), ("10 Gbit/s", 1e10), ("1e6", 1e6)])

@@ -20,7 +20,7 @@ def config(**section: Any) -> Any:
 
 
 def stages(total: int | None = None, **section: Any) -> list[tuple[int, str]]:
-    return [(step, brief(settings)) for step, settings in timeline(Scheduled(config(**section), total))]
+    return [(step, brief(settings)) for step, settings, _ in timeline(Scheduled(config(**section), total))]
 
 
 def test_without_a_schedule_nothing_changes() -> None:
@@ -445,3 +445,40 @@ def test_saved_settings_take_nothing_from_an_edited_section() -> None:
     edited = Policy(config(gradients={"bits": 4, "min_numel": 7}, guard={}), None, lambda event: None)
     edited.load(json.loads(json.dumps(policy.saved())))
     assert edited._plan.settings.min_numel != 7
+
+
+WEIGHT_PHASES = {
+    "phases": [{"until": 0.25, "weights": {"bits": 8}}, {"until": 0.5}, {"weights": {"method": "sign"}}],
+    "total_steps": 8,
+}
+
+
+def test_weights_have_phases_of_their_own() -> None:
+    events: list[Event] = []
+    policy = Policy(config(weights={"bits": 4}, schedule=WEIGHT_PHASES), 8, events.append)
+    found = [brief(policy.begin(step).weights) for step in range(10)]
+    assert found == ["blockwise bits=8"] * 2 + ["blockwise bits=4"] * 2 + ["sign"] * 6
+    assert [event.step for event in events] == [2, 4]
+    assert events[1].after == "blockwise bits=8, weights sign"
+
+
+@pytest.mark.parametrize(
+    ("section", "stage", "place"),
+    [
+        ({"schedule": WEIGHT_PHASES}, 1, "/deepspeed_compress/schedule/phases"),
+        ({"weights": {"bits": 4}, "schedule": WEIGHT_PHASES}, 3, "/deepspeed_compress/schedule/phases"),
+        (
+            {"weights": {}, "schedule": {"phases": [{"weights": {"overlap": True}}], "total_steps": 8}},
+            1,
+            "/deepspeed_compress/schedule/phases/0/weights/overlap",
+        ),
+        (
+            {"weights": {}, "schedule": {"phases": [{"weights": {"bits": 5}}], "total_steps": 8}},
+            1,
+            "/deepspeed_compress/schedule/phases/0/weights/bits",
+        ),
+    ],
+)
+def test_phases_of_weights_that_cannot_be_are_refused(section: dict[str, Any], stage: int, place: str) -> None:
+    problems = find_problems({SECTION: section, "zero_optimization": {"stage": stage}})
+    assert [problem.pointer for problem in problems] == [place]

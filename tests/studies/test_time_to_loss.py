@@ -111,7 +111,7 @@ def test_an_adaptive_file_is_refused(tmp_path: Path) -> None:
     ds_config[SECTION]["adaptive"] = {}
     (tmp_path / "adaptive.json").write_text(json.dumps(ds_config))
     with pytest.raises(ConfigError, match="/deepspeed_compress/adaptive chooses by the network"):
-        time_to_loss._trained_as(tmp_path / "adaptive.json", 0)
+        time_to_loss.trained_as(tmp_path / "adaptive.json", 0)
 
 
 def row(name: str, seconds: float, rate: str = "1gbit", stage: int | None = None, sent: float = 4e6) -> dict[str, Any]:
@@ -175,6 +175,7 @@ def test_several_seeds_are_means_and_one_that_fails_shows() -> None:
     assert outcomes(worse, 10, times)[1].seconds == {}
 
 
+@pytest.mark.rotating(4)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_study_from_text_to_tables(tmp_path: Path, text: Text, capfd: pytest.CaptureFixture[str]) -> None:

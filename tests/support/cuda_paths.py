@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed_compress.communication import exchange
 from deepspeed_compress.compression import kernels
-from deepspeed_compress.engine import zero_0, zero_12
+from deepspeed_compress.engine.gradients import zero_0, zero_12
 from tests.support.streams import Clock, Device, Event
 
 

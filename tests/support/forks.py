@@ -22,7 +22,7 @@ class RankError(Exception):
 
 
 def run_forks(
-    ranks: int, work: Callable[..., T], *args: Any, timeout: float = 120, shared_memory: bool = False
+    ranks: int, work: Callable[..., T], *args: Any, timeout: float = 360, shared_memory: bool = False
 ) -> list[T]:
     """`work(rank, *args)` on every rank, with the environment that the deepspeed launcher sets.
 

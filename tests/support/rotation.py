@@ -14,8 +14,9 @@ def today() -> int:
 
 
 def is_due(test: str, parts: int, sources: tuple[str, ...], day: int) -> bool:
-    """Whether a test, by its id, is in the share of the day. `sources`: files and directories, from the root."""
-    return crc32(test.encode()) % parts == day % parts or _changed(sources)
+    """Whether a test, by its id, is in the share of the day, or one of `sources` (files and directories, from the root)
+    has changed."""
+    return crc32(test.encode()) % parts == day % parts or (bool(sources) and _changed(sources))
 
 
 @cache

@@ -14,6 +14,7 @@ from deepspeed_compress.tools.tune import trials
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
 from deepspeed_compress.tools.tune.trials import Trials
+from tests.support.processes import wait_until_gone
 
 RUNG = Rung(1, 30, 0.01, 0.0)
 CANDIDATE = Candidate("int4", {"gradients": {"bits": 4}})
@@ -137,20 +138,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (pathlib.Path(sys.argv[3]).parent / "child").write_text(str(child.pid))
 time.sleep(600)
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
 
 
 def test_a_trial_whose_time_is_up_ends_with_everything_that_it_started(start: Any) -> None:

@@ -40,6 +40,7 @@ def tune(directory: Path, port: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(600)

@@ -1,7 +1,7 @@
 """How many elements a sparsifier keeps, and where: the same number of every block, whatever the values."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.compressors.base import aligned
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
 __all__ = ["Selection"]
 
@@ -50,12 +51,26 @@ class Selection:
 
     def columns(self, x: Tensor, select: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Block-relative indices (int64 [kept]) by `select`, which gets rows of `x` and k: int64 [rows, k]."""
-        found, begin = [x.new_empty(0, dtype=torch.int64)], 0
+        found = [select(x[part].view(shape), kept).view(-1) for part, shape, kept in self._rows()]
+        return torch.cat(found or [x.new_empty(0, dtype=torch.int64)])
+
+    def columns_of_sum(self, x: Tensor, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+        """Block-relative indices (int64 [kept]) of the largest of `x` + decay * before, and the sum there (fp32
+        [kept]); all of the sum becomes `after`."""
+        found = [(x.new_empty(0, dtype=torch.int64), x.new_empty(0))]
+        for part, shape, kept in self._rows():
+            inside = ResidualBuffers(memory.before[part], memory.decay, memory.after[part])
+            columns, values = for_device(x.device).top_k_rows_of_sum(x[part].view(shape), kept, inside)
+            found.append((columns.view(-1), values.view(-1)))
+        columns, values = zip(*found, strict=True)
+        return torch.cat(columns), torch.cat(values)
+
+    def _rows(self) -> Iterator[tuple[slice, tuple[int, int], int]]:
+        """(elements, their shape [rows, width], kept of each row) of `parts`."""
+        begin = 0
         for count, width, kept in self.parts:
-            rows = x[begin : begin + count * width].view(count, width)
-            found.append(select(rows, kept).view(-1))
+            yield slice(begin, begin + count * width), (count, width), kept
             begin += count * width
-        return torch.cat(found)
 
     def positions(self, columns: Tensor) -> Tensor:
         """Absolute indices of the block-relative `columns`, both int64 [kept]."""

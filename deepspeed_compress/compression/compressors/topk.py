@@ -10,6 +10,7 @@ from deepspeed_compress.compression.compressors.base import Compressor
 from deepspeed_compress.compression.compressors.cast import Cast
 from deepspeed_compress.compression.compressors.selection import Selection
 from deepspeed_compress.compression.kernels import for_device
+from deepspeed_compress.compression.kernels.forms import ResidualBuffers
 
 __all__ = ["TopK"]
 
@@ -56,9 +57,23 @@ class TopK:
         select = kernels.top_k_sampled if self.scope == "threshold" else kernels.top_k_rows
         columns = selection.columns(x, select)
         selection.pack(columns, out[: selection.index_bytes])
-        values = x[selection.positions(columns)]
-        values.masked_fill_(values.abs() < self.min_magnitude, 0.0)
-        self.values.compress(values, out[selection.index_bytes :], key)
+        self._send(x[selection.positions(columns)], out[selection.index_bytes :], key)
+
+    def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
+        """See `FusedFeedback`: the memory is written once, and again where values were sent."""
+        selection = self._selection(x.numel())
+        columns, values = selection.columns_of_sum(x, memory)
+        selection.pack(columns, out[: selection.index_bytes])
+        payload = out[selection.index_bytes :]
+        self._send(values, payload, key)
+        self.values.decompress_add(payload, values, -1.0)
+        left = torch.empty(values.numel(), dtype=memory.after.dtype, device=x.device)
+        for_device(x.device).cast(values, left)
+        memory.after.index_copy_(0, selection.positions(columns), left)
+
+    def _send(self, values: Tensor, out: Tensor, key: int) -> None:
+        """Encode the `values` kept, but the smallest, into `out`."""
+        self.values.compress(values.masked_fill(values.abs() < self.min_magnitude, 0.0), out, key)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
         selection = self._selection(out.numel())

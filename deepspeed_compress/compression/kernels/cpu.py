@@ -37,6 +37,7 @@ __all__ = [
     "quantize_rows_between",
     "square_norm",
     "top_k_rows",
+    "top_k_rows_of_sum",
     "top_k_sampled",
     "uniform",
     "unpack_bits",
@@ -79,6 +80,10 @@ _LIBRARY = _declared(
     ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
     ("compress_square_norm", [_POINTER, _INT, _LONG, _POINTER]),
     ("compress_top_k", [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT]),
+    (
+        "compress_top_k_of_sum",
+        [_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT],
+    ),
     ("compress_pack_bits", [_POINTER, _LONG, _INT, _POINTER, _LONG]),
     ("compress_unpack_bits", [_POINTER, _INT, _LONG, _POINTER]),
     ("compress_dct", [_POINTER, _STRIDES, _POINTER, _STRIDES, _LONG, _LONG, _INT, _INT, _INT, _INT]),
@@ -168,6 +173,16 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     columns = torch.empty(len(rows), k, dtype=torch.int64)
     _LIBRARY.compress_top_k(_at(rows), len(rows), rows.shape[1], k, _at(columns), torch.get_num_threads())
     return columns
+
+
+def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+    """See `reference.top_k_rows_of_sum`: one pass over `rows` and the memory."""
+    columns, values = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), k)
+    _LIBRARY.compress_top_k_of_sum(
+        *(_at(rows), len(rows), rows.shape[1], k, *_memory(memory), _at(columns), _at(values)),
+        torch.get_num_threads(),
+    )
+    return columns, values
 
 
 top_k_sampled = top_k_rows

@@ -37,6 +37,7 @@ __all__ = [
     "quantize_rows_between",
     "square_norm",
     "top_k_rows",
+    "top_k_rows_of_sum",
     "top_k_sampled",
     "uniform",
     "unpack_bits",
@@ -93,6 +94,15 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
             bits(values), out, out.numel(), scale, tile=TILE, num_warps=4, enable_fp_fusion=False
         )
     return None
+
+
+def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+    """See `reference.top_k_rows_of_sum`: three programs, for a row's sum may be longer than what one can hold."""
+    total = rows.clone()
+    add_cast(memory.before, total.view(-1), memory.decay)
+    columns = top_k_rows(total, k)
+    cast(total.view(-1), memory.after)
+    return columns, total.gather(1, columns)
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:

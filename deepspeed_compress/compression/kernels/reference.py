@@ -46,6 +46,7 @@ __all__ = [
     "quantize_rows_between",
     "square_norm",
     "top_k_rows",
+    "top_k_rows_of_sum",
     "top_k_sampled",
     "uniform",
     "unpack_bits",
@@ -124,6 +125,17 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
     groups = _largest(maxima, every_group, min(k, maxima.shape[1]))
     columns = (groups.unsqueeze(2) * group + torch.arange(group, device=rows.device)).flatten(1)
     return _largest(magnitudes.gather(1, columns), columns, k).sort(dim=1).values
+
+
+def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
+    """`top_k_rows` of rows + decay * before (product and sum rounded each by itself), which becomes `after` (finite
+    where the fp32 value is): columns int64 [r, k], and what the sum is there, fp32 [r, k].
+    """
+    total = rows.clone()
+    add_cast(memory.before, total.view(-1), memory.decay)
+    columns = top_k_rows(total, k)
+    cast(total.view(-1), memory.after)
+    return columns, total.gather(1, columns)
 
 
 def _magnitudes(x: Tensor) -> Tensor:

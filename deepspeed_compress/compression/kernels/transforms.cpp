@@ -1,8 +1,9 @@
-// Orthonormal transforms of 64 x 64 tiles (DCT) and of blocks of powers of two (Hadamard), called through ctypes.
+// Orthonormal transforms of tiles up to 64 x 64 (DCT) and of blocks of powers of two (Hadamard), called through ctypes.
 //
 // Every element is computed by the same operations in the same order on every processor, so all ranks get the same bits;
 // they differ from the matrix products of the reference by rounding.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -126,17 +127,61 @@ inline void inverse<1>(const Lanes* in, int, const float*, Lanes* x) {
     x[0] = in[0] * TABLES.first;
 }
 
-// Transforms all columns of a tile, and leaves it transposed.
+// `size` in whole vectors.
+inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
+
+// The orthonormal DCT-II matrices of all sizes up to that of a tile: for each input the factors of all outputs, side by
+// side, with zeros up to whole vectors.
+struct Matrices {
+    std::vector<float> forward[SIZE + 1], inverse[SIZE + 1];
+
+    Matrices() {
+        for (int size = 1; size <= SIZE; size++) {
+            const int width = padded(size);
+            forward[size].resize(size * width), inverse[size].resize(size * width);
+            for (int k = 0; k < size; k++)
+                for (int n = 0; n < size; n++)
+                    inverse[size][k * width + n] = forward[size][n * width + k] =
+                        float(std::sqrt((k ? 2.0 : 1.0) / size) * std::cos(M_PI / (2 * size) * (2 * n + 1) * k));
+        }
+    }
+
+    const float* of(int size, bool is_inverse) const { return (is_inverse ? inverse : forward)[size].data(); }
+};
+
+const Matrices MATRICES;
+
+// The transform of `size` vectors by the matrix of any size; zeros behind them, up to whole vectors.
+inline void any_size(const Lanes* in, int size, const float* matrix, Lanes* out) {
+    constexpr int TOGETHER = 8;
+    const int outputs = padded(size);
+    for (int k = 0; k < outputs; k += TOGETHER) {
+        Lanes sums[TOGETHER] = {};
+        for (int n = 0; n < size; n++)
+            for (int o = 0; o < TOGETHER; o++) sums[o] = fused(in[n], matrix[n * outputs + k + o], sums[o]);
+        for (int o = 0; o < TOGETHER; o++) out[k + o] = sums[o];
+    }
+}
+
+// The transform of LANES columns of `height` elements.
 template <bool INVERSE>
-void columns(const float* tile, float* transposed) {
-    for (int column = 0; column < SIZE; column += LANES) {
+inline void lanes(Lanes* in, int height, Lanes* out) {
+    if (height != SIZE)
+        any_size(in, height, MATRICES.of(height, INVERSE), out);
+    else if (INVERSE)
+        inverse<SIZE>(in, 1, TABLES.odd, out);
+    else
+        forward<SIZE>(in, TABLES.odd, out, 1);
+}
+
+// Transforms all columns of a tile in a work space of SIZE x SIZE, and leaves it transposed in another.
+template <bool INVERSE>
+void columns(const float* tile, int height, int width, float* transposed) {
+    for (int column = 0; column < width; column += LANES) {
         Lanes in[SIZE], out[SIZE];
-        for (int row = 0; row < SIZE; row++) std::memcpy(&in[row], tile + row * SIZE + column, sizeof(Lanes));
-        if (INVERSE)
-            inverse<SIZE>(in, 1, TABLES.odd, out);
-        else
-            forward<SIZE>(in, TABLES.odd, out, 1);
-        for (int row = 0; row < SIZE; row += LANES) {
+        for (int row = 0; row < height; row++) std::memcpy(&in[row], tile + row * SIZE + column, sizeof(Lanes));
+        lanes<INVERSE>(in, height, out);
+        for (int row = 0; row < height; row += LANES) {
             transpose(out + row);
             for (int lane = 0; lane < LANES; lane++)
                 std::memcpy(transposed + (column + lane) * SIZE + row, &out[row + lane], sizeof(Lanes));
@@ -144,49 +189,86 @@ void columns(const float* tile, float* transposed) {
     }
 }
 
-// Through a copy: rows that are a power of two apart would fight for the same places of the cache.
-template <bool INVERSE>
-void full_tile(const float* tile, int64_t stride, float* out, int64_t out_stride) {
-    alignas(64) float whole[SIZE * SIZE], half[SIZE * SIZE];
-    for (int row = 0; row < SIZE; row++) std::memcpy(whole + row * SIZE, tile + row * stride, SIZE * sizeof(float));
-    columns<INVERSE>(whole, half);
-    columns<INVERSE>(half, whole);
-    for (int row = 0; row < SIZE; row++) std::memcpy(out + row * out_stride, whole + row * SIZE, SIZE * sizeof(float));
-}
-
-// The orthonormal DCT-II matrices of all sizes up to that of a tile, row after row, and their transposes.
-struct Matrices {
-    std::vector<float> of_size[SIZE + 1], transposed[SIZE + 1];
-
-    Matrices() {
-        for (int size = 1; size <= SIZE; size++) {
-            of_size[size].resize(size * size), transposed[size].resize(size * size);
-            for (int k = 0; k < size; k++)
-                for (int n = 0; n < size; n++)
-                    of_size[size][k * size + n] = transposed[size][n * size + k] =
-                        float(std::sqrt((k ? 2.0 : 1.0) / size) * std::cos(M_PI / (2 * size) * (2 * n + 1) * k));
-        }
-    }
+// Where a tile lies: its first element, from a row to the next, and how many there are.
+struct Place {
+    const float* tile;
+    int64_t stride;
+    int height, width;
 };
 
-// sum += factor * row, all of `count` elements.
-inline void add_row(float* sum, float factor, const float* row, int count) {
-    for (int i = 0; i < count; i++) sum[i] += factor * row[i];
+// Through a copy: rows that are a power of two apart would fight for the same places of the cache.
+template <bool INVERSE>
+void dense_tile(const Place& place, float* out, int64_t out_stride) {
+    alignas(64) float whole[SIZE * SIZE], half[SIZE * SIZE];
+    for (int row = 0; row < place.height; row++) {
+        std::memcpy(whole + row * SIZE, place.tile + row * place.stride, place.width * sizeof(float));
+        std::memset(whole + row * SIZE + place.width, 0, (padded(place.width) - place.width) * sizeof(float));
+    }
+    columns<INVERSE>(whole, place.height, place.width, half);
+    columns<INVERSE>(half, place.width, place.height, whole);
+    for (int row = 0; row < place.height; row++)
+        std::memcpy(out + row * out_stride, whole + row * SIZE, place.width * sizeof(float));
 }
 
-// A tile of any size up to 64 x 64, by two products with matrices, rows of which lie side by side.
-void small_tile(const Matrices& matrices, const float* tile, int64_t stride, float* out, int64_t out_stride, int height,
-                int width, bool is_inverse) {
-    const float* left = (is_inverse ? matrices.transposed : matrices.of_size)[height].data();
-    const float* right = (is_inverse ? matrices.of_size : matrices.transposed)[width].data();
-    float half[SIZE * SIZE] = {};
-    for (int row = 0; row < height; row++)
-        for (int n = 0; n < width; n++) add_row(half + row * width, tile[row * stride + n], right + n * width, width);
-    for (int k = 0; k < height; k++) {
-        float* result = out + k * out_stride;
-        std::memset(result, 0, width * sizeof(float));
-        for (int row = 0; row < height; row++) add_row(result, left[k * height + row], half + row * width, width);
+constexpr int FEW = 256;  // coefficients, for which a row of the basis each costs half of what all rows do
+
+// Which of the first `count` of LANES elements are not zero, a bit each; NaN is not.
+inline uint32_t not_zero(const float* x, int count) {
+#if defined(__AVX512F__)
+    const __m512 all = _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), x);
+    return _mm512_cmp_ps_mask(all, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+#else
+    uint32_t found = 0;
+    for (int lane = 0; lane < count; lane++) found |= uint32_t(x[lane] != 0.0f) << lane;
+    return found;
+#endif
+}
+
+// Places (row * SIZE + column) of what is not zero; -1 if they are more than FEW.
+int find_few(const Place& place, uint16_t* found) {
+    int count = 0;
+    for (int row = 0; row < place.height; row++)
+        for (int column = 0; column < place.width; column += LANES) {
+            const int width = std::min(LANES, place.width - column);
+            uint32_t left = not_zero(place.tile + row * place.stride + column, width);
+            if (count + __builtin_popcount(left) > FEW) return -1;
+            for (; left; left &= left - 1) found[count++] = uint16_t(row * SIZE + column + __builtin_ctz(left));
+        }
+    return count;
+}
+
+// The inverse of a tile of few coefficients: a row of the basis for each, then all columns.
+void sparse_tile(const Place& place, const uint16_t* found, int count, float* out, int64_t out_stride) {
+    alignas(64) Lanes half[SIZE][SIZE / LANES];
+    const int parts = padded(place.width) / LANES;
+    std::memset(half, 0, sizeof half[0] * place.height);
+    const float* basis = MATRICES.of(place.width, true);
+    for (int c = 0; c < count; c++) {
+        const int row = found[c] / SIZE, column = found[c] % SIZE;
+        const float coefficient = place.tile[row * place.stride + column];
+        for (int part = 0; part < parts; part++) {
+            Lanes factors;
+            std::memcpy(&factors, basis + column * parts * LANES + part * LANES, sizeof factors);
+            half[row][part] = fused(factors, coefficient, half[row][part]);
+        }
     }
+    for (int part = 0; part < parts; part++) {
+        Lanes in[SIZE], result[SIZE];
+        for (int row = 0; row < place.height; row++) in[row] = half[row][part];
+        lanes<true>(in, place.height, result);
+        const int width = std::min(LANES, place.width - part * LANES);
+        for (int row = 0; row < place.height; row++)
+            std::memcpy(out + row * out_stride + part * LANES, &result[row], width * sizeof(float));
+    }
+}
+
+void inverse_tile(const Place& place, float* out, int64_t out_stride) {
+    uint16_t found[FEW];
+    const int count = find_few(place, found);
+    if (count < 0)
+        dense_tile<true>(place, out, out_stride);
+    else
+        sparse_tile(place, found, count, out, out_stride);
 }
 
 }  // namespace
@@ -197,18 +279,15 @@ extern "C" {
 // tile to the next beside it, from a row of elements to the next. `out` does not overlap `tiles`.
 void compress_dct(const float* tiles, const int64_t* strides, float* out, const int64_t* out_strides, int64_t rows,
                   int64_t columns_, int height, int width, int is_inverse, int threads) {
-    static const Matrices matrices;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) collapse(2)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t column = 0; column < columns_; column++) {
-            const float* from = tiles + row * strides[0] + column * strides[1];
+            const Place place{tiles + row * strides[0] + column * strides[1], strides[2], height, width};
             float* to = out + row * out_strides[0] + column * out_strides[1];
-            if (height != SIZE || width != SIZE)
-                small_tile(matrices, from, strides[2], to, out_strides[2], height, width, is_inverse);
-            else if (is_inverse)
-                full_tile<true>(from, strides[2], to, out_strides[2]);
+            if (is_inverse)
+                inverse_tile(place, to, out_strides[2]);
             else
-                full_tile<false>(from, strides[2], to, out_strides[2]);
+                dense_tile<false>(place, to, out_strides[2]);
         }
 }
 

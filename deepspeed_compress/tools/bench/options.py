@@ -15,10 +15,15 @@ PEERS = (
     "deepspeed",
     "deepspeed-bf16",
     "ddp",
+    "ddp-int4",
     "ddp-bf16",
     *(f"ddp-powersgd{rank}" for rank in (1, 2, 4, 8)),
     *(f"ddp-post-local{steps}" for steps in (4, 8)),
     "fsdp2",
+    "fsdp2-int4",
+    "fsdp2-int4-weights",
+    "megatron",
+    "megatron-int4",
 )
 SIZES = ("4K", "16K", "64K", "256K", "1M", "4M", "16M")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from deepspeed_compress import ddp, fsdp2
+from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import build_model, read_model_config
 from deepspeed_compress.tools.bench.gauges import device
 from deepspeed_compress.tools.bench.workload import Workload
+from deepspeed_compress.training.stepper import Stepper
 
-__all__ = ["PEERS", "Optimizer", "Peer", "TorchStepper", "Wrapped", "alone", "bare_model"]
+__all__ = ["DTYPES", "PEERS", "Optimizer", "Peer", "TorchStepper", "Wrapped", "alone", "bare_model"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +52,11 @@ class Optimizer:
         params = {name: value for name, value in ds_config["optimizer"]["params"].items() if name != "torch_adam"}
         return cls(params, ds_config.get("scheduler"))
 
+    def scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The schedule of the rates of `optimizer`: DeepSpeed's own, so that peers have them to the last bit."""
+        found = self.schedule
+        return getattr(lr_schedules, found["type"])(optimizer, **found["params"]) if found else None
+
 
 @dataclass(frozen=True)
 class Wrapped:
@@ -56,6 +64,7 @@ class Wrapped:
 
     `synchronised(last)`: context of a micro-batch, which tells whether it is the last one of its step. `stepped`: to
     call after each optimizer step. `evaluating`: context in which all ranks have the weights that the method trains.
+    `attach`: to call with the optimizer, before the first step; what it gives has a session.
     """
 
     model: Any
@@ -63,6 +72,16 @@ class Wrapped:
     synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext()
     stepped: Callable[[], object] = lambda: None
     evaluating: Callable[[], AbstractContextManager[object]] = nullcontext
+    attach: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None
+
+
+class PeerStepper(Stepper, Protocol):
+    """`session`: of the package, where it compresses; else None."""
+
+    session: Any
+
+    def close(self) -> None:
+        """Leave the process as it was, for the next one."""
 
 
 class TorchStepper:
@@ -73,7 +92,9 @@ class TorchStepper:
         # FSDP2 cuts the parameters when it wraps, so that they are asked for here.
         self.parameters = list(wrapped.parameters_of.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, **optimizer.adamw)
-        self.schedule = _schedule(self.optimizer, optimizer.schedule)
+        attached = wrapped.attach(self.optimizer)
+        self.session: Any = None if attached is None else attached.session
+        self.schedule = optimizer.scheduled(self.optimizer)
 
     def train(self, batch: Tensor) -> Tensor:
         """One optimizer step on token windows (micro_batches, micro_size, length): the mean loss, ()."""
@@ -94,6 +115,8 @@ class TorchStepper:
         with torch.no_grad(), self.wrapped.evaluating():
             return torch.stack([self._loss(tokens) for tokens in batch]).mean()
 
+    def close(self) -> None: ...
+
     def _accumulate(self, tokens: Tensor, number: int, count: int) -> Tensor:
         with self.wrapped.synchronised(number == count):
             loss = self._loss(tokens)
@@ -103,11 +126,6 @@ class TorchStepper:
     def _loss(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.wrapped.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
-
-
-def _schedule(optimizer: torch.optim.Optimizer, described: Mapping[str, Any] | None) -> Any:
-    """DeepSpeed's own, so that peers have its rates to the last bit."""
-    return getattr(lr_schedules, described["type"])(optimizer, **described["params"]) if described else None
 
 
 def bare_model(workload: Workload) -> Any:
@@ -128,39 +146,45 @@ def _ddp(model: Any, start: int) -> Wrapped:
     return _of_ddp(_distributed(model))
 
 
+def _ddp_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:
+    """Gradients compressed by this package."""
+    wrapped, document = _ddp(model, start), {SECTION: dict(section)}
+    return replace(wrapped, attach=lambda optimizer: ddp.attach(wrapped.model, document, optimizer))
+
+
 def _ddp_bf16(model: Any, start: int) -> Wrapped:
-    ddp = _distributed(model)
-    ddp.register_comm_hook(None, _compressed_to_bf16)
-    return _of_ddp(ddp)
+    wrapped = _distributed(model)
+    wrapped.register_comm_hook(None, _compressed_to_bf16)
+    return _of_ddp(wrapped)
 
 
 def _powersgd(model: Any, start: int, rank: int) -> Wrapped:
     """With error feedback and warm start, as by default."""
-    ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
-    ddp.register_comm_hook(state, powerSGD_hook)
-    return _of_ddp(ddp)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return _of_ddp(wrapped)
 
 
-def _post_local(model: Any, start: int, period: int) -> Wrapped:
-    """Steps on this rank's own gradients, and every `period` of them the mean of all weights."""
-    ddp = _distributed(model)
+def _post_local(model: Any, start: int, every: int) -> Wrapped:
+    """Steps on this rank's own gradients, and every `every` of them the mean of all weights."""
+    wrapped = _distributed(model)
     state: Any = PostLocalSGDState(None, None, start, False)  # type: ignore[no-untyped-call]
-    ddp.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period, warmup_steps=start)
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(every, warmup_steps=start)
 
     def average() -> None:
-        averager.average_parameters(ddp.parameters())
+        averager.average_parameters(wrapped.parameters())
 
-    return _of_ddp(ddp, average, partial(_averaged, ddp))
+    return _of_ddp(wrapped, average, partial(_averaged, wrapped))
 
 
 def _of_ddp(
-    ddp: DistributedDataParallel,
+    model: DistributedDataParallel,
     stepped: Callable[[], object] = lambda: None,
     evaluating: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Wrapped:
-    return Wrapped(ddp, ddp, partial(_ddp_synchronised, ddp), stepped, evaluating)
+    return Wrapped(model, model, partial(_ddp_synchronised, model), stepped, evaluating)
 
 
 def _distributed(model: Any) -> DistributedDataParallel:
@@ -197,6 +221,12 @@ def _fsdp2(model: Any, start: int) -> Wrapped:
     return Wrapped(model, model, partial(_fsdp2_synchronised, model))
 
 
+def _fsdp2_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:
+    """The same, with what is exchanged compressed by this package."""
+    wrapped, document = _fsdp2(model, start), {SECTION: dict(section)}
+    return replace(wrapped, attach=lambda optimizer: fsdp2.attach(model, document, optimizer))
+
+
 def _blocks(model: Any) -> list[torch.nn.Module]:
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -208,26 +238,50 @@ def _fsdp2_synchronised(model: Any, last: bool) -> Iterator[None]:
     yield
 
 
+def _torch(workload: Workload, optimizer: Optimizer, start: int, wrap: Callable[..., Wrapped]) -> TorchStepper:
+    return TorchStepper(wrap(bare_model(workload), start), workload, optimizer)
+
+
+def _megatron(
+    workload: Workload, optimizer: Optimizer, start: int, section: Mapping[str, Any] | None = None
+) -> PeerStepper:
+    # Of an extra of its own, which others do not need.
+    from deepspeed_compress.tools.bench.megatron import MegatronStepper
+
+    return MegatronStepper(workload, optimizer, section)
+
+
 @dataclass(frozen=True)
 class Peer:
-    """`wrap(model, start)`: the model on this rank, whose first `start` optimizer steps are DDP's.
+    """`make(workload, optimizer, start)`: what takes steps on this rank, the first `start` of them as DDP does.
 
     `least_start`: the fewest of them; None for a method that begins at once, whatever `start` is. `period`: optimizer
     steps after which what is sent repeats.
     """
 
-    wrap: Callable[..., Wrapped]
+    make: Callable[[Workload, Optimizer, int], PeerStepper]
     least_start: int | None = None
     period: int = 1
 
 
+def _of_torch(wrap: Callable[..., Wrapped], least_start: int | None = None, period: int = 1, **options: Any) -> Peer:
+    return Peer(partial(_torch, wrap=partial(wrap, **options)), least_start, period)
+
+
+_INT4: Mapping[str, Any] = MappingProxyType({"gradients": {"method": "blockwise", "bits": 4}, "monitor": {"every": 1}})
+_INT4_WEIGHTS: Mapping[str, Any] = MappingProxyType({**_INT4, "weights": {"bits": 4}})
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "ddp": Peer(_ddp),
-        "ddp-bf16": Peer(_ddp_bf16),
-        **{f"ddp-powersgd{rank}": Peer(partial(_powersgd, rank=rank), WARMED_UP) for rank in (1, 2, 4, 8)},
-        **{f"ddp-post-local{steps}": Peer(partial(_post_local, period=steps), 0, steps) for steps in (4, 8)},
-        "fsdp2": Peer(_fsdp2),
+        "ddp": _of_torch(_ddp),
+        "ddp-int4": _of_torch(_ddp_compressed, section=_INT4),
+        "ddp-bf16": _of_torch(_ddp_bf16),
+        **{f"ddp-powersgd{rank}": _of_torch(_powersgd, WARMED_UP, rank=rank) for rank in (1, 2, 4, 8)},
+        **{f"ddp-post-local{steps}": _of_torch(_post_local, 0, steps, every=steps) for steps in (4, 8)},
+        "fsdp2": _of_torch(_fsdp2),
+        "fsdp2-int4": _of_torch(_fsdp2_compressed, section=_INT4),
+        "fsdp2-int4-weights": _of_torch(_fsdp2_compressed, section=_INT4_WEIGHTS),
+        "megatron": Peer(_megatron),
+        "megatron-int4": Peer(partial(_megatron, section=_INT4)),
     }
 )
 """By name, as `bench step --peers` and the studies take it."""

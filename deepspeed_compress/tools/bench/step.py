@@ -180,7 +180,7 @@ def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
 
 def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
     """Payload of every rank as the package counts it; a row that gathers weights alike says it for DeepSpeed."""
-    if row["contender"]["kind"] == OURS:
+    if "predicted" in row["traffic"][0]:
         return [rank["predicted"] for rank in row["traffic"]]
     counted = next((other for other in rows if _counts_for(other, row, rows)), None)
     return [rank["predicted_uncompressed"] for rank in counted["traffic"]] if counted else None

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed_compress.config import SECTION
 from deepspeed_compress.models import Layout, build_parallel, read_model_config
 from deepspeed_compress.tools.bench import peers
 from deepspeed_compress.tools.bench.gauges import device
-from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper, Wrapped
+from deepspeed_compress.tools.bench.peers import PEERS, Optimizer, TorchStepper
 from deepspeed_compress.tools.bench.workload import Contender, Workload
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, Share, Stepper, share_of
 
@@ -59,18 +59,18 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONC
         return _engine(workload, contender.ds_config)
     peer = PEERS[contender.kind]
     dense = 0 if peer.least_start is None else max(start, peer.least_start)
-    wrapped = peer.wrap(peers.bare_model(workload), dense)
-    return replace(_plain(workload, wrapped, optimizer), dense_steps=dense, period=peer.period)
+    stepper = peer.make(workload, optimizer, dense)
+    return System(stepper, _whole(workload), stepper.close, stepper.session, dense, peer.period)
 
 
 def compute_only(workload: Workload) -> System:
     """The whole model on one process with its share of the sequences, and nothing to communicate."""
-    return _plain(workload, peers.alone(peers.bare_model(workload), 0), AT_ONCE)
+    return System(TorchStepper(peers.alone(peers.bare_model(workload), 0), workload, AT_ONCE), _whole(workload))
 
 
-def _plain(workload: Workload, wrapped: Wrapped, optimizer: Optimizer) -> System:
-    share = Share(dist.get_rank(), dist.get_world_size(), *workload.share, dist.group.WORLD)
-    return System(TorchStepper(wrapped, workload, optimizer), share)
+def _whole(workload: Workload) -> Share:
+    """Every rank has the whole model."""
+    return Share(dist.get_rank(), dist.get_world_size(), *workload.share, dist.group.WORLD)
 
 
 def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
@@ -94,5 +94,5 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     section = session.config if compressed else None
     islands = section.islands if section is not None else None
     dense = 0 if section is None else max(section.schedule.warmup_steps, islands.warmup_steps if islands else 0)
-    period = islands.sync_every if islands else 1
+    period = (islands.sync_steps if islands else None) or 1
     return System(stepper, share_of(made), made.destroy, session, dense, period)

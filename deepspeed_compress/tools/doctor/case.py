@@ -14,11 +14,11 @@ from deepspeed_compress.tools.doctor.patches import difference
 from deepspeed_compress.tools.doctor.run import Line, Run
 from deepspeed_compress.tools.doctor.thresholds import Thresholds
 
-__all__ = ["NEEDS", "OTHER_KINDS", "Case", "Slowest", "Times"]
+__all__ = ["NEEDS", "OTHER_KINDS", "SAMPLES", "Case", "Slowest", "Times"]
 
 P = ParamSpec("P")
 
-OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor")
+OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Case:
         behind = statistics.median((line["busy_ms_max"] - line["busy_ms_median"]) / line["step_ms"] for line in lines)
         always = count >= self.limits.same_rank * len(lines)
         return Slowest(rank, count / len(lines), behind, always, counts, tuple(lines))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no islands that could be looked at."""
+        return self.run.section is not None and self.run.section.islands is None
 
     @property
     def weights_compressed(self) -> bool:
@@ -216,6 +221,10 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
         "losses": ("losses", lambda case: len(case.run.losses) >= case.limits.lines),
         "baseline": ("--baseline", lambda case: case.baseline is not None),
         "cosine": ("cosine", lambda case: len(case.values("cosine")) >= SAMPLES),
+        "islands": (
+            "islands_cosine",
+            lambda case: case.alone or len(case.values("islands_cosine", case.run.steps)) >= SAMPLES,
+        ),
         "ranks": ("slowest_rank and step_ms", lambda case: case.slowest is not None),
         "times": (
             "step_ms of compressed steps",

@@ -69,6 +69,12 @@ class Thresholds:
     noise: float = 0.25
     """The same excess where the rank changes: chance makes some rank the slowest, but not by a quarter of a step."""
 
+    alike: float = 0.05
+    """Cosine between what islands move: its square, a quarter of a percent, is the part that they have in common, and
+    islands that see data of one kind have many times that."""
+    late: float = 0.5
+    """Part of the exchanges that an island misses: with most of them missed its work is mostly lost."""
+
     anomalies: int = 3
     """Fewer may be bad data."""
     skipped: float = 0.02

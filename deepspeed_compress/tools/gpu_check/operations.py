@@ -218,6 +218,22 @@ def top_k(width: int, k: int) -> Comparison:
     )  # fmt: skip
 
 
+def top_k_of_sum(width: int, k: int, kept: torch.dtype) -> Comparison:
+    """The same of a sum."""
+
+    def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
+        x = x[: x.numel() // width * width]
+        memory = _memory(x, kept)
+        assert memory is not None
+        columns, values = kernels.top_k_rows_of_sum(x.view(-1, width), k, memory)
+        return columns, values, memory.after.view(-1, width)
+
+    return Comparison(
+        "top_k_rows_of_sum", f"top {k} of rows of {width}, memory {NAMES[kept]}", run, (Fraction(1, width),) * 3,
+        unit=width, sizes=(3 * width,), large=width == 4096, bytes=22,
+    )  # fmt: skip
+
+
 def _top_k_sampled(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
     k = max(1, x.numel() // 100)
     return (kernels.top_k_sampled(x.view(1, -1), k) if x.numel() else x,)
@@ -305,6 +321,7 @@ COMPARISONS: Sequence[Comparison] = (
     Comparison("uniform", "uniform numbers", _uniform, (ONE,), large=True, bytes=9),
     *(pack_bits(width) for width in (1, 2, 3, 5, 8, 11, 16, 17)),
     *(pack_codes(width) for width in (1, 2, 3, 4, 8)),
+    *(top_k_of_sum(width, k, kept) for width, k in ((64, 7), (4096, 30)) for kept in (FP32, BF16)),
     Comparison("top_k_sampled", "top 1 % by a sample", _top_k_sampled, (ONE,), sizes=(70_001,)),
     Comparison("quantize_rows", "rows to 4 bits", _quantize_rows, (Fraction(1, 64),), unit=64),
     Comparison("quantize_rows_between", "rows between bounds", _quantize_rows_between, (Fraction(1, 64),), unit=64),

@@ -33,6 +33,7 @@ TRAFFIC = (
     TrafficKind("activations between stages", "yellow", "bytes_pipeline"),
     TrafficKind("gradients of tied weights", "orange", "bytes_tied"),
     TrafficKind("tensor parallelism", "purple", "bytes_tensor"),
+    TrafficKind("exchanges between islands", "red", "bytes_islands"),
 )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed_compress.config import SECTION, parse_section, read_ds_config
+from deepspeed_compress.checkpoints.alone import hold
+from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.run import print_locks
 from deepspeed_compress.tools.tune.halving import make_rungs
@@ -54,6 +55,20 @@ def run(options: argparse.Namespace) -> int:
     candidates, left_out = find_candidates(ds_config, patches, excludes_momentum(options.arguments))
     _check(options, candidates, left_out)
     _claim(options.output, {"command": [options.launcher, *options.arguments], "ds_config": ds_config})
+    held = hold(options.output)
+    if held is None:
+        raise ConfigError(f"--output {options.output}: trials are running there now (allowed: one command at a time)")
+    with held:
+        return _tune(options, ds_config, candidates, left_out, console)
+
+
+def _tune(
+    options: argparse.Namespace,
+    ds_config: Mapping[str, Any],
+    candidates: Sequence[Candidate],
+    left_out: Sequence[Excluded],
+    console: Console,
+) -> int:
     _announce(console, candidates, left_out)
     outcome = _search(options, ds_config, candidates, console)
     summary = summarise(outcome, candidates, left_out, Objective(options.target_loss_gap, options.metric))
@@ -131,16 +146,17 @@ def _write(summary: Summary, ds_config: Mapping[str, Any], options: argparse.Nam
     optimal = output / OPTIMAL
     arguments = with_config(options.arguments, options.config, optimal)
     launcher = [] if options.launcher == "deepspeed" else ["--launcher", options.launcher]
-    command = shlex.join(["ds-compress", "run", *launcher, *arguments])
+    words = ["ds-compress", "run", *launcher, *arguments]
+    command, shown = shlex.join(words), shlex.join(masked_arguments(words))
     write_json(output / "summary.json", as_json(summary))
-    (output / "summary.md").write_text(as_markdown(summary, command), encoding="utf-8")
+    (output / "summary.md").write_text(as_markdown(summary, shown), encoding="utf-8")
     if can_plot() and summary.rows:
         draw_pareto(summary, output)
     console.print(as_table(summary))
     lines = conclusion(summary)
     if summary.row is not None:
         write_json(optimal, {**ds_config, SECTION: summary.chosen.section}, private=True)
-        (output / "cmd_optimal.txt").write_text(command + "\n", encoding="utf-8")
+        write_text(output / "cmd_optimal.txt", command + "\n", private=True)
         lines += [f"{optimal}: the file with this section. Train with it:", command]
     failure = summary.outcome.failure
     if failure is not None:

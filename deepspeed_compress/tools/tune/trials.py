@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.files import write_json
+from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.run_directory import read_lines, read_statistics
 from deepspeed_compress.tools.tune.halving import Result, Rung
 from deepspeed_compress.tools.tune.space import Candidate
@@ -233,7 +233,7 @@ class Trials:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         write_json(directory / CONFIG, self._config_of(candidate, rung), private=True)
-        (directory / "cmd.txt").write_text(shlex.join(command) + "\n", encoding="utf-8")
+        write_text(directory / "cmd.txt", shlex.join(command) + "\n", private=True)
         begin = time.monotonic()
         code = _wait(command, directory, begin + seconds, progress)
         result = _result(candidate.name, directory, code, time.monotonic() - begin)

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import deepspeed
 import torch.distributed as dist
 
-from deepspeed_compress.engine import early
-from deepspeed_compress.engine.attach import install
+from deepspeed_compress.engine.gradients import early
+from deepspeed_compress.engine.initialize import install
 from deepspeed_compress.errors import CompressError
 from tests.engine.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks

@@ -13,6 +13,7 @@ _TITLES = {
     "bytes_pipeline": "activations between stages",
     "bytes_tied": "gradients of tied weights",
     "bytes_tensor": "collectives of split layers",
+    "bytes_islands": "exchanges between islands",
 }
 
 

@@ -1,0 +1,20 @@
+"""The line at the start, where DeepSpeed is not."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.session.announced import joined, tell
+from deepspeed_compress.session.session import Session
+
+__all__ = ["announce"]
+
+
+def announce(session: Session, group: ProcessGroup, where: str, figures: Callable[[], Sequence[str]]) -> None:
+    """Write the line to standard error, on the first rank of `group`, unless `monitor.announce` is false.
+
+    `where`: the engine. `figures`: what there is to tell of gradients and weights; nothing where nothing is compressed.
+    """
+    if group.rank() == 0 and session.config.monitor.announce:
+        tell(partial(joined, session.config, where, group.size(), figures))

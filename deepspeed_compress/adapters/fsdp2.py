@@ -1,0 +1,197 @@
+"""PyTorch's FSDP2 (`fully_shard`): what brings gradients to the ranks that own them, and weights to all.
+
+The seams are `FSDPModule.set_custom_reduce_scatter` and `set_custom_all_gather` (torch/distributed/fsdp/_fully_shard).
+Memories are by names of parameters and ranges of their elements, so they do not depend on how a model is divided.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed_compress.adapters.announce import announce
+from deepspeed_compress.adapters.fsdp2_gradients import compress_gradients, count_gradients, uncompressed_bytes
+from deepspeed_compress.adapters.fsdp2_limits import find_division_limits, find_gradient_limits, find_weight_limits
+from deepspeed_compress.adapters.fsdp2_units import Ranks, Unit, check_torch_of_fsdp2, find_units
+from deepspeed_compress.adapters.fsdp2_weights import Gathers, is_gathered_by_us
+from deepspeed_compress.adapters.groups import find_place_in, make_group, make_hybrid_groups
+from deepspeed_compress.adapters.limits import find_common_limits, find_foreign_optimizer, refuse
+from deepspeed_compress.adapters.sessions import Attached, Config, Exchanged, attach_session, read_section
+from deepspeed_compress.adapters.steps import Scaler
+from deepspeed_compress.communication.reducer import Run
+from deepspeed_compress.communication.reduction import Groups, Parameters, WeightReduction
+from deepspeed_compress.compression.state import Position
+from deepspeed_compress.config import CompressConfig, CompressedWeights
+from deepspeed_compress.config.names import user_name
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.announced import gradient_texts, weight_text
+from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Attached", "attach"]
+
+
+def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scaler | None = None) -> Attached:
+    """Compress what `model` exchanges. Call it once, on all ranks of its mesh, before the first forward.
+
+    Args:
+        model: after `fully_shard`; all parts that are divided share one mesh, of one dimension, or of two for copies of
+            the model (HSDP): the first one is that of the copies.
+        config: a path or a dict, with the section `deepspeed_compress`.
+        optimizer: steps the parameters of `model`. It ends the step of the compression too.
+        scaler: the `GradScaler` of the loss, where there is one.
+
+    Returns:
+        What saves and loads the memories of compression, and tells what it does.
+
+    Raises:
+        ConfigError: the section is missing or wrong.
+        UnsupportedError: this model cannot be compressed rightly, or not with this section.
+        SeamError: this PyTorch is not known.
+
+    Examples:
+        >>> for block in network.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(network)
+        >>> optimizer = torch.optim.AdamW(network.parameters())
+        >>> compression = deepspeed_compress.fsdp2.attach(network, "ds_config.json", optimizer)
+        >>> compression.save("checkpoint/step_100")
+    """
+    check_torch_of_fsdp2()
+    section, document = read_section(config)
+    divided = _Divided.of(model)
+    refuse(model, _limits(divided, section, optimizer))
+    attached = attach_session(divided.exchanged(section), optimizer, scaler, section, document)
+    session = attached.session
+    exchange = compress_gradients if section.gradients.method != "none" else count_gradients
+    check = exchange(divided.units, divided.ranks, attached)
+    gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
+    hook = partial(_before_forward, attached, divided.units, check, gathers)
+    # Before FSDP2's own, which gathers.
+    model.register_forward_pre_hook(hook, prepend=True)
+    announce(session, divided.whole, divided.text, partial(_figures, divided, session))
+    return attached
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A model that FSDP2 has divided. `whole`: the process group of all ranks that train it, copies too."""
+
+    units: Sequence[Unit]
+    ranks: Ranks
+    whole: ProcessGroup
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Divided":
+        units = find_units(model)
+        if not any(unit.trained() for unit in units):
+            raise UnsupportedError("nothing that is trained is divided in this model; call fully_shard before")
+        ranks = units[0].ranks()
+        whole = (
+            ranks.shard
+            if ranks.replicate is None
+            else make_group(units[0].theirs.mesh_info.mesh.mesh.flatten().tolist())
+        )
+        return cls(units, ranks, whole)
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are, also of parameters that are kept on the host."""
+        device: torch.device = self.units[0].theirs.device
+        return device
+
+    @property
+    def text(self) -> str:
+        copies = self.ranks.size // self.ranks.shard.size()
+        return "FSDP2" if copies == 1 else f"FSDP2, {copies} copies of the model"
+
+    @cached_property
+    def trained(self) -> Parameters:
+        """What reducers know. What is not compressed travels in a type that holds all gradients exactly."""
+        chosen = {unit: unit.trained() for unit in self.units}
+        dtypes = {unit.reduce_dtype(parameter) for unit, found in chosen.items() for parameter in found.values()}
+        every = {name: parameter for found in chosen.values() for name, parameter in found.items()}
+        return _described(every, self.units, reduce(torch.promote_types, dtypes))
+
+    @cached_property
+    def gathered(self) -> Parameters:
+        """Frozen parameters too."""
+        every = {name: one.sharded_param for unit in self.units for name, one in unit.parameters()}
+        return _described(every, self.units, self.trained.dtype)
+
+    def exchanged(self, config: CompressConfig) -> Exchanged:
+        whole, shard, replicate = self.whole, self.ranks.shard, self.ranks.replicate
+        if replicate is None:
+            return Exchanged(whole, self.trained, self.device, find_place_in(whole, config))
+        position = Position(whole.rank(), whole.size(), 0, 1, node_size=shard.size())
+        hybrid = partial(_hybrid_groups, shard, replicate)
+        return Exchanged(whole, self.trained, self.device, position, hybrid)
+
+    def rounding(self, session: Session) -> WeightReduction | None:
+        """What rounds weights; None where they are gathered exactly."""
+        weights, run = session.config.weights, Run(session.clock, session.meter, session.config.seed)
+        return WeightReduction(weights, self.gathered, run) if isinstance(weights, CompressedWeights) else None
+
+
+def _hybrid_groups(shard: ProcessGroup, replicate: ProcessGroup, whole: ProcessGroup, config: CompressConfig) -> Groups:
+    return make_hybrid_groups(shard, replicate, whole)
+
+
+def _described(parameters: Mapping[str, Parameter], units: Sequence[Unit], dtype: torch.dtype) -> Parameters:
+    shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
+    names = {name: user_name(parameter, name) for name, parameter in parameters.items()}
+    return Parameters(
+        {name: shapes[name] for name in parameters}, sorted(names.values()), dtype=dtype, user_names=names
+    )
+
+
+def _limits(divided: _Divided, section: CompressConfig, optimizer: Optimizer) -> Iterator[str]:
+    units, ranks, weights = divided.units, divided.ranks, section.weights
+    yield from find_common_limits(section, optimizer, divided.device)
+    if any(is_gathered_by_us(unit) for unit in units):
+        yield "something is attached to it already: call attach once"
+    yield from find_foreign_optimizer(optimizer, [one for unit in units for one in unit.trained().values()])
+    if section.gradients.method != "none" or isinstance(weights, CompressedWeights):
+        yield from find_division_limits(units, ranks)
+    if section.gradients.method != "none":
+        yield from find_gradient_limits(units, ranks, section)
+    if isinstance(weights, CompressedWeights):
+        yield from find_weight_limits(units, weights)
+
+
+def _before_forward(
+    attached: Attached,
+    units: Sequence[Unit],
+    check: Callable[[], None],
+    gathers: Gathers,
+    model: nn.Module,
+    inputs: object,
+) -> None:
+    check()
+    gathers.before_forward()
+    gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
+    if attached.steps.reduced and all(gradient is None for gradient in gradients):
+        # Cleared by the module, not by the optimizer.
+        attached.steps.forget()
+
+
+def _figures(divided: _Divided, session: Session) -> list[str]:
+    """Of one reduction a step."""
+    texts, shards, config = [], divided.ranks.shard.size(), session.config
+    if config.gradients.method != "none":
+        trained = divided.trained
+        sizes = [(name, trained.numel(name)) for name in trained.shapes]
+        alone = [
+            uncompressed_bytes(unit, names, divided.ranks) for unit in divided.units if (names := [*unit.trained()])
+        ]
+        texts += gradient_texts(session, trained, one_bucket(sizes, shards, apart=True), False, sum(alone))
+    if isinstance(config.weights, CompressedWeights):
+        itemsize = max(dtype.itemsize for unit in divided.units for dtype in unit.gather_dtypes())
+        when = "each time they are gathered"
+        texts.append(weight_text(config.weights, divided.gathered, shards, itemsize, when))
+    return texts

@@ -1,0 +1,172 @@
+"""What FSDP2 has divided, read from the model: all that is private of torch is named here.
+
+FSDP2 (torch/distributed/fsdp/_fully_shard) exchanges a group of parameters at once (`FSDPParamGroup`): those of a
+module that `fully_shard` was called for, but those of modules inside for which it was called too.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+
+from deepspeed_compress.errors import SeamError, UnsupportedError
+
+__all__ = ["Ranks", "Unit", "check_torch_of_fsdp2", "find_units", "reduce_by_shards_alone"]
+
+KNOWN = (Version("2.13"), Version("2.14.dev0"))
+"""Versions of torch whose FSDP2 is known: the first one, and the first one that is not."""
+
+_GROUP = (
+    "fsdp_params",
+    "mesh_info",
+    "post_forward_mesh_info",
+    "mp_policy",
+    "device",
+    "post_backward",
+    "reduce_grads",
+    "all_reduce_grads",
+    "reduce_scatter_unused_params",
+    "gradient_divide_factor",
+    "_reduce_scatter_comm",
+    "_all_gather_comm",
+)
+_PARAMETER = (
+    "sharded_param",
+    "_orig_size",
+    "_sharded_local_tensor",
+    "is_dtensor",
+    "fsdp_placement",
+    "unsharded_accumulated_grad",
+    "_sharded_param_data",
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Process groups of FSDP2: `shard` divides parameters, `replicate` has the same part of them; None without HSDP."""
+
+    shard: ProcessGroup
+    replicate: ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return self.shard.size() * (1 if self.replicate is None else self.replicate.size())
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that FSDP2 exchanges at once.
+
+    `module`: whose public methods set what exchanges them. `theirs`: the `FSDPParamGroup`. `names`: of its parameters
+    in the model, in its order.
+    """
+
+    module: FSDPModule
+    theirs: Any
+    names: tuple[str, ...]
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of parameters before FSDP2 has divided them."""
+        return {name: tuple(one._orig_size) for name, one in self.parameters()}
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else that its module holds is exchanged apart, over other ranks."""
+        return len(self.module._get_fsdp_state()._fsdp_param_groups) == 1
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """(name, `FSDPParam`)."""
+        return zip(self.names, self.theirs.fsdp_params, strict=True)
+
+    def trained(self) -> dict[str, Parameter]:
+        """The parameters that are trained, as the optimizer has them: this rank's part of each."""
+        return {name: one.sharded_param for name, one in self.parameters() if one.sharded_param.requires_grad}
+
+    def reduce_dtype(self, parameter: Parameter) -> torch.dtype:
+        """Of its gradient in a reduction."""
+        policy = self.theirs.mp_policy
+        return policy.reduce_dtype or policy.param_dtype or parameter.dtype
+
+    def gather_dtypes(self) -> set[torch.dtype]:
+        """Of the weights in a gather; several travel as bytes."""
+        dtypes = {one.sharded_param.dtype for _, one in self.parameters()}
+        chosen = self.theirs.mp_policy.param_dtype
+        return {chosen if chosen is not None and dtype.is_floating_point else dtype for dtype in dtypes}
+
+    def with_gradients(self) -> tuple[str, ...]:
+        """Those whose gradients are there to be reduced now, as `FSDPParamGroup.post_backward` finds them."""
+        unused = self.theirs.reduce_scatter_unused_params
+        return tuple(name for name, one in self.parameters() if _has_gradient(one, unused))
+
+    def ranks(self) -> Ranks:
+        """Raises UnsupportedError where it is not FSDP2 that divides the parameters."""
+        info = self.theirs.mesh_info
+        if info.shard_mesh_dim is None:
+            raise UnsupportedError("replicate() of torch divides nothing: use DistributedDataParallel and ddp.attach")
+        return Ranks(info.shard_process_group, getattr(info, "replicate_process_group", None))
+
+
+def _has_gradient(parameter: Any, unused: bool) -> bool:
+    # The unsharded parameter is there from the first gather on.
+    whole = vars(parameter).get("_unsharded_param")
+    if whole is None:
+        return False
+    accumulated: Any = parameter.unsharded_accumulated_grad
+    return accumulated is not None or whole.grad is not None or (unused and whole.requires_grad)
+
+
+def check_torch_of_fsdp2() -> None:
+    """SeamError unless the FSDP2 of this torch is known."""
+    if not KNOWN[0] <= Version(torch.__version__) < KNOWN[1]:
+        raise SeamError(
+            f"PyTorch {torch.__version__} is installed, but fsdp2.attach reads internals that it knows in torch "
+            f">={KNOWN[0]},<{KNOWN[1].base_version} only; install one of these"
+        )
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """All of `model`, in its order. SeamError where torch has something else than is known."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        # The names of parameters are those of their parts.
+        module.reshard()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, Unit] = {}
+    for module in sharded:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            _check(group)
+            own = tuple(names[id(one.sharded_param)] for one in group.fsdp_params)
+            found.setdefault(id(group), Unit(module, group, own))
+    return list(found.values())
+
+
+def _check(group: Any) -> None:
+    owners = ((group, _GROUP), (group.fsdp_params[0], _PARAMETER))
+    missing = [
+        f"{type(owner).__name__}.{name}" for owner, needed in owners for name in needed if not hasattr(owner, name)
+    ]
+    if missing:
+        raise SeamError(f"FSDP2 of PyTorch {torch.__version__} has no {', '.join(missing)}")
+
+
+def reduce_by_shards_alone(unit: Unit) -> None:
+    """Leave the all-reduce between copies of the model to what reduce-scatters: FSDP2 goes on as without copies.
+
+    There is no public way to have another all-reduce than torch's: `set_all_reduce_hook` comes after it. Where parts
+    lie, and what gathers them, stays.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    theirs, before = unit.theirs, unit.theirs.mesh_info
+    theirs.mesh_info = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+    # The same object means that a forward pass divides parameters again as they were.
+    if theirs.post_forward_mesh_info is before:
+        theirs.post_forward_mesh_info = theirs.mesh_info

@@ -1,0 +1,127 @@
+"""Weights that FSDP2 gathers for forward and backward: `FSDPModule.set_custom_all_gather`.
+
+No rank keeps what it gathered, so there is nothing that a difference could be taken to: the weights themselves are
+rounded, the parts that the optimizer steps stay exact, and every gather of a step rounds them alike (ZeRO++,
+arXiv:2306.10209, section 3.1, with 8 bits). What is gathered while the model is in evaluation, and in steps that send
+everything uncompressed, is exact.
+"""
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from deepspeed_compress.adapters.fsdp2_units import Ranks, Unit
+from deepspeed_compress.adapters.groups import make_group
+from deepspeed_compress.communication.buckets import Partition, partition_by_owners
+from deepspeed_compress.communication.payload import PendingGather
+from deepspeed_compress.communication.reduction import WeightReduction
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Gathers", "is_gathered_by_us"]
+
+
+class _Waited(dist.Work):
+    """A gather under way, as FSDP2 waits for one."""
+
+    def __init__(self, pending: PendingGather) -> None:
+        super().__init__()
+        self._pending: PendingGather | None = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with torch.no_grad():
+                pending.wait()
+        return True
+
+
+class Gathers:
+    """The gathers of the weights of `model`: rounded by `weights`, None leaves them exact and counts them."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, session: Session, weights: WeightReduction | None
+    ) -> None:
+        self._model = model
+        self.session = session
+        self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
+        self._reducer = None if weights is None else cache(weights.rounding_reducer)
+        self._shard = ranks.shard
+        self._gathers = [_Gather(unit, self, unit.theirs._all_gather_comm) for unit in units if unit.alone]
+        for gather in self._gathers:
+            gather.unit.module.set_custom_all_gather(gather)
+        if len(self._gathers) < len(units):
+            text = f"{SECTION}: weights that are divided over several meshes in one module are not counted"
+            warnings.warn(text, CompressWarning, stacklevel=4)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a gather that begins now is rounded."""
+        return self._reducer is not None and self._model.training and not self.session.dense
+
+    def before_forward(self) -> None:
+        """Weights that are still here from a forward pass in training are gathered again where they must be exact."""
+        for gather in self._gathers if not self.rounds else ():
+            gather.forget()
+
+    def rounds_over(self, group: ProcessGroup) -> bool:
+        """Whether one over `group` is: what a forward pass has left divided over fewer ranks is rounded already."""
+        return self.rounds and group.group_name == self._shard.group_name
+
+    def start(self, weights: Tensor, partition: Partition) -> PendingGather:
+        """Begin to gather `weights`, cut by `partition`, and to round them."""
+        assert self._reducer is not None
+        return self._reducer(self._group, weights.dtype).start_all_gather(weights, partition)
+
+
+class _Gather(AllGather):
+    """Gathers the weights of one unit: by `gathers`, or exactly by `theirs`."""
+
+    def __init__(self, unit: Unit, gathers: Gathers, theirs: AllGather) -> None:
+        self.unit, self._gathers, self._theirs = unit, gathers, theirs
+        self._rounded = False
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._theirs.allocate(size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """`output_tensor` becomes the parts of all ranks of `group`, of which this one has `input_tensor`."""
+        if not self._gathers.rounds_over(group):
+            self._rounded = self._rounded and self._gathers.rounds
+            self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
+            return self._theirs(output_tensor, input_tensor, group, async_op)
+        self._rounded = True
+        mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        pending = self._gathers.start(output_tensor, self._partition(group.size()))
+        if output_tensor.device.type == "cpu":
+            # Nothing else lets it travel beside what is computed.
+            return _Waited(pending)
+        pending.wait()
+        return None
+
+    def forget(self) -> None:
+        """Divide the weights again if those that are here are rounded."""
+        if self._rounded:
+            self.unit.module.reshard()
+            self._rounded = False
+
+    def _partition(self, ranks: int) -> Partition:
+        shares = tuple((name, one._sharded_param_data.numel()) for name, one in self.unit.parameters())
+        return partition_by_owners(shares, ranks)
+
+
+def is_gathered_by_us(unit: Unit) -> bool:
+    return isinstance(unit.theirs._all_gather_comm, _Gather)

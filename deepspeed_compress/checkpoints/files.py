@@ -1,0 +1,332 @@
+"""Which checkpoints of a directory are whole: what each rank has written is listed, with digests, in a file beside it.
+
+A list is removed before its files are replaced, and written after them; all carry the name of one save. So a directory
+with the lists of all ranks of one save has been written to its end, and a flipped bit or a missing file has a name.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.errors import StateError
+
+__all__ = [
+    "Checkpoint",
+    "FileList",
+    "Save",
+    "check_place",
+    "checkpoints",
+    "digest",
+    "find_damaged",
+    "find_missing",
+    "find_problems",
+    "latest_tag",
+    "list_failure",
+    "list_file",
+    "list_paths",
+    "listed",
+    "prune",
+    "publish",
+    "read_list",
+    "remove",
+    "rename",
+    "replace_text",
+    "superfluous",
+    "tags_to_try",
+    "temporary",
+    "unlist",
+    "unlist_all",
+    "write_list",
+]
+
+VERSION = 1
+_STEM = "deepspeed_compress_files_rank_"
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Save:
+    """One call of `save_checkpoint`, alike on all ranks: number `number` of the run `run`.
+
+    `latest`: whether the file `latest` shall name it once it is whole. `automatic`: not by the program.
+    """
+
+    directory: Path
+    tag: str
+    run: str
+    number: int
+    step: int
+    world: int
+    latest: bool = True
+    automatic: bool = False
+
+    @property
+    def place(self) -> Path:
+        return self.directory / self.tag
+
+
+@dataclass(frozen=True)
+class FileList:
+    """What one rank has written. `files`: bytes and SHA-256 of each, by its path below the tag directory. `problem`:
+    why they are not all."""
+
+    version: int
+    run: str
+    number: int
+    step: int
+    rank: int
+    world: int
+    automatic: bool
+    files: Mapping[str, tuple[int, str]]
+    problem: str = ""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "FileList":
+        """From what JSON makes of the fields."""
+        return cls(**{**fields, "files": {name: (size, sha) for name, (size, sha) in fields["files"].items()}})
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As JSON, with a digest of all of it."""
+        found = asdict(self)
+        return {**found, "sha256": _sha256_of(found)}
+
+
+def _sha256_of(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def listed(save: Save, rank: int, digests: Mapping[Path, str]) -> FileList:
+    """The list of files that are there, by their SHA-256."""
+    found = {file.relative_to(save.place).as_posix(): (file.stat().st_size, one) for file, one in digests.items()}
+    return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found)
+
+
+def list_failure(save: Save, rank: int, problem: str) -> None:
+    """Tell those who wait for the list of `rank` that there will be none."""
+    write_list(
+        save.place,
+        FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, {}, problem),
+    )
+
+
+def write_list(place: Path, listed: FileList) -> None:
+    """The files of `listed` are below the tag directory `place`, or will never be."""
+    replace_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
+
+
+def unlist(save: Save, rank: int) -> None:
+    """Before files of the same tag are replaced."""
+    list_file(save.place, rank).unlink(missing_ok=True)
+
+
+def check_place(save: Save) -> None:
+    """StateError where the directory is gone: whoever removed it does not want what would be written there."""
+    if not save.place.is_dir():
+        raise StateError(f"{save.place} could not be made, or was removed before all of it was written")
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of what is in `file`."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def replace_text(file: Path, text: str) -> None:
+    """`file` is as it was, or has all of `text`, whatever happens meanwhile."""
+    written = temporary(file)
+    with written.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(written, file)
+
+
+def rename(written: Path, file: Path, held: Callable[[], AbstractContextManager[None]]) -> None:
+    """`written` becomes `file` while `held()`; it is removed where that may not be."""
+    try:
+        with held():
+            os.replace(written, file)
+    except StateError:
+        written.unlink(missing_ok=True)
+        raise
+
+
+def temporary(file: Path) -> Path:
+    """A name of this process alone: one that outlives its rank may write the same file as the run that follows."""
+    return file.with_name(f"{file.name}.{os.getpid()}.tmp")
+
+
+def list_file(place: Path, rank: int) -> Path:
+    """Where `rank` lists its files of the tag directory `place`."""
+    return place / f"{_STEM}{rank:05d}.json"
+
+
+def read_lists(place: Path) -> list[FileList]:
+    """The lists in a tag directory, by rank. Raises StateError where one cannot be read."""
+    return [read_list(file) for file in list_paths(place)]
+
+
+def list_paths(place: Path) -> list[Path]:
+    """The lists in a tag directory, by rank."""
+    return sorted(place.glob(f"{_STEM}*.json"))
+
+
+def read_list(file: Path) -> FileList:
+    """StateError where it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("sha256") != _sha256_of(found):
+            raise StateError(f"{file} is damaged: the digest does not fit")
+        listed = FileList.of(found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateError(f"{file} is damaged ({error!r})") from error
+    if listed.version != VERSION:
+        raise StateError(f"{file} has version {listed.version}, this package reads {VERSION}")
+    return listed
+
+
+def find_missing(save: Save) -> list[int]:
+    """The ranks that have not listed their files of `save` yet, or of a later one of this run that replaces them.
+
+    Raises StateError where one never will.
+    """
+    missing: list[int] = []
+    check_place(save)
+    for rank in range(save.world):
+        file = list_file(save.place, rank)
+        listed = read_list(file) if file.is_file() else None
+        if listed is None or listed.run != save.run or listed.number < save.number:
+            missing.append(rank)
+        elif listed.problem:
+            raise StateError(f"{save.place}: rank {rank}: {listed.problem}")
+    return missing
+
+
+def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
+    """What is wrong with the checkpoint in the tag directory `place`; nothing for one without lists.
+
+    Of the lists, those numbered `part`, `part + parts` ... are compared with their files, so that ranks share the work.
+    """
+    try:
+        lists = read_lists(place)
+    except StateError as error:
+        yield str(error)
+        return
+    if not lists:
+        return
+    names, worlds = {(listed.run, listed.number) for listed in lists}, {listed.world for listed in lists}
+    if len(names) > 1 or len(worlds) > 1 or len(lists) != lists[0].world:
+        yield f"{place}: {len(lists)} of {max(worlds)} ranks have listed their files, of {len(names)} saves"
+    yield from (
+        f"{place}: rank {listed.rank} did not write all: {listed.problem}" for listed in lists if listed.problem
+    )
+    for listed in lists[part::parts]:
+        yield from find_damaged(place, listed)
+
+
+def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
+    """Files of `listed` that are not below `place` as they were written."""
+    for name, (size, sha256) in listed.files.items():
+        file = place / name
+        if not file.is_file():
+            yield f"{file} is missing"
+        elif file.stat().st_size != size:
+            yield f"{file} has {file.stat().st_size} bytes of {size}"
+        elif digest(file) != sha256:
+            yield f"{file} is damaged: the digest does not fit"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A tag directory. `step`, `world`: None where no list tells. `complete`: all ranks have listed their files."""
+
+    place: Path
+    step: int | None
+    world: int | None
+    size: int
+    time: float
+    automatic: bool
+    complete: bool
+
+    @property
+    def tag(self) -> str:
+        return self.place.name
+
+
+def checkpoints(directory: Path) -> list[Checkpoint]:
+    """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete."""
+    tags = [place for place in directory.iterdir() if place.is_dir() and any(place.glob("*_states.pt"))]
+    return sorted(map(_checkpoint, tags), key=lambda found: (found.step is not None, found.step or 0, found.time))
+
+
+def _checkpoint(place: Path) -> Checkpoint:
+    files = [file for file in place.rglob("*") if file.is_file()]
+    size, time = sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)
+    try:
+        lists = read_lists(place)
+    except StateError:
+        return Checkpoint(place, None, None, size, time, automatic=False, complete=False)
+    if not lists:
+        return Checkpoint(place, None, None, size, time, automatic=False, complete=True)
+    first = lists[0]
+    alike = all(
+        (one.run, one.number, one.world, one.problem) == (first.run, first.number, first.world, "") for one in lists
+    )
+    complete = alike and len(lists) == first.world
+    return Checkpoint(place, first.step, first.world, size, time, first.automatic, complete)
+
+
+def tags_to_try(directory: Path) -> list[str]:
+    """What to load: what `latest` names, then those before it that are complete, the newest first; [] without any."""
+    named = latest_tag(directory)
+    if named is None:
+        return []
+    tags = [found.tag for found in checkpoints(directory) if found.complete or found.tag == named]
+    before = tags[: tags.index(named)] if named in tags else tags
+    return [named, *reversed(before)]
+
+
+def publish(save: Save) -> None:
+    """`latest` names this save from now on; nothing where it shall not."""
+    if save.latest:
+        replace_text(save.directory / LATEST, save.tag)
+
+
+def latest_tag(directory: Path) -> str | None:
+    """What `latest` names; None without it."""
+    latest = directory / LATEST
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def prune(directory: Path, keep: int) -> list[str]:
+    """Remove complete automatic checkpoints but the newest `keep`, and tell their tags."""
+    automatic = [found for found in checkpoints(directory) if found.automatic]
+    removed = superfluous(automatic, keep, latest_tag(directory))
+    for found in removed:
+        remove(found)
+    return [found.tag for found in removed]
+
+
+def superfluous(found: Sequence[Checkpoint], keep: int, latest: str | None) -> list[Checkpoint]:
+    """The complete ones of `found` but the newest `keep` and the `latest`."""
+    complete = [one for one in found if one.complete]
+    return [one for one in complete[: max(0, len(complete) - keep)] if one.tag != latest]
+
+
+def remove(found: Checkpoint) -> None:
+    """Its lists first: what is left if that is interrupted is not taken for a whole one."""
+    unlist_all(found.place)
+    shutil.rmtree(found.place)
+
+
+def unlist_all(place: Path) -> None:
+    """What is left in the tag directory `place` is whole for nobody."""
+    for file in list_paths(place):
+        file.unlink(missing_ok=True)

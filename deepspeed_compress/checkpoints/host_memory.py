@@ -1,0 +1,159 @@
+"""Checkpoints in the memory of a host: a directory in `/dev/shm` that outlives the processes that train.
+
+It looks like one on disk, with a directory for each tag, and files and lists of ranks in it (`files`). But a host holds
+the files of its own ranks alone, and copies of those of the host before it. So whether all of a checkpoint is there is
+known when all hosts have been asked, and what one of them lacks comes from another.
+"""
+
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from deepspeed_compress.checkpoints.files import FileList, list_paths, read_list, replace_text, unlist_all
+from deepspeed_compress.errors import StateError
+
+__all__ = [
+    "ENVIRONMENT",
+    "Held",
+    "Missing",
+    "find_held",
+    "job_directory",
+    "job_name",
+    "keep_only",
+    "missing_files",
+]
+
+ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
+"""Names the directory where something else makes it, and removes it at the end of the job."""
+_SHARED_MEMORY = Path("/dev/shm")
+_JOB = ".deepspeed_compress_job"
+
+
+def job_name(directory: Path) -> str:
+    """The job whose checkpoints on disk are in `directory`, by a file there: whoever removes the directory begins
+    another job. Raises StateError where there is no such file, and none can be made."""
+    file = directory / _JOB
+    try:
+        if not file.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            replace_text(file, uuid.uuid4().hex)
+        found = file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StateError(f"{file}, which names the job, can neither be read nor written: {error}") from error
+    if re.fullmatch("[0-9a-f]{32}", found) is None:
+        raise StateError(f"{file} is damaged: remove it, and checkpoints in memory begin anew")
+    return found
+
+
+def job_directory(job: str) -> Path:
+    """Where this host keeps what is in memory of `job`; nobody but this user may read it. Raises StateError where
+    somebody else has made it, or may."""
+    named = os.environ.get(ENVIRONMENT)
+    base = Path(named) if named else _SHARED_MEMORY / f"deepspeed_compress_{os.getuid()}"
+    for place in (base, base / job):
+        _make_private(place)
+    return base / job
+
+
+def _make_private(place: Path) -> None:
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+    except OSError as error:
+        raise StateError(f"{place}, for checkpoints in memory, cannot be made: {error}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StateError(
+            f"{place}, for checkpoints in memory, is not this user's alone (allowed: a directory of mode 0700); "
+            "remove it"
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a host holds of one save: `lists` by rank. Its files may be damaged all the same."""
+
+    tag: str
+    run: str
+    number: int
+    step: int
+    world: int
+    lists: Mapping[int, FileList]
+
+    @property
+    def save(self) -> tuple[int, str, str, int]:
+        """Which one it is, wherever it is held; the later, the larger."""
+        return (self.step, self.tag, self.run, self.number)
+
+
+def find_held(directory: Path) -> tuple[list[Held], list[str]]:
+    """What is in `directory`, and what is wrong with lists that cannot be read."""
+    found: list[Held] = []
+    problems: list[str] = []
+    for place in sorted(place for place in directory.iterdir() if place.is_dir()):
+        lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
+        for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
+            by_rank = {one.rank: one for one in some}
+            first = next(iter(by_rank.values()))
+            found.append(Held(place.name, run, number, first.step, first.world, by_rank))
+    return found, problems
+
+
+def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
+    for file in list_paths(place):
+        try:
+            listed = read_list(file)
+        except StateError as error:
+            problems.append(str(error))
+            continue
+        if not listed.problem:
+            yield listed
+
+
+def keep_only(directory: Path, tags: Iterable[str]) -> None:
+    """Remove all other tags. What another process has removed, or still writes, is no error."""
+    for place in directory.iterdir():
+        if place.is_dir() and place.name not in tags:
+            unlist_all(place)
+            shutil.rmtree(place, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A file of the tag directory that hosts `needed_by` lack; host `source` has it. `listed`: whose it is."""
+
+    name: str
+    listed: FileList
+    source: int
+    needed_by: tuple[int, ...]
+
+
+def missing_files(
+    lists: Mapping[int, FileList], whole: Iterable[frozenset[int]], ranks: Iterable[frozenset[int]]
+) -> Iterator[Missing]:
+    """What must go from host to host before all ranks can load.
+
+    Args:
+        lists: of all ranks.
+        whole: for each host, the ranks whose files it has, undamaged; each rank is in one of them.
+        ranks: for each host, those that run there.
+    """
+    hosts = list(zip(whole, ranks, strict=True))
+    for rank, listed in sorted(lists.items()):
+        source = next(host for host, (held, _) in enumerate(hosts) if rank in held)
+        lacking = {host: here for host, (held, here) in enumerate(hosts) if rank not in held}
+        for name in sorted(listed.files):
+            needed_by = tuple(host for host, here in lacking.items() if rank in here or _is_for_all(name))
+            if needed_by:
+                yield Missing(name, listed, source, needed_by)
+
+
+def _is_for_all(name: str) -> bool:
+    """Whether other ranks read the file too. Masters and memories are for the rank that wrote them."""
+    masters = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
+    return not masters and not name.startswith("deepspeed_compress_rank_")

@@ -1,0 +1,26 @@
+"""On how many ranks a checkpoint loads, as far as the names of its files and the state of compression tell."""
+
+import json
+from pathlib import Path
+
+__all__ = ["loads_on"]
+
+
+def loads_on(place: Path) -> str:
+    """Of the tag directory `place`, in a few words: replicas are ranks of one data-parallel group."""
+    if (place / "zero").is_dir():
+        return "any sizes, with load_universal"
+    models = len({file.name.partition("mp_rank_")[2] for file in place.glob("*mp_rank_*_model_states.pt")})
+    parts = f" x {models} (tensor, pipeline)" if models > 1 else ""
+    if any(place.glob("*expert_*_states.pt")) or (place / "offloaded_tensors").is_dir() or _by_node(place):
+        return f"the same number of replicas{parts}"
+    return f"any number of replicas{parts}"
+
+
+def _by_node(place: Path) -> bool:
+    """Whether memories are those of a hierarchy."""
+    try:
+        found = json.loads((place / "deepspeed_compress_rank_00000.json").read_text(encoding="utf-8"))
+        return bool(found["position"]["node_size"] > 1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,85 @@
+"""A vector as one message, for those who are in no group: what two ends agree on, and what the sender remembers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.communication.messages import MessageLayout, Messages, layouts_of_parts
+from deepspeed_compress.communication.payload import PayloadReducer
+from deepspeed_compress.communication.reduction import Reductions
+from deepspeed_compress.compression.compressors.base import message_key
+from deepspeed_compress.compression.segments import Segment, elements, scatter
+from deepspeed_compress.config import CompressedGradients, GradientsConfig
+from deepspeed_compress.config.places import BlockwiseGradients
+
+__all__ = ["Parcels", "as_bytes", "read_bytes"]
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """Vectors of `segments`, as `settings` say: flat fp32 [sum of numel], in their order.
+
+    `reductions`: of a site, whose stores keep what messages leave out. Messages are numbered, from 1, because codecs
+    may differ from one to the next.
+    """
+
+    settings: GradientsConfig
+    segments: Sequence[Segment]
+    reductions: Reductions
+
+    @property
+    def exact(self) -> bool:
+        """Whether vectors go as they are."""
+        return not isinstance(self.settings, CompressedGradients)
+
+    def size(self, number: int) -> int:
+        """Bytes of message `number`."""
+        return self._message(number)[1].sizes[0]
+
+    def encode(self, x: Tensor, number: int, sender: int, remember: bool) -> Tensor:
+        """Message `number` of `sender`: uint8, on the device of `x`. `remember`: with what former ones have left out,
+        and keep what this one does."""
+        messages, layout = self._message(number)
+        payload = torch.empty(layout.sizes[0], dtype=torch.uint8, device=x.device)
+        for piece in layout.pieces[0]:
+            channel, key = messages.channels[piece.channel], message_key((number, piece.channel), sender)
+            found = channel.codec.coefficients(elements(x, piece.segments), piece.segments)
+            out = payload[piece.begin : piece.end]
+            if remember:
+                channel.feedback.encode(found, piece.segments, out, key, channel.codec)
+            else:
+                channel.codec.compressor.compress(found, out, key)
+        return payload
+
+    def decode(self, payload: Tensor, number: int) -> Tensor:
+        """What message `number` says: flat fp32."""
+        messages, layout = self._message(number)
+        x = torch.zeros(sum(one.numel for one in self.segments), device=payload.device)
+        for piece in layout.pieces[0]:
+            part, codec = x.new_empty(piece.numel), messages.channels[piece.channel].codec
+            codec.decode([payload[piece.begin : piece.end]], piece.segments, part, 1.0)
+            scatter(part, piece.segments, x)
+        return x
+
+    def _message(self, number: int) -> tuple[Messages, MessageLayout]:
+        settings = self.settings if isinstance(self.settings, CompressedGradients) else _PLAIN
+        reduction = self.reductions.at(settings, number)
+        reducer = reduction.plain if self.exact else reduction.compressed
+        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
+        return reducer.messages, layouts_of_parts(reducer.messages, [self.segments])[0]
+
+
+_PLAIN = BlockwiseGradients()
+"""Any settings: their uncompressed reducer is used."""
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of `tensor`, flat and on the host."""
+    return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+
+
+def read_bytes(body: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
+    """The inverse: flat, in the memory of `body`."""
+    return torch.frombuffer(body, dtype=dtype) if len(body) else torch.zeros(0, dtype=dtype)

@@ -1,0 +1,202 @@
+"""What an adaptive choice is made of: candidates for gradients and for weights, and which settings cannot be any.
+
+A candidate must be able to take over in mid-run from every other one, and what its steps are worth must be known.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_compress.config.methods import NoCompression
+from deepspeed_compress.config.models import CompressConfig, Parallelism
+from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.patches import patched, patched_weights
+from deepspeed_compress.config.places import (
+    CompressedGradients,
+    CompressedWeights,
+    GradientsConfig,
+    PowerSGDGradients,
+    TopKWeights,
+    WeightsConfig,
+)
+from deepspeed_compress.config.problems import listed, problem
+from deepspeed_compress.config.schedules import FIXED, OWN_MOMENTUM
+from deepspeed_compress.diagnostics import Diagnostic, Path, pointer
+
+__all__ = [
+    "chooses_weights",
+    "find_nothing_to_choose",
+    "find_unchosen",
+    "gradient_candidates",
+    "weight_candidates",
+]
+
+Patch = Mapping[str, Any]
+
+USUAL: tuple[Patch, ...] = (
+    *({"method": "blockwise", "bits": bits} for bits in (8, 4, 3, 2)),
+    {"method": "sign"},
+    *({"method": "topk", "density": part, "values": {"method": "blockwise", "bits": 4}} for part in (0.1, 0.01)),
+)
+"""Candidates for gradients where the section has none."""
+USUAL_RANKS = (8, 4, 2, 1)
+"""Of PowerSGD, which are among them where it can take turns with the others."""
+_SMALL_BLOCKS: Patch = MappingProxyType({"block_size": 128, "scale_dtype": "bf16"})
+USUAL_WEIGHTS: tuple[Patch, ...] = (
+    {"method": "none"},
+    *({"method": "blockwise", "bits": bits} for bits in (8, 4, 3)),
+    *({"method": "sign", "levels": levels, **_SMALL_BLOCKS} for levels in (3, 2)),
+)
+"""Candidates for weights where the section has none."""
+
+
+def gradient_candidates(section: CompressConfig, low_rank: bool = True) -> tuple[GradientsConfig, ...]:
+    """What is written first, then no compression, then the others; what is written alone for methods with a momentum.
+
+    `low_rank`: whether PowerSGD is among the usual candidates.
+    """
+    written = section.gradients
+    assert section.adaptive is not None
+    if written.method in OWN_MOMENTUM:
+        return (written,)
+    chosen = section.adaptive.candidates
+    others = _usual(written, low_rank) if chosen is None else (patched(written, patch) for patch in chosen)
+    return tuple(dict.fromkeys((written, patched(written, {"method": "none"}), *others)))
+
+
+def _usual(written: GradientsConfig, low_rank: bool) -> Iterator[GradientsConfig]:
+    yield from (patched(written, patch) for patch in USUAL)
+    for rank in USUAL_RANKS if low_rank else ():
+        try:
+            settings = patched(written, {"method": "powersgd", "rank": rank})
+        except ValidationError:
+            # Its memory has no decay, for instance, and what is written has one.
+            return
+        if _why_not(written, settings) is None:
+            yield settings
+
+
+def chooses_weights(section: CompressConfig) -> bool:
+    """Whether the settings of weights may be chosen, where they travel as differences."""
+    weights = section.weights
+    return (
+        section.adaptive is not None and isinstance(weights, CompressedWeights) and not isinstance(weights, TopKWeights)
+    )
+
+
+def weight_candidates(section: CompressConfig, differences: bool) -> tuple[WeightsConfig, ...]:
+    """What is written first, then the others; alone where weights do not travel as `differences` (ZeRO 1 and 2)."""
+    written, adaptive = section.weights, section.adaptive
+    if not differences or not chooses_weights(section):
+        return (written,)
+    assert adaptive is not None
+    patches = USUAL_WEIGHTS if adaptive.weights is None else adaptive.weights
+    return tuple(dict.fromkeys((written, *(patched_weights(written, patch) for patch in patches))))
+
+
+def find_unchosen(section: CompressConfig) -> Iterator[Diagnostic]:
+    """What `adaptive` of `section` cannot choose from."""
+    if section.adaptive is None:
+        return
+    yield from _gradients(section)
+    yield from _weights(section)
+    if section.gradients.method == "none":
+        what = (
+            'cannot be combined with gradients.method "none", which leaves reduction to DeepSpeed (allowed: a method)'
+        )
+        yield problem(("adaptive",), what, "a method in gradients; none is always a candidate")
+    for key in ("ramp", "phases"):
+        if getattr(section.schedule, key):
+            what = f"cannot be combined with schedule.{key}, which says the settings as well (allowed: one of the two)"
+            yield problem(("adaptive",), what, f"adaptive without schedule.{key}")
+
+
+def _gradients(section: CompressConfig) -> Iterator[Diagnostic]:
+    written, adaptive = section.gradients, section.adaptive
+    assert adaptive is not None
+    own = written.method in OWN_MOMENTUM
+    for index, patch in enumerate(adaptive.candidates or ()):
+        # Keys that may not change are told of by themselves.
+        changed = {key: value for key, value in patch.items() if key not in FIXED}
+        path, settings = ("adaptive", "candidates", index), patched(written, changed)
+        reason = _why_momentum_stays(written) if own else _why_not(written, settings)
+        if reason is not None:
+            yield problem((*path, "method"), f'"{settings.method}" {reason[0]}', reason[1])
+    unfed = isinstance(written, PowerSGDGradients) and written.error_feedback is None
+    if unfed:
+        yield problem(("gradients", "error_feedback"), f"null with adaptive: {_UNFED[0]}", _UNFED[1])
+    if own and len(weight_candidates(section, differences=True)) == 1:
+        yield problem(("adaptive",), *_nothing(written.method))
+
+
+_UNFED = (
+    "PowerSGD without error feedback cannot be chosen, because what its steps are worth is known with it alone "
+    "(allowed: an object)",
+    '"error_feedback": {}, or another method',
+)
+
+
+def _why_momentum_stays(written: GradientsConfig) -> tuple[str, str]:
+    what = f'beside gradients.method "{written.method}"'
+    return (
+        f"cannot take over {what}, which needs an optimizer without a momentum, and keeps a momentum where others "
+        "keep a residual (allowed: no candidates; settings of weights are chosen)",
+        'no candidates, or "method": "blockwise" in gradients, with an optimizer that has a momentum',
+    )
+
+
+def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
+    """Why `settings` cannot take turns with those written, and what to write instead; None where they can."""
+    if settings.method in OWN_MOMENTUM:
+        what = "cannot take over in mid-run: it needs an optimizer without a momentum, and keeps a momentum of its own"
+        return f"{what} (allowed: all but {listed(sorted(OWN_MOMENTUM))})", '"powersgd", which sends as little'
+    if not isinstance(settings, CompressedGradients) or not isinstance(written, CompressedGradients):
+        return None
+    if isinstance(settings, PowerSGDGradients) and getattr(written, "hierarchy", None) is not None:
+        what = "reduces among all ranks at once, and gradients.hierarchy in two levels (allowed: methods with both)"
+        return what, '"blockwise", or "hierarchy": null in gradients'
+    if isinstance(settings, PowerSGDGradients) and settings.error_feedback is None:
+        return _UNFED
+    if (settings.residuals is None) != (written.residuals is None):
+        what = "and what is written in gradients do not both keep residuals, so that some would wait for ever"
+        return f"{what} (allowed: both or none)", '"error_feedback": {} in gradients, or another method'
+    return None
+
+
+def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
+    adaptive, weights = section.adaptive, section.weights
+    assert adaptive is not None
+    if adaptive.weights is None:
+        return
+    if not isinstance(weights, CompressedWeights):
+        what = 'cannot be combined with weights.method "none", which leaves weights to DeepSpeed (allowed: a method)'
+        yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
+        return
+    places: list[tuple[Path, WeightsConfig]] = [(("weights",), section.weights)]
+    # An empty patch says that weights stay as they are.
+    for index, patch in ((index, patch) for index, patch in enumerate(adaptive.weights) if patch):
+        places.append((("adaptive", "weights", index), patched_weights(section.weights, patch)))
+    for path, settings in places if any(adaptive.weights) else ():
+        if isinstance(settings, TopKWeights):
+            what = '"topk" cannot be chosen, because what its steps are worth depends on how far weights lag'
+            yield problem((*path, "method"), f"{what} (allowed: none, blockwise, sign)", '"method": "sign"')
+
+
+def find_nothing_to_choose(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """What cannot be chosen at the ZeRO stage of the file: under ZeRO 3 no rank keeps the weights that it gathers."""
+    parallelism, adaptive = section.parallelism or Parallelism(), section.adaptive
+    stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
+    if stage != 3 or adaptive is None or isinstance(section.weights, NoCompression):
+        return
+    if adaptive.weights is not None:
+        what = f"cannot be combined with {place}: 3, where weights are rounded and not sent as differences"
+        yield problem(("adaptive", "weights"), f"{what} (allowed: null)", f"null, or 1 or 2 as {place}")
+    elif section.gradients.method in OWN_MOMENTUM:
+        yield problem(("adaptive",), *_nothing(f"{section.gradients.method} under ZeRO 3"))
+
+
+def _nothing(method: str) -> tuple[str, str]:
+    what = f'has nothing to choose: "{method}" cannot take turns with other methods, nor can its weights'
+    return f"{what} (allowed: another method, or ZeRO 1 or 2 with weights of bits or signs)", "no adaptive"

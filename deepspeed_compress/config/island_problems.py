@@ -1,0 +1,89 @@
+"""What islands cannot be together with: settings of their own, the rest of the section, and the rest of the file."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed_compress.config.islands import Islands
+from deepspeed_compress.config.models import CompressConfig, Parallelism
+from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.places import PowerSGDGradients
+from deepspeed_compress.config.problems import problem, show
+from deepspeed_compress.diagnostics import Diagnostic, at, write
+
+
+def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
+    """Settings of islands that contradict each other."""
+    islands = section.islands
+    if islands is None:
+        return
+    yield from (_elastic_islands if islands.elastic is not None else _islands_of_a_job)(islands)
+    if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
+        what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
+        yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
+    for key in ("guard", "adaptive"):
+        if getattr(section, key) is not None:
+            what = "decides alike on all ranks, which islands do not before they meet (allowed with islands: null)"
+            yield problem((key,), what, f"nothing: remove {key}, or islands")
+    pipeline = (section.parallelism or Parallelism()).pipeline
+    if pipeline > 1:
+        what = (
+            f"{pipeline} is not available inside islands, because DeepSpeed deals out stages over all ranks of the job"
+        )
+        yield problem(("parallelism", "pipeline"), f"{what} (allowed with islands: 1)", "1, or remove islands")
+    if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
+        what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
+        yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
+
+
+def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:
+    if (islands.size is None) != islands.by_host:
+        what = f"{show(islands.size)} beside by_host {show(islands.by_host)} (allowed: one of the two)"
+        yield problem(("islands", "size"), what, '"size": 8, the ranks of an island, or "by_host": true without it')
+    if islands.sync_steps is None:
+        what = f"{show(islands.sync_every)} is a time, which the ranks of one job do not agree upon (allowed: steps)"
+        yield problem(("islands", "sync_every"), what, '30, a number of steps, or islands with "elastic"')
+        return
+    for key, most in (("fragments", islands.sync_steps), ("delay", islands.sync_steps - 1)):
+        if getattr(islands, key) > most:
+            what = f"{getattr(islands, key)} with sync_every {islands.sync_every} (allowed: up to {most})"
+            yield problem(("islands", key), what, f"{most}, or a larger sync_every")
+
+
+_OF_ONE_JOB = {"size": None, "by_host": False, "fragments": 1, "delay": 0, "warmup_steps": 0}
+"""What islands that come and go do not have, with the value that means nothing."""
+
+
+def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
+    for key, nothing in _OF_ONE_JOB.items():
+        if getattr(islands, key) != nothing:
+            what = (
+                f"{show(getattr(islands, key))} is of islands that are one job (allowed with elastic: {show(nothing)})"
+            )
+            yield problem(("islands", key), what, f"nothing: remove {key}, or elastic")
+    elastic = islands.elastic
+    if elastic is not None and elastic.give_up_seconds < elastic.timeout_seconds:
+        what = f"{show(elastic.give_up)} is less than timeout {show(elastic.timeout)} (allowed: as long, or longer)"
+        yield problem(("islands", "elastic", "give_up"), what, f"{show(elastic.timeout)}, or more")
+    if elastic is not None and elastic.parameter_server is not None and elastic.minimum > 1:
+        what = f"{elastic.minimum} are waited for, and asynchronous islands wait for nobody (allowed with it: 1)"
+        yield problem(("islands", "elastic", "minimum"), what, "nothing: remove minimum, or parameter_server")
+
+
+def find_island_mismatches(
+    ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
+) -> Iterator[Diagnostic]:
+    """Tensor parallelism, which both the section and DeepSpeed's own key may ask for, and `world_size` ranks in all."""
+    islands, parallelism = section.islands, section.parallelism or Parallelism()
+    if islands is None:
+        return
+    tensor = TENSOR.effective(ds_config, parallelism)
+    if islands.elastic is not None:
+        if tensor > 1:
+            what = f"{tensor} is not available inside islands that come and go, whose anchors have whole layers"
+            instead = '1, or islands of one job: "size" in place of "elastic"'
+            yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with elastic: 1)", write(instead))
+        return
+    ranks = None if islands.size is None else islands.size * tensor
+    if ranks is not None and world_size is not None and world_size % ranks:
+        what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
+        yield problem(("islands", "size"), f"{what} (allowed: divisors)", "another size, or start as many for each")

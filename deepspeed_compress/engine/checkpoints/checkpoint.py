@@ -1,0 +1,140 @@
+"""Compression state in checkpoints: a pair of files a rank (`state`), beside DeepSpeed's own.
+
+`client_state` is written by one rank alone, so state that differs between ranks needs files of its own.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.checkpoints.snapshot import Call
+from deepspeed_compress.compression import state
+from deepspeed_compress.config import Checkpointing
+from deepspeed_compress.engine.checkpoints.background import BackgroundSaving, check_saving
+from deepspeed_compress.engine.checkpoints.sizes import other_size
+from deepspeed_compress.engine.groups import find_position
+from deepspeed_compress.engine.islands.division import IslandUnit
+from deepspeed_compress.engine.norms import loss_scale
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
+from deepspeed_compress.session.session import Saving, Session
+
+__all__ = ["attach_checkpoint", "load_last", "load_state"]
+
+
+def attach_checkpoint(engine: Any, session: Session) -> None:
+    """Wrap `save_checkpoint` and `load_checkpoint` of this engine; their signatures stay.
+
+    Weights are made exact before saving, so that saved ones are and a resumed run goes on as this one does.
+    """
+    session.patches.wrap(engine, "save_checkpoint", partial(_save, engine, session))
+    session.patches.wrap(engine, "load_checkpoint", partial(_load, engine, session))
+    if session.config.checkpointing is not None:
+        _save_in_background(engine, session, session.config.checkpointing)
+
+
+def _save_in_background(engine: Any, session: Session, settings: Checkpointing) -> None:
+    check_saving(engine)
+    saving = session.saving = BackgroundSaving(engine, settings)
+    session.patches.on_undo(saving.cleanup)
+    session.patches.replace(engine, "checkpoint_engine", saving)
+    session.patches.wrap(engine, "save_checkpoint", saving.save_checkpoint)
+    session.patches.wrap(engine, "load_checkpoint", saving.load_checkpoint)
+    session.patches.wrap(engine, "_copy_recovery_script", saving.copy_script)
+
+
+def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    given = inspect.signature(save).bind(*args, **options).arguments
+    if not given["save_dir"]:
+        # DeepSpeed says what is wrong with it, before anything is written.
+        return save(*args, **options)
+    tag = given.get("tag")
+    directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
+    session.renew_weights()
+    # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
+    save_on_all(partial(_save_state, engine, _place(engine), directory))
+    saved = save(*args, **options)
+    session.last_saved = directory
+    return saved
+
+
+def _load(engine: Any, session: Session, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    given = inspect.signature(load).bind(*args, **options).arguments
+    states = bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
+    models = find_position(engine, session.config, _island(engine)).groups
+    with other_size(engine, Path(given["load_dir"]), _text(given.get("tag")), models, states):
+        path, client_state = load(*args, **options)
+    if path is not None:
+        session.reset()
+        if states:
+            load_state(engine, Path(path).parent)
+        session.renew_weights()
+        session.journal.go_on(engine.global_steps)
+        session.begin(engine.global_steps, loss_scale(engine))
+    return path, client_state
+
+
+def _text(tag: object) -> str | None:
+    """DeepSpeed takes numbers too."""
+    return None if tag is None else str(tag)
+
+
+def load_state(engine: Any, directory: Path) -> None:
+    """Restore what compression remembers from a checkpoint's tag directory, on all ranks or on none. Collective.
+
+    `load_checkpoint` does it; alone it serves checkpoints whose other parts are loaded in another way, such as
+    universal ones. What is wrong on any rank is a StateError on all, or with `on_missing_state` "reset" a
+    CompressWarning, and every memory starts empty.
+    """
+    session: Session = engine.compression
+    # Where the checkpoint does not say which run it is of.
+    session.journal.adopt(None)
+    if _remembers(session):
+        load_memories(session, directory, _place(engine), loss_scale(engine))
+
+
+def load_last(engine: Any) -> None:
+    """Go back to the checkpoint that this run has saved last, but keep what the policy has decided since: it would
+    lead to where the run comes from. Without a checkpoint a warning says so."""
+    session: Session = engine.compression
+    directory, decided = session.last_saved, session.policy.saved()
+    if directory is None:
+        warnings.warn("nothing to go back to: this run has saved no checkpoint yet", CompressWarning, stacklevel=2)
+        return
+    engine.load_checkpoint(str(directory.parent), tag=directory.name)
+    # What was in force when it was saved is what the memories are of.
+    now = session.policy.saved()
+    session.policy.load({**decided, **{key: now[key] for key in ("settings", "step", "was_dense")}})
+    session.begin(engine.global_steps, loss_scale(engine))
+
+
+def _remembers(session: Session) -> bool:
+    """Whether there is anything to save."""
+    return bool(session.stores) or session.policy.observes
+
+
+def _place(engine: Any) -> Place:
+    """Islands have directories of their own, in which they number their ranks each for itself."""
+    island = _island(engine)
+    rank = engine.global_rank if island is None else island.index(engine.global_rank)
+    return Place(rank, find_position(engine, engine.compression.config, island), engine.device)
+
+
+def _island(engine: Any) -> tuple[int, ...] | None:
+    """The ranks of the island that this one is of, among others of the job."""
+    return engine.mpu.ranks if isinstance(engine.mpu, IslandUnit) else None
+
+
+def _save_state(engine: Any, place: Place, directory: Path) -> None:
+    session: Session = engine.compression
+    if _remembers(session):
+        stage = int(engine.zero_optimization_stage())
+        write = state.write if session.saving is None else partial(_write_later, session.saving)
+        save_memories(session, directory, place, stage, engine.global_steps, loss_scale(engine), write)
+
+
+def _write_later(saving: Saving, contents: state.Contents, file: Path) -> None:
+    saving.add(Call(state.write, (contents, file, saving.held), (file, file.with_suffix(".json"))))

@@ -1,0 +1,153 @@
+"""Checkpoints in the memory of hosts, from the side of a rank: where they lie, and which host has copies of them.
+
+Ranks that see the same directory are of one host. The first of them leads: it alone removes what is of no use any more,
+takes copies, and sends what another host lacks.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.checkpoints.claim import Claim
+from deepspeed_compress.checkpoints.copies import Destination, Receiver, own_address
+from deepspeed_compress.checkpoints.host_memory import ENVIRONMENT, job_directory, job_name
+from deepspeed_compress.checkpoints.shelf import Shelf
+from deepspeed_compress.checkpoints.writer import Task
+from deepspeed_compress.config import MemoryCheckpoints
+from deepspeed_compress.config.durations import byte_rate
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.memories import on_all_ranks
+
+__all__ = ["HostMemory", "Hosts"]
+
+T = TypeVar("T")
+
+_HOSTS = "DS_COMPRESS_HOSTS"
+_KEY = "/deepspeed_compress/checkpointing/memory"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of each host, in the order of their first ranks. `here`: which one this rank is on."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    here: int
+
+    @property
+    def leaders(self) -> list[int]:
+        return [ranks[0] for ranks in self.ranks]
+
+    @property
+    def ours(self) -> tuple[int, ...]:
+        return self.ranks[self.here]
+
+    @property
+    def next(self) -> int:
+        """The host that has copies of this one's files."""
+        return (self.here + 1) % len(self.ranks)
+
+
+class HostMemory:
+    """The directory of this host, and the next one. Collective.
+
+    Args:
+        settings: of the section.
+        disk: where checkpoints on disk go, which tells the job.
+        start: the name of this start of the job, which has the directory from now on.
+        group: of all ranks, by gloo.
+
+    Raises StateError on all ranks where one of them has no directory that is its own.
+    """
+
+    def __init__(self, settings: MemoryCheckpoints, disk: Path, start: str, group: ProcessGroup) -> None:
+        self._group, self._rank = group, dist.get_rank()
+        self._disk = disk.resolve()
+        job = self._from_first(lambda: job_name(self._disk))
+        self.directory = self._on_all(lambda: job_directory(job))
+        self.hosts = self._find_hosts()
+        self._on_all(lambda: Claim(self.directory, start).take() if self.leads else None)
+        self.leaders = dist.new_group(self.hosts.leaders, backend="gloo")
+        """Of the ranks that lead; others are not in it."""
+        self.shelf = Shelf(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
+        self._receiver: Receiver | None = None
+        self._destination = self._begin_receiving(settings) if self.shelf.copies else None
+        if settings.copies and not self.shelf.copies:
+            what = f"{settings.copies} has no effect, because all ranks are on one host (allowed: 0)"
+            warnings.warn(f"{_KEY}/copies: {what}; remove it", CompressWarning, stacklevel=2)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self._rank == self.hosts.ours[0]
+
+    def is_of(self, directory: str) -> bool:
+        """Whether what is in memory are states of the job whose checkpoints are in `directory`."""
+        return Path(directory).resolve() == self._disk
+
+    def task(self, task: Task) -> Task:
+        """`task`, with what else is done in memory."""
+        send = self.shelf.begin(task.save.number, task.save.tag)
+        only = self.shelf.of_use() if self.leads else None
+        return replace(task, only=only, copy=self._destination if send else None)
+
+    def close(self) -> None:
+        """Nothing is left where training has ended well; where an exception ends it, what can be loaded stays."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        failed = sys.exception() is not None or getattr(sys, "last_value", None) is not None
+        if self.leads and not failed and ENVIRONMENT not in os.environ:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _from_first(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the first rank."""
+        found = self._gathered(self._on_all(lambda: [work()] if self._rank == 0 else []))
+        return found[0][0]
+
+    def _on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns; StateError on all ranks where it fails on one."""
+        found: list[T] = []
+        problem = on_all_ranks(lambda: found.append(work()), self._group)
+        if problem:
+            raise StateError(f"{_KEY}: {problem}")
+        return found[0]
+
+    def _gathered(self, one: T) -> list[T]:
+        found: list[T] = [one] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, one, group=self._group)
+        return found
+
+    def _find_hosts(self) -> Hosts:
+        seen = self.directory.stat()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        found = self._gathered((machine, seen.st_dev, seen.st_ino))
+        ranks = tuple(tuple(rank for rank, one in enumerate(found) if one == host) for host in dict.fromkeys(found))
+        return Hosts(ranks, next(here for here, some in enumerate(ranks) if self._rank in some))
+
+    def _begin_receiving(self, settings: MemoryCheckpoints) -> Destination:
+        """Where files of this rank go. The first rank of each host begins to take those of others."""
+        key = self._from_first(lambda: secrets.token_bytes(32))
+        self._receiver = self._on_all(lambda: Receiver(self.directory, key) if self.leads else None)
+        own = (self._on_all(self._address), 0 if self._receiver is None else self._receiver.port)
+        address, port = self._gathered(own)[self.hosts.leaders[self.hosts.next]]
+        rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
+        return Destination(address, port, key, rate)
+
+    def _address(self) -> str:
+        named = os.environ.get(_HOSTS)
+        if named is None:
+            return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        hosts = json.loads(named)
+        if len(hosts) != len(self.hosts.ranks):
+            raise StateError(f"{_HOSTS} names {len(hosts)} hosts, and ranks see {len(self.hosts.ranks)} directories")
+        return str(hosts[self.hosts.here])

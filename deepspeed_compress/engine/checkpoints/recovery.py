@@ -1,0 +1,234 @@
+"""Which checkpoint is loaded: the newest that is whole, in the memory of hosts or on disk. All here is collective, and
+all ranks decide alike, by what all of them have found."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.checkpoints.copies import write_checked
+from deepspeed_compress.checkpoints.files import (
+    FileList,
+    checkpoints,
+    find_damaged,
+    find_problems,
+    list_file,
+    tags_to_try,
+    write_list,
+)
+from deepspeed_compress.checkpoints.host_memory import Held, Missing, find_held, missing_files
+from deepspeed_compress.engine.checkpoints.host_memory import HostMemory
+from deepspeed_compress.errors import CompressWarning, StateError
+
+__all__ = ["Candidate", "find_whole", "gathered"]
+
+T = TypeVar("T")
+_CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint in `directory`. `save`: which one in memory; None on disk."""
+
+    directory: Path
+    tag: str
+    step: int = 0
+    save: tuple[int, str, str, int] | None = None
+
+
+def gathered(one: T, group: ProcessGroup) -> list[T]:
+    """`one` of every rank."""
+    found: list[T] = [one] * dist.get_world_size(group)
+    dist.all_gather_object(found, one, group=group)
+    return found
+
+
+def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
+    """What to load: `tag`, or where it is None the newest that is whole, with a warning about those that are not. None
+    where there is nothing.
+
+    `memory`: where to look besides. Raises StateError on all ranks where nothing is whole.
+    """
+    problems: list[str] = []
+    for candidate in _candidates(directory, tag, memory, group):
+        found = _problems(candidate, memory, group)
+        if not found:
+            for problem in problems:
+                text = f"{problem}; {candidate.directory / candidate.tag} is loaded"
+                warnings.warn(text, CompressWarning, stacklevel=5)
+            return candidate
+        problems += found
+    if problems:
+        raise StateError(f"no checkpoint is whole: {'; '.join(problems)}")
+    return None
+
+
+def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> list[Candidate]:
+    """What may be tried, the newest first; of two of the same step the one in memory."""
+    if tag is not None:
+        return [Candidate(directory, tag)]
+    on_disk = gathered(list(_on_disk(directory)) if dist.get_rank() == 0 else [], group)[0]
+    in_memory = [] if memory is None else _in_memory(memory, group)
+    return sorted([*in_memory, *on_disk], key=lambda one: one.step, reverse=True)
+
+
+def _on_disk(directory: Path) -> Iterator[Candidate]:
+    """Their order stays where a damaged one does not tell its step."""
+    tags = tags_to_try(directory)
+    steps = {found.tag: found.step for found in checkpoints(directory)} if tags else {}
+    known = list(accumulate([steps.get(tag) or 0 for tag in reversed(tags)], max))
+    yield from (Candidate(directory, tag, step) for tag, step in zip(tags, reversed(known), strict=True))
+
+
+def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
+    """Those of which every rank's files are on some host. What was being written when training ended is left out."""
+    held, problems = find_held(memory.directory) if memory.leads else ([], [])
+    everybody = frozenset(range(dist.get_world_size(group)))
+    problems += [
+        f"{one.tag} in memory is left out: it is of {one.world} ranks, and this job has {len(everybody)}"
+        for one in held
+        if one.world != len(everybody)
+    ]
+    seen = [(one.save, frozenset(one.lists)) for one in held if one.world == len(everybody)]
+    found = gathered((seen, problems), group)
+    problems = _all_of([some for _, some in found])
+    candidates: list[Candidate] = []
+    for save in sorted({save for some, _ in found for save, _ in some}, reverse=True):
+        absent = everybody.difference(*(ranks for some, _ in found for other, ranks in some if other == save))
+        if absent:
+            problems.append(f"{save[1]} in memory is left out: no host has the files of ranks {sorted(absent)}")
+        else:
+            candidates.append(Candidate(memory.directory, save[1], save[0], save))
+    for problem in problems:
+        warnings.warn(problem, CompressWarning, stacklevel=6)
+    return candidates
+
+
+def _problems(candidate: Candidate, memory: HostMemory | None, group: ProcessGroup) -> list[str]:
+    """Why it cannot be loaded."""
+    if memory is not None and candidate.save is not None:
+        return _bring_together(candidate, memory, group)
+    place, rank, world = candidate.directory / candidate.tag, dist.get_rank(), dist.get_world_size()
+    return _all_of(gathered(list(find_problems(place, rank, world)), group))
+
+
+def _all_of(found: list[list[str]]) -> list[str]:
+    return list(dict.fromkeys(problem for some in found for problem in some))
+
+
+def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGroup) -> list[str]:
+    """Have every host get what its ranks need; what stands in the way of it."""
+    held = [one for one in find_held(memory.directory)[0] if one.save == candidate.save]
+    lists, damage = _look_through(held, candidate.directory / candidate.tag, memory)
+    found = gathered((lists, damage), group)
+    by_host = [{rank: one for local in ranks for rank, one in found[local][0].items()} for ranks in memory.hosts.ranks]
+    everything = {rank: one for some in by_host for rank, one in some.items()}
+    problems = _all_of([some for _, some in found])
+    absent = sorted(set(range(dist.get_world_size(group))) - everything.keys())
+    if absent:
+        return [*problems, f"{candidate.tag} in memory: no host has all files of ranks {absent}"]
+    here = frozenset(by_host[memory.hosts.here])
+    missing = missing_files(everything, map(frozenset, by_host), map(frozenset, memory.hosts.ranks))
+    failed = _fetch(list(missing), candidate, memory, {r: everything[r] for r in memory.hosts.ours if r not in here})
+    failures = _all_of(gathered(failed, group))
+    for problem in problems if not failures else ():
+        warnings.warn(f"{problem}; what another host has is taken", CompressWarning, stacklevel=7)
+    return failures
+
+
+def _look_through(held: list[Held], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
+    """Of this rank's share of what its host holds: lists whose files are whole, and what is wrong with others."""
+    lists = sorted((one for some in held for one in some.lists.values()), key=lambda one: one.rank)
+    ours = memory.hosts.ours
+    whole: dict[int, FileList] = {}
+    damage: list[str] = []
+    for one in lists[ours.index(dist.get_rank()) :: len(ours)]:
+        if found := list(find_damaged(place, one)):
+            damage += found
+        else:
+            whole[one.rank] = one
+    return whole, damage
+
+
+def _fetch(
+    missing: list[Missing], candidate: Candidate, memory: HostMemory, lists: Mapping[int, FileList]
+) -> list[str]:
+    """Between the first ranks of hosts; `lists` are written where all has come. What has failed here."""
+    if not memory.leads:
+        return []
+    place = candidate.directory / candidate.tag
+    failed = [problem for one in missing if (problem := _pass_on(one, place, memory))]
+    if not failed:
+        for listed in lists.values():
+            write_list(place, listed)
+            list_file(place, listed.rank).chmod(0o600)
+    return failed
+
+
+def _pass_on(missing: Missing, place: Path, memory: HostMemory) -> str:
+    """One file, by those who have a part in it. Whoever cannot read or write it stays with the others, and tells."""
+    hosts, file, (size, sha256) = memory.hosts, place / missing.name, missing.listed.files[missing.name]
+    way = _Way(hosts.leaders[missing.source], [hosts.leaders[host] for host in missing.needed_by], memory.leaders)
+    if hosts.here == missing.source:
+        return way.send(file, size)
+    if hosts.here not in missing.needed_by:
+        # A broadcast is for all.
+        way.drop(size)
+        return ""
+    chunks = way.chunks(size)
+    try:
+        place.mkdir(exist_ok=True)
+        write_checked(chunks, file, sha256)
+    except (OSError, StateError) as error:
+        return f"{file}: {error}"
+    finally:
+        _exhaust(chunks)
+    return ""
+
+
+def _exhaust(chunks: Iterator[bytes]) -> None:
+    for _ in chunks:
+        pass
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Of a file from rank `source` to one rank, or to all of `group` where several need it."""
+
+    source: int
+    needed_by: list[int]
+    group: ProcessGroup
+
+    def send(self, file: Path, size: int) -> str:
+        """What is wrong with it; zeros go in its place, which do not fit the digest."""
+        problem = ""
+        try:
+            content = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0)
+        except RuntimeError as error:
+            content, problem = torch.zeros(size, dtype=torch.uint8), f"{file}: {error}"
+        for chunk in torch.split(content, _CHUNK) if size else ():
+            if len(self.needed_by) > 1:
+                dist.broadcast(chunk, src=self.source, group=self.group)
+            else:
+                dist.send(chunk, dst=self.needed_by[0], group=self.group)
+        return problem
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """What comes."""
+        for begin in range(0, size, _CHUNK):
+            chunk = torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8)
+            if len(self.needed_by) > 1:
+                dist.broadcast(chunk, src=self.source, group=self.group)
+            else:
+                dist.recv(chunk, src=self.source, group=self.group)
+            yield chunk.numpy().tobytes()
+
+    def drop(self, size: int) -> None:
+        if len(self.needed_by) > 1:
+            _exhaust(self.chunks(size))

@@ -1,0 +1,78 @@
+"""Universal checkpoints of DeepSpeed that would load as something else, or not at all: refused before they do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
+
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.session.memories import on_all_ranks
+
+__all__ = ["check_universal"]
+
+_LATEST = "latest_universal"
+
+
+def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
+    """StateError on all ranks where the weights of any rank are not in the universal checkpoint as `engine` has them.
+
+    Collective. What DeepSpeed finds missing by itself is left to it: no checkpoint at all, or no such tag.
+    """
+    latest = directory / _LATEST
+    found = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
+    if found is None or not (directory / found / "zero").is_dir():
+        return
+
+    def look() -> None:
+        for problem in _problems(engine, directory / found / "zero"):
+            raise StateError(f"{directory / found}: {problem}")
+
+    text = on_all_ranks(look)
+    if text:
+        raise StateError(text)
+
+
+def _problems(engine: Any, place: Path) -> Iterator[str]:
+    saved = _stage(place)
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0 or (saved == 3) != (stage == 3):
+        allowed = "ZeRO 3" if saved == 3 else "ZeRO 1 and 2"
+        yield f"a universal checkpoint of ZeRO {saved} cannot be loaded by ZeRO {stage} (allowed: {allowed})"
+    trained = [(name, one) for one, name in engine.param_names.items() if one.requires_grad and _numel(one)]
+    for name, parameter in trained:
+        yield from _differences(place / name / "fp32.pt", name, _shape(parameter))
+
+
+def _stage(place: Path) -> int:
+    return int(torch.load(place / "optimizer_state.pt", map_location="cpu", weights_only=False).get(ZERO_STAGE, 1))
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _shape(parameter: Any) -> tuple[int, ...] | None:
+    """Of the whole weight; None where this rank has a part of it and nobody says of what."""
+    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
+    shape = getattr(parameter, "ds_shape", parameter.shape) if meta is None else meta.get("logical_shape")
+    return None if shape is None else tuple(shape)
+
+
+def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Iterator[str]:
+    if not file.is_file():
+        yield (
+            f"has no weight {name}: a pipeline numbers its layers, so a model with one and a model without have other "
+            "names. Carry the weights over: write the model with --export, and train it as --model"
+        )
+        return
+    found = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    # DeepSpeed writes a weight of ZeRO 3 by itself and flat, others in a dictionary with what is known of them.
+    saved = tuple((found[PARAM] if isinstance(found, dict) else found).shape)
+    if wanted is not None and len(saved) > 1 and saved != wanted and saved == wanted[::-1]:
+        yield (
+            f"the weight {name} has the shape {saved}, and this run has {wanted}: GPT-2's matrices are transposed "
+            "where tensor is above 1, and DeepSpeed takes them as they are. Convert again with the tensor size of this "
+            "run: ds-compress checkpoint convert DIR --tensor N"
+        )

@@ -1,0 +1,1 @@
+"""Where DeepSpeed reduces gradients: a file for each way."""

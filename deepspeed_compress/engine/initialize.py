@@ -1,0 +1,156 @@
+"""`initialize` in place of DeepSpeed's, and `install` for all engines to come: made so that `attach` fits."""
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    Parallelism,
+    expand,
+    parse_section,
+    read_ds_config,
+    tensor_size,
+)
+from deepspeed_compress.engine import seams
+from deepspeed_compress.engine.announce import warn_of_uncompressed
+from deepspeed_compress.engine.attach import attach_section
+from deepspeed_compress.engine.builds import warn_of_abandoned_locks
+from deepspeed_compress.engine.checkpoints.ownership_files import keep_file_order
+from deepspeed_compress.engine.islands import division
+from deepspeed_compress.engine.islands.division import IslandUnit, check_undivided, divide_call, make_divided, make_unit
+from deepspeed_compress.engine.islands.elastic import prepare_call
+from deepspeed_compress.engine.limits import has_optimizer
+from deepspeed_compress.engine.ownership import dealing
+from deepspeed_compress.engine.restarts import go_on
+from deepspeed_compress.errors import CompressWarning, ConfigError
+
+__all__ = ["initialize", "install"]
+
+
+def initialize(*args: Any, **options: Any) -> Any:
+    """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
+
+    Args:
+        *args: as of `deepspeed.initialize`.
+        **options: the same. The configuration, a path or a dict, is `config`, or `args.deepspeed_config`.
+
+    Returns:
+        What `deepspeed.initialize` returns, the engine attached (engine, optimizer, dataloader, lr_scheduler).
+
+    Raises:
+        ConfigError: there is no configuration, or its section is missing or wrong; also the other errors of `attach`.
+
+    Examples:
+        >>> engine, optimizer, loader, scheduler = deepspeed_compress.initialize(
+        ...     model=model, model_parameters=model.parameters(), config="ds_config.json"
+        ... )
+    """
+    original = getattr(deepspeed.initialize, "_compress_original", deepspeed.initialize)
+    call = _bind(original, args, options)
+    source = _configuration(call)
+    if source is None:
+        raise ConfigError("no configuration given: pass config=PATH_OR_DICT, or args with --deepspeed_config FILE")
+    return _initialize(original, call, read_ds_config(source))
+
+
+def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by their names, however they were passed."""
+    return dict(inspect.signature(original).bind(*args, **options).arguments)
+
+
+def _configuration(call: Mapping[str, Any]) -> Any:
+    """The configuration of a call of deepspeed.initialize, wherever it accepts one; None without."""
+    places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
+    return next((given for given in places if given is not None), None)
+
+
+def _initialize(
+    original: Callable[..., Any],
+    call: dict[str, Any],
+    ds_config: dict[str, Any],
+    wanted: Callable[[Any], bool] = lambda engine: True,
+) -> Any:
+    """Make the engine with the expanded configuration, and attach to it if it is `wanted`."""
+    config = parse_section(ds_config)
+    call = {**call, "config": expand(ds_config, config)}
+    call.pop("config_params", None)
+    if getattr(call.get("args"), "deepspeed_config", None) is not None:
+        call["args"] = copy.copy(call["args"])
+        call["args"].deepspeed_config = None
+    warn_of_abandoned_locks()
+    training_data = call.get("training_data")
+    unit, call = _divided(config, call)
+    balanced = config.ownership == "balanced"
+    if balanced:
+        seams.check_version(deepspeed.__version__)
+        seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
+    with dealing(balanced) as given:
+        result = original(**call) if unit is None else make_divided(original, call, unit)
+    keep_file_order(result[0], given)
+    if wanted(result[0]):
+        attach_section(result[0], config, unit, dealt=bool(given.groups))
+        go_on(result[0], result[0].compression)
+    return result if config.islands is None else _with_data(result, training_data)
+
+
+def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit | None, dict[str, Any]]:
+    """How the ranks of the job are divided into islands, if they are, and the call for one of them."""
+    if config.islands is None or config.islands.elastic is not None:
+        check_undivided()
+        return None, call if config.islands is None else prepare_call(call)
+    seams.check_version(deepspeed.__version__)
+    seams.check_seams(division.SEAMS, deepspeed.__version__)
+    unit = make_unit(config.islands, tensor_size(call["config"], config.parallelism or Parallelism()))
+    return unit, divide_call(unit, call, call["config"])
+
+
+def _with_data(result: Any, training_data: Any) -> Any:
+    """`result` of deepspeed.initialize with a loader that divides over all islands."""
+    engine, optimizer, loader, scheduler = result
+    if training_data is not None:
+        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, optimizer, loader, scheduler
+
+
+def install() -> Callable[[], None]:
+    """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
+
+    For code that calls DeepSpeed by itself (`integrations.install` is for users). Configurations without the section
+    go to DeepSpeed untouched, with a warning where there are gradients to reduce, and engines without an optimizer
+    (evaluation, reference models) are left alone: they have no gradients. Returns a function that undoes it; a second
+    call changes nothing.
+    """
+    original = deepspeed.initialize
+    if hasattr(original, "_compress_original"):
+        return lambda: None
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        call = _bind(original, args, options)
+        source = _configuration(call)
+        ds_config = {} if source is None else read_ds_config(source)
+        if SECTION not in ds_config:
+            result = original(*args, **options)
+            warn_of_uncompressed(result[0], ds_config)
+            return result
+        return _initialize(original, call, ds_config, wanted=has_optimizer)
+
+    wrapper._compress_original = original  # type: ignore[attr-defined]
+    deepspeed.initialize = wrapper
+
+    def uninstall() -> None:
+        if deepspeed.initialize is wrapper:
+            deepspeed.initialize = original
+        else:
+            warnings.warn(
+                "deepspeed.initialize was replaced after install(); left as it is", CompressWarning, stacklevel=2
+            )
+
+    return uninstall

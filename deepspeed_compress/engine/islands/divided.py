@@ -1,0 +1,169 @@
+"""Islands under DeepSpeed: exchanges, data of the whole job, checkpoints.
+
+An island has the data-parallel group of its engine (`division`), so ZeRO, norms and overflow checks stay inside. What
+goes wrong by itself is put right here: samplers, the first weights, and files that islands would overwrite for each
+other.
+"""
+
+import inspect
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from deepspeed_compress.communication.islands import IslandExchange
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Groups, Parameters, Site
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.engine.islands.division import IslandUnit
+from deepspeed_compress.engine.islands.exchanged import exchanged
+from deepspeed_compress.engine.islands.replicated import handed_on
+from deepspeed_compress.engine.weights.masters import find_masters
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.memories import check_owners, on_all_ranks
+from deepspeed_compress.session.session import Session
+
+__all__ = ["attach_islands"]
+
+
+def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
+    """Exchange after steps of `engine`, which was made by a `divide_call`, and keep the files of islands apart."""
+    run = Run(StepClock(), session.meter, session.config.seed, session.pace)
+    settings = session.config.islands
+    assert settings is not None, "attached for a section without islands"
+    stores = ResidualStores(transactional=False)
+    masters, shared = exchanged(settings.own, find_masters(engine), parameters)
+    if unit.tensor > 1:
+        masters = handed_on(masters, parameters, unit)
+    site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
+    exchange = IslandExchange(settings, masters, site, unit.whole, unit.number)
+    session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    files = _Files(engine, unit, exchange, session.config)
+    session.patches.wrap(engine, "save_checkpoint", files.save)
+    session.patches.wrap(engine, "load_checkpoint", files.load)
+    exchange.start()
+    return exchange
+
+
+def _over_all_ranks(
+    engine: Any, unit: IslandUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
+) -> Any:
+    """DeepSpeed's `deepspeed_io`, which divides a data set over the island alone."""
+    given = inspect.signature(original).bind(dataset, *args, **options).arguments
+    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
+        shuffle = given.get("route", "train") == "train"
+        rank, parts = unit.share_of_job
+        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
+    return original(**given)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Checkpoints: those of island 0 stand where a job without islands has them, those of island k in `island_k` there.
+
+    What islands remember of each other stands in the tag directory of island 0, a pair of files a rank (`state`).
+    """
+
+    engine: Any
+    unit: IslandUnit
+    exchange: IslandExchange
+    config: CompressConfig
+
+    @property
+    def position(self) -> state.Position:
+        """Islands may be more or fewer when it is loaded; their ranks may not."""
+        return state.Position(self.unit.number, self.unit.islands, self.unit.place, len(self.unit.ranks))
+
+    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `save_checkpoint`. What is on its way is taken first, so a resumed run goes on as this one."""
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if not given["save_dir"]:
+            return original(**given)
+        self.exchange.finish()
+        base, tag = _base(given["save_dir"]), str(given.get("tag") or f"global_step{self.engine.global_steps}")
+        mine = _directory(base, self.unit.number)
+        (mine / tag).mkdir(parents=True, exist_ok=True)
+        problems = on_all_ranks(partial(self._save_state, base / tag))
+        if problems:
+            raise StateError(f"the state of islands is not saved: {problems}")
+        saved = original(**{**given, "save_dir": str(mine), "tag": tag})
+        if self.unit.number and dist.get_rank() == self.unit.ranks[0] and given.get("save_latest", True):
+            (mine / "latest").write_text(tag, encoding="utf-8")
+        dist.barrier()
+        return saved
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `load_checkpoint`. With more islands than were saved, the first ones are loaded again."""
+        given = inspect.signature(original).bind(*args, **options).arguments
+        self.exchange.forget()
+        base = _base(given["load_dir"])
+        found = original(**{**given, "load_dir": str(_directory(base, self.unit.number % _saved_islands(base)))})
+        if found[0] is not None:
+            whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+            self._load_state(base / Path(found[0]).parent.name if whole else None)
+        return found
+
+    def _save_state(self, directory: Path) -> None:
+        kept = state.contents(
+            self.exchange.stores.by_name,
+            self.position,
+            int(self.engine.zero_optimization_stage()),
+            self.engine.global_steps,
+            1.0,
+            masked(self.config.model_dump(mode="json")),
+            {},
+        )
+        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+
+    def _load_state(self, directory: Path | None) -> None:
+        """What islands remember; where nothing is to be had, all begin with what the first one has loaded."""
+        if directory is None or not state.state_file(directory, 0, _STEM).exists():
+            self.exchange.start()
+            return
+        problems = on_all_ranks(partial(self._restore, directory))
+        if not problems:
+            return
+        if self.config.on_missing_state == "error":
+            raise StateError(
+                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+                '"error", "reset"): all islands then begin with the weights of the first one'
+            )
+        warnings.warn(f"islands begin with the weights of the first one: {problems}", CompressWarning, stacklevel=3)
+        self.exchange.start()
+
+    def _restore(self, directory: Path) -> None:
+        found = state.sources(directory, dist.get_rank(), self.position, _STEM)
+        check_owners(found[0][1], self.config)
+        stores, device = self.exchange.stores.by_name, self.engine.device
+        if not state.restore(stores, found, self.position, 1.0, device):
+            self.exchange.keep_owned()
+
+
+_STEM = "deepspeed_compress_islands"
+
+
+def _base(directory: str | Path) -> Path:
+    """The directory of the whole job, also where that of an island is given."""
+    path = Path(directory)
+    return path.parent if _ISLAND.fullmatch(path.name) else path
+
+
+_ISLAND = re.compile(r"island_\d{4}")
+
+
+def _directory(base: Path, island: int) -> Path:
+    return base / f"island_{island:04d}" if island else base
+
+
+def _saved_islands(base: Path) -> int:
+    """How many islands have saved in `base`."""
+    return next(count for count in itertools.count(1) if not _directory(base, count).is_dir())

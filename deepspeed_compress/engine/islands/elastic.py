@@ -1,0 +1,320 @@
+"""Islands that come and go under DeepSpeed: each is a job of its own, whose engine is as it would be alone.
+
+What is to be done here: data that no other island reads in the same order, a schedule that goes on where the others
+are, checkpoints, and what became of exchanges. How islands exchange is a `Way`: in rounds, or asynchronously.
+"""
+
+import atexit
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch.utils.data import DistributedSampler
+
+from deepspeed_compress.communication.elastic import Met
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Parameters, Site
+from deepspeed_compress.communication.team import Team
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import Elastic, Islands, masked
+from deepspeed_compress.engine.islands.asynchronous import Pushes
+from deepspeed_compress.engine.islands.exchanged import exchanged
+from deepspeed_compress.engine.islands.rounds import Rounds
+from deepspeed_compress.engine.weights.masters import FlatMasters, find_masters
+from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.services.rendezvous.client import status
+from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
+from deepspeed_compress.session.session import Session
+
+__all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
+
+_POINTER = "/deepspeed_compress/islands/elastic"
+_STEM = "deepspeed_compress_islands"
+_OWNER = "deepspeed_compress_island.json"
+"""In a directory of checkpoints: whose they are."""
+_AHEAD = "ahead"
+"""In what is saved: steps by which the schedule of learning rates was ahead of those of the engine."""
+KEPT = 10_000
+"""Exchanges of which figures are kept."""
+SEEDS = 1_000_003
+"""Between the seeds of two islands: epochs add small numbers to them."""
+
+
+def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `deepspeed.initialize` without training data, whose order depends on what the island is told
+    when the engine is there. Raises UnsupportedError."""
+    if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
+        raise UnsupportedError(
+            f"{_POINTER} is not available beside a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
+            "the key, or the division of the model"
+        )
+    return {**call, "training_data": None}
+
+
+def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "ElasticIsland":
+    """Meet the others, take their anchor, and from now on exchange after steps. Collective in the island."""
+    settings = session.config.islands
+    assert settings is not None, "attached for a section with islands"
+    if engine.training_dataloader is not None:
+        raise ConfigError(
+            f"{_POINTER}: attach came after training_data was put in an order that all islands would have (allowed: "
+            "data of deepspeed_compress.initialize); use that, or make the loader by engine.deepspeed_io after attach"
+        )
+    island = ElasticIsland(engine, settings, parameters, session)
+    session.patches.precede(engine, "destroy", island.leave)
+    session.patches.on_undo(island.leave)
+    # Most programs destroy nothing, and the end of a process takes its time.
+    atexit.register(island.leave)
+    session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
+    session.patches.wrap(engine, "save_checkpoint", island.save)
+    session.patches.wrap(engine, "load_checkpoint", island.load)
+    island.follow(island.way.start(int(engine.global_samples)))
+    return island
+
+
+class Way(Protocol):
+    """How an island exchanges with others: `rounds.Rounds` or `asynchronous.Pushes`, made of the
+    settings, the masters of this rank, the site of a group, the ranks of the island, what all islands must have alike,
+    and who knows the step of the schedule."""
+
+    @property
+    def exchange(self) -> Any:
+        """What exchanges: `number` of the island, `version` of its anchor, `stores`."""
+
+    def start(self, samples: int) -> Mapping[str, Any]:
+        """Begin with the anchor of those who are there, or with the own weights, after `samples` in all; what was said
+        beside it. Collective."""
+
+    def step_ended(self, samples: int) -> Met | None:
+        """After a step, `samples` in all: what became of an exchange, if one has ended. Collective."""
+
+    def before_saving(self) -> None:
+        """Collective."""
+
+    def before_loading(self) -> None:
+        """What is saved is about to be restored; then comes `resume`."""
+
+    def described(self) -> dict[str, Any]:
+        """What `resume` must know of what is saved now."""
+
+    def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
+        """A checkpoint was loaded, of so many `steps` and `samples`; `saved`: None where it has weights alone."""
+
+    def leave(self) -> None:
+        """For ever; the others do not wait."""
+
+
+class ElasticIsland:
+    """One rank of an island among others that come and go, as `engine.compression.islands`.
+
+    `history`: what became of the newest exchanges. `number`: of this island, which none other has had.
+    """
+
+    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
+        assert settings.elastic is not None, "attached for elastic islands"
+        self._engine, self._session, self._settings = engine, session, settings
+        self._ahead = self._told = 0
+        self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+        self.history: deque[Met] = deque(maxlen=KEPT)
+        self._gone = False
+        masters, shared = exchanged(settings.own, find_masters(engine), parameters)
+        terms = self._terms(settings, settings.elastic, masters)
+        site = partial(
+            Site,
+            parameters=shared,
+            stores=ResidualStores(transactional=True),
+            run=Run(StepClock(), session.meter, session.config.seed, session.pace),
+            traffic="bytes_islands",
+        )
+        kind: Callable[..., Way] = Rounds if settings.elastic.parameter_server is None else Pushes
+        self.way = kind(settings, masters, site, self._team, terms, self._scheduled)
+
+    @property
+    def exchange(self) -> Any:
+        return self.way.exchange
+
+    @property
+    def number(self) -> int:
+        return int(self.exchange.number)
+
+    def step_ended(self, step: int) -> None:
+        """After an optimizer step: exchange, if it is time, or others are waiting. Collective in the island."""
+        met = self.way.step_ended(int(self._engine.global_samples))
+        if met is None:
+            return
+        self.history.append(met)
+        if met.kind != "exchange" or met.islands != self._told:
+            self._record(step, met)
+        self._told = met.islands
+
+    def leave(self) -> None:
+        """Say goodbye: the others do not wait."""
+        atexit.unregister(self.leave)
+        self._gone = True
+        self.way.leave()
+
+    def follow(self, about: Mapping[str, Any]) -> None:
+        """The schedule of learning rates goes on where that of the others is."""
+        ahead = int(about.get("step", 0)) - int(self._engine.global_steps)
+        scheduler = self._engine.lr_scheduler
+        with warnings.catch_warnings():
+            # torch tells those who step a schedule before an optimizer.
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(ahead - self._ahead if scheduler is not None else 0):
+                scheduler.step()
+        self._ahead = max(self._ahead, ahead)
+
+    def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `deepspeed_io`: training data in an order that no other island has."""
+        given = inspect.signature(original).bind(dataset, *args, **options).arguments
+        training = given.get("route", "train") == "train"
+        if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
+            world, rank = dist.get_world_size(), dist.get_rank()
+            given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
+        return original(**given)
+
+    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `save_checkpoint`, with what the island remembers of the others."""
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if given["save_dir"]:
+            self.way.before_saving()
+            self._team.share(partial(self._take_directory, Path(given["save_dir"])))
+            tag = str(given.get("tag") or f"global_step{self._engine.global_steps}")
+            save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
+        return original(**given)
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """DeepSpeed's `load_checkpoint`; then all have the newest anchor: that of the others, or of the newest
+        checkpoint where all begin anew. Collective in the island, and with the others where they begin anew."""
+        given = inspect.signature(original).bind(*args, **options).arguments
+        scheduled = self._scheduled()
+        found = original(**given)
+        if found[0] is None:
+            return found
+        directory, more = Path(found[0]).parent, not given.get("load_module_only", False)
+        self.way.before_loading()
+        saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
+        if more and given.get("load_lr_scheduler_states", True):
+            self._ahead = self._saved_ahead(directory)
+        else:
+            self._ahead = scheduled - int(self._engine.global_steps)
+        about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
+        self.follow(about)
+        return found
+
+    def _terms(self, settings: Islands, elastic: Elastic, masters: FlatMasters) -> dict[str, Any]:
+        """What islands must have alike."""
+        layout = "".join(self._team.gather(repr([(one.parameter, one.begin, one.numel) for one in masters.segments])))
+        return {
+            "minimum": elastic.minimum,
+            "exchange": settings.exchange.model_dump(mode="json"),
+            "outer": settings.outer.model_dump(mode="json"),
+            "ranks": dist.get_world_size(),
+            "zero_stage": int(self._engine.zero_optimization_stage()),
+            "parameters": hashlib.sha256(layout.encode()).hexdigest()[:16],
+        }
+
+    def _scheduled(self) -> int:
+        """The step of the schedule of learning rates."""
+        return int(self._engine.global_steps) + self._ahead
+
+    def _record(self, step: int, met: Met) -> None:
+        before, after = (f"{count} islands" for count in (self._told, met.islands))
+        evidence = {"round": float(met.round), "seconds": met.seconds}
+        reason = met.reason or ("taking part again" if met.kind == "renewed" else "islands have come or gone")
+        self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
+
+    def _take_directory(self, directory: Path) -> None:
+        """StateError where an island that lives saves there: they would overwrite each other's files."""
+        file, elastic, own = directory / _OWNER, self._settings.elastic, self.way.described()
+        assert not self._gone, "an island saves before it leaves"
+        assert elastic is not None, "attached for elastic islands"
+        mine, found = {key: own[key] for key in ("run", "number")}, _read_owner(file)
+        if found.get("run") == own["run"] and found["number"] in _living(elastic) - {self.number}:
+            raise StateError(
+                f"{directory} is where island {found['number']} saves, and this is island {self.number} (allowed: "
+                "one directory for each); give save_checkpoint, or output_dir of Trainer, another one on every island"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(mine), encoding="utf-8")
+        os.replace(temporary, file)
+
+    def _save_state(self, directory: Path) -> None:
+        kept = state.contents(
+            self.exchange.stores.by_name,
+            self._position,
+            int(self._engine.zero_optimization_stage()),
+            self._engine.global_steps,
+            1.0,
+            masked(self._session.config.model_dump(mode="json")),
+            {**self.way.described(), _AHEAD: self._ahead},
+        )
+        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+
+    @property
+    def _position(self) -> state.Position:
+        return state.Position(0, 1, dist.get_rank(), dist.get_world_size())
+
+    def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
+        """Of what was saved, whose it is; None where nothing is to be had. Memories are restored. Collective."""
+        first = state.state_file(directory, 0, _STEM)
+        if not self._team.share(first.exists):
+            return None
+        problems = on_all_ranks(partial(self._restore, directory))
+        config = self._session.config
+        if problems and config.on_missing_state == "error":
+            raise StateError(
+                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+                '"error", "reset"): the island then begins with the weights alone'
+            )
+        if problems:
+            warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
+            return None
+        return self._team.share(lambda: state.read_description(first).decisions)
+
+    def _saved_ahead(self, directory: Path) -> int:
+        """Steps by which the schedule was ahead of those of the engine; 0 where an island has not saved."""
+        file = state.state_file(directory, 0, _STEM)
+        return self._team.share(lambda: _ahead_in(file))
+
+    def _restore(self, directory: Path) -> None:
+        found = state.sources(directory, dist.get_rank(), self._position, _STEM)
+        check_owners(found[0][1], self._session.config)
+        state.restore(self.exchange.stores.by_name, found, self._position, 1.0, self._engine.device)
+
+
+def _ahead_in(file: Path) -> int:
+    try:
+        return int(state.read_description(file).decisions.get(_AHEAD, 0))
+    except StateError:
+        # Said before, or of no island.
+        return 0
+
+
+def _read_owner(file: Path) -> Mapping[str, Any]:
+    """Empty where nobody has saved, or it cannot be read: it is written anew then."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {"run": found["run"], "number": int(found["number"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _living(elastic: Elastic) -> set[int]:
+    """The islands that the coordinator knows; none while it is away, for which nobody must stop."""
+    try:
+        return {one["number"] for one in status(elastic.rendezvous)["islands"]}
+    except (OSError, ValueError, KeyError):
+        return set()

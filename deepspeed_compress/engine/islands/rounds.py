@@ -1,0 +1,107 @@
+"""Islands that meet in rounds: what ranks of an island need to find the others, and the exchanges they then make."""
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from deepspeed_compress.communication.anchors import AnchorServer
+from deepspeed_compress.communication.elastic import ElasticExchange, Met
+from deepspeed_compress.communication.islands import Masters
+from deepspeed_compress.communication.reduction import Groups, Site
+from deepspeed_compress.communication.team import Team, Word
+from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.services.rendezvous.client import Client
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """See `engine.islands.elastic.Way`."""
+
+    def __init__(
+        self,
+        settings: Islands,
+        masters: Masters,
+        site: Callable[[Groups], Site],
+        team: Team,
+        terms: Mapping[str, Any],
+        step: Callable[[], int],
+    ) -> None:
+        elastic = settings.elastic
+        assert elastic is not None, "made for elastic islands"
+        self._team, self._word, self._step = team, Word(team), step
+        self.client: Client | None = None
+        self._samples = 0
+        host = _own_host(elastic)
+        self._server: AnchorServer | None = AnchorServer(host, self._copy)
+        addresses = team.gather(self._server.address)
+        team.share(partial(self._join, elastic, host, addresses, {**terms, "timeout": elastic.timeout_seconds}))
+        self.exchange = ElasticExchange(settings, masters, site, team, self.client, about=self._about)
+
+    def start(self, samples: int) -> Mapping[str, Any]:
+        self._samples = samples
+        return self.exchange.start()
+
+    def step_ended(self, samples: int) -> Met | None:
+        if not self._word.heard(self._team.place == 0 and self.exchange.due()):
+            return None
+        met = self.exchange.exchange(samples - self._samples)
+        if met.kind in ("exchange", "renewed"):
+            self._samples = samples
+        return met
+
+    def before_saving(self) -> None:
+        """Nothing is on its way after a step."""
+
+    def before_loading(self) -> None:
+        self.exchange.withdraw()
+
+    def described(self) -> dict[str, Any]:
+        run = None if self.client is None else self.client.run
+        return {"version": self.exchange.version, "number": self.exchange.number, "run": run}
+
+    def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
+        self._samples = samples
+        if saved is not None:
+            return self.exchange.resume(saved["run"], saved["number"], saved["version"], own_is_new=False)
+        # Weights that nobody has agreed upon: whoever has trained longest begins.
+        name = self._team.share(lambda: uuid.uuid4().hex)
+        return self.exchange.resume(name, -1, max(1, steps), own_is_new=True)
+
+    def leave(self) -> None:
+        if self.client is not None:
+            self.client.leave()
+            self.client = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _join(self, elastic: Elastic, host: str, addresses: list[str], terms: Mapping[str, Any]) -> None:
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        timeout, give_up = elastic.timeout_seconds, elastic.give_up_seconds
+        process = f"{socket.gethostname()}:{uuid.getnode():x}:{os.getpid()}"
+        store = f"{host}:{self._store.port}"
+        self.client = Client(elastic.rendezvous, timeout, give_up, terms, store, addresses, process)
+
+    def _copy(self, version: int) -> Any:
+        """For those who ask before this island is ready, there is nothing."""
+        exchange = vars(self).get("exchange")
+        return None if exchange is None else exchange.copy(version)
+
+    def _about(self) -> Mapping[str, Any]:
+        return {"step": self._step()}
+
+
+def _own_host(elastic: Elastic) -> str:
+    """The address of this machine on the way to the coordinator, at which the other islands find it."""
+    host, _, port = elastic.rendezvous.rpartition(":")
+    family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent.
+        probe.connect(address)
+        return str(probe.getsockname()[0])

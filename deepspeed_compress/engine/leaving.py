@@ -1,0 +1,59 @@
+"""SIGTERM, by which clusters take machines back: ranks hear of it, and end together after a step."""
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from types import FrameType
+
+from deepspeed_compress.config import Checkpointing
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.services.agent.signs import AGENT
+
+__all__ = ["Leaving", "saves_on_sigterm"]
+
+
+def saves_on_sigterm(settings: Checkpointing) -> bool:
+    """Whether SIGTERM has ranks save: it is said, or an agent has started them."""
+    return AGENT in os.environ if settings.save_on_sigterm is None else settings.save_on_sigterm
+
+
+class Leaving:
+    """`asked`: SIGTERM has come to this process since `listen`."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.listens = False
+        self.tell: Callable[[bool], None] = lambda listens: None
+        """Hears when `listens` changes."""
+
+    def listen(self) -> None:
+        """From now on SIGTERM does not end this process. A program that has its own way with it keeps that, and a
+        CompressWarning says so; so does one whose engine is not made in its main thread."""
+        if self.listens:
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
+            what = (
+                "the program handles SIGTERM itself, or makes its engine in a thread: it saves by itself, or not at all"
+            )
+            warnings.warn(f"/deepspeed_compress/checkpointing/save_on_sigterm: {what}", CompressWarning, stacklevel=3)
+            return
+        # Whoever waits for this rank to end must not ask one that no longer ends when asked.
+        self.listens = True
+        self.tell(True)
+        signal.signal(signal.SIGTERM, self._hear)
+
+    def listen_no_more(self) -> None:
+        """SIGTERM is as before, unless the program has taken it over since."""
+        if self.listens and _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._hear:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.listens = False
+        self.tell(False)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,74 @@
+"""What ranks do that an agent has started: they give signs of life, and go on where those before them were."""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.checkpoints.files import tags_to_try
+from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.services.agent.signs import AGENT, RESUME, Signs
+from deepspeed_compress.session.session import Session
+
+__all__ = ["give_signs", "go_on"]
+
+
+def give_signs(engine: Any, session: Session) -> None:
+    """Where an agent wants to know: after each optimizer step, and before each forward pass of the model. From now on
+    SIGTERM has this rank save: an agent that did not know would wait for one that waits for a lost rank."""
+    directory = os.environ.get(AGENT)
+    signs = None if directory is None else Signs(Path(directory), engine.global_rank)
+    if session.saving is not None:
+        session.saving.listen(_tell_nobody if signs is None else signs.saves)
+    if signs is None:
+        return
+    session.patches.on_undo(signs.close)
+    session.patches.wrap(engine, "_take_model_step", partial(_step, engine, signs))
+    handle = engine.module.register_forward_pre_hook(lambda module, inputs: signs.give())
+    session.patches.on_undo(handle.remove)
+
+
+def _tell_nobody(saves: bool) -> None:
+    """No agent has started this rank."""
+
+
+def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **options: Any) -> None:
+    signs.give()
+    take(*args, **options)
+    signs.stepped(int(engine.global_steps))
+
+
+def go_on(engine: Any, session: Session) -> None:
+    """Load the newest checkpoint of an engine that was just made, where that is asked for. Collective.
+
+    Raises ConfigError where the directory has checkpoints of others, and StateError where none is whole.
+    """
+    settings = session.config.checkpointing
+    again, started = os.environ.get(RESUME) == "1", AGENT in os.environ
+    if settings is None or session.saving is None or settings.directory is None:
+        if again and started and (settings is None or settings.resume is None) and engine.global_rank == 0:
+            text = (
+                "/deepspeed_compress/checkpointing: nothing is saved without being asked for, so this start begins at "
+                'step 0, unless the program loads what it has saved; write {"every": "10 min", "directory": ...}'
+            )
+            warnings.warn(text, CompressWarning, stacklevel=3)
+    elif settings.resume or (settings.resume is None and again):
+        path, client_state = engine.load_checkpoint(settings.directory)
+        session.resumed = None if path is None else client_state or {}
+    elif settings.resume is None and started:
+        _refuse_others(Path(settings.directory))
+
+
+def _refuse_others(directory: Path) -> None:
+    """This job would go on from what others have saved, once it is started again."""
+    found = [tags_to_try(directory) if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found, src=0)
+    if found[0]:
+        raise ConfigError(
+            f"/deepspeed_compress/checkpointing/directory: {directory} has checkpoints already, and this job would go "
+            'on from them when started again (allowed: a directory without, or "resume": true); write one of the two'
+        )

@@ -1,0 +1,1 @@
+"""Where DeepSpeed gathers weights, and the masters that they come from."""

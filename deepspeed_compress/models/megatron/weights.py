@@ -1,0 +1,190 @@
+"""The weights of a causal LM of transformers in megatron-core's GPTModel, and back.
+
+Matrices of GPT-2 stand the other way round there (`Conv1D`), and queries, keys and values of all heads one after the
+other; Megatron has them head by head, so that tensor parallelism may cut its rows anywhere between heads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from transformers import PretrainedConfig
+
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.models.export import write_pretrained
+from deepspeed_compress.models.megatron.options import gpt_options
+from deepspeed_compress.models.skeleton import build_skeleton
+from deepspeed_compress.models.sources import open_source
+
+__all__ = ["load_weights", "save_pretrained"]
+
+
+def _same(value: Tensor, heads: int) -> Tensor:
+    return value
+
+
+def _turned(value: Tensor, heads: int) -> Tensor:
+    return value.t()
+
+
+def _by_head(value: Tensor, heads: int) -> Tensor:
+    """Rows: queries of all heads, keys, values, to those of one head after the other."""
+    return value.reshape(3, heads, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+
+
+def _by_kind(value: Tensor, heads: int) -> Tensor:
+    """The inverse of `_by_head`."""
+    return value.reshape(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a tensor changes on its way to Megatron, and back; both are also told the number of heads."""
+
+    there: Callable[[Tensor, int], Tensor] = _same
+    back: Callable[[Tensor, int], Tensor] = _same
+
+
+_PLAIN, _MATRIX, _HEADS = Form(), Form(_turned, _turned), Form(_by_head, _by_kind)
+_HEAD_MATRIX = Form(
+    lambda value, heads: _by_head(value.t(), heads),
+    lambda value, heads: _by_kind(value, heads).t(),
+)
+_OUTSIDE: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding.word_embeddings.weight": "transformer.wte.weight",
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        "decoder.final_layernorm.weight": "transformer.ln_f.weight",
+        "decoder.final_layernorm.bias": "transformer.ln_f.bias",
+    }
+)
+"""Names outside of layers: Megatron's, and those of transformers."""
+_IN_LAYER: Mapping[str, tuple[str, Form, Form]] = MappingProxyType(
+    {
+        "input_layernorm": ("ln_1", _PLAIN, _PLAIN),
+        "self_attention.linear_qkv": ("attn.c_attn", _HEAD_MATRIX, _HEADS),
+        "self_attention.linear_proj": ("attn.c_proj", _MATRIX, _PLAIN),
+        "pre_mlp_layernorm": ("ln_2", _PLAIN, _PLAIN),
+        "mlp.linear_fc1": ("mlp.c_fc", _MATRIX, _PLAIN),
+        "mlp.linear_fc2": ("mlp.c_proj", _MATRIX, _PLAIN),
+    }
+)
+"""Modules of a layer: Megatron's name, that of transformers, how its weight changes, and how its bias."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter of this rank. `name`: in the model of transformers."""
+
+    parameter: Parameter
+    name: str
+    form: Form
+    group: ProcessGroup
+
+    @property
+    def cut_by(self) -> int | None:
+        """The dimension that tensor parallelism divides; None where all of its ranks have the whole."""
+        if not getattr(self.parameter, "tensor_model_parallel", False):
+            return None
+        return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this rank has of it."""
+        if self.cut_by is None:
+            return whole
+        return whole.tensor_split(self.group.size(), self.cut_by)[self.group.rank()]
+
+    def whole(self) -> Tensor:
+        """All of it. Collective in the tensor-parallel group."""
+        own = self.parameter.detach()
+        if self.cut_by is None or self.group.size() == 1:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.cat(parts, self.cut_by)
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[Any], path: Path, config: PretrainedConfig, seed: int = 0) -> None:
+    """Give the model chunks of this rank their weights, from the files of the directory `path`, else new ones of
+    `seed`, which are those of a single process.
+
+    Args:
+        chunks: of GPTModel, bare or wrapped, made with `gpt_options(config)`. An optimizer that keeps masters of its
+            own has to be made afterwards.
+        path: a directory of `save_pretrained` of transformers, or the file of a config.
+
+    Raises:
+        ConfigError: a file or a tensor is missing, or is not as the config says.
+        UnsupportedError: the model is no GPTModel of this config.
+    """
+    gpt_options(config)
+    source = open_source(path, build_skeleton(config), seed)
+    for weight in _weights(chunks, config):
+        part = weight.part_of(weight.form.there(source(weight.name), config.n_head))
+        if part.shape != weight.parameter.shape:
+            what = f"{weight.name} gives {tuple(part.shape)}, where GPTModel has {tuple(weight.parameter.shape)}"
+            raise UnsupportedError(f"{what}; make it with gpt_options, and sizes that the tensor-parallel size divides")
+        weight.parameter.copy_(part)
+
+
+def save_pretrained(chunks: Sequence[Any], config: PretrainedConfig, directory: Path) -> None:
+    """Write the weights of GPTModel and `config` as transformers' save_pretrained does. All ranks must call it.
+
+    Weights are those that the model computes with, in their type: where they are gathered late or compressed, first
+    `start_param_sync(force_sync=True)` of each chunk and `compression.synchronise()`.
+    """
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    leads = [False] * dist.get_world_size()
+    dist.all_gather_object(leads, first and parallel_state.get_tensor_model_parallel_rank() == 0)
+    leaders = [rank for rank, lead in enumerate(leads) if lead]
+    like = next(_bare(chunks[0]).parameters())
+    write_pretrained(_whole_weights(chunks, config), leaders, config, directory, like)
+
+
+@torch.no_grad()
+def _whole_weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of what this stage has. Collective in the tensor-parallel group."""
+    for weight in _weights(chunks, config):
+        yield weight.name, weight.form.back(weight.whole(), config.n_head)
+
+
+def _weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[_Weight]:
+    for model in map(_bare, chunks):
+        numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(model.decoder.layers)}
+        for name, parameter in model.named_parameters():
+            yield _Weight(parameter, *_found(name, numbers, config), model.pg_collection.tp)
+
+
+def _found(name: str, numbers: Mapping[str, int], config: PretrainedConfig) -> tuple[str, Form]:
+    """What transformers calls Megatron's parameter `name`, and its form. `numbers`: of layers in the whole model."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name], _PLAIN
+    if name == "output_layer.weight":
+        # Of the last stage, whose copy of a tied embedding is a parameter of its own.
+        return ("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"), _PLAIN
+    place, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    module, _, kind = rest.rpartition(".")
+    if place not in numbers or module not in _IN_LAYER or kind not in ("weight", "bias"):
+        known = ", ".join((*_OUTSIDE, *(f"decoder.layers.N.{one}" for one in _IN_LAYER)))
+        raise UnsupportedError(
+            f"{name}: GPT-2 has no such parameter (allowed: {known}); make GPTModel with get_gpt_layer_local_spec"
+        )
+    called, weight, bias = _IN_LAYER[module]
+    return f"transformer.h.{numbers[place]}.{called}.{kind}", weight if kind == "weight" else bias
+
+
+def _bare(chunk: Any) -> Any:
+    """GPTModel in its wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,1 @@
+"""Processes beside the ranks: what starts them again, and where islands meet."""

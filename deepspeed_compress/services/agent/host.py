@@ -1,0 +1,355 @@
+"""The agent of one host: does what the supervisor of the job says, and tells it how the ranks of this host get on."""
+
+import json
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from deepspeed_compress.services.agent.directory import JobDirectory
+from deepspeed_compress.services.agent.lines import Lines, connect
+from deepspeed_compress.services.agent.signs import AGENT, HOSTS, MEMORY, RESUME, Sign, read_sign
+from deepspeed_compress.services.agent.supervisor import FAILED, LOST_AFTER, SIGNALLED
+from deepspeed_compress.services.agent.workers import Ended, Workers, how_ended
+from deepspeed_compress.services.rendezvous.wire import Message
+
+__all__ = ["Agent", "Slots"]
+
+_LOOK_EVERY = 0.05
+_BEAT_EVERY = 1.0
+_SILENT = LOST_AFTER / 2
+_DEEPSPEED_SHARES = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Places for ranks on this host, by number. `devices`: what CUDA_VISIBLE_DEVICES calls each; () leaves it alone."""
+
+    count: int
+    devices: tuple[str, ...] = ()
+
+    def environment(self, chosen: Sequence[int]) -> dict[str, str]:
+        """Of ranks in these slots."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot] for slot in chosen)} if self.devices else {}
+
+
+@dataclass
+class _Start:
+    """The ranks of a start on this host. `slots`: of each rank. `signs`: where they give signs of life. `stopping`:
+    they are to end; `passing`: they were asked to, and may do so as they like. `kill_at`: when patience is at its end.
+    `told`: the supervisor knows that all have ended. `newest`: signs, of ranks that have ended too."""
+
+    number: int
+    slots: Mapping[int, int]
+    signs: Path
+    stopping: bool = False
+    passing: bool = False
+    kill_at: float | None = None
+    told: bool = False
+    newest: dict[int, Sign] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Most that one of its ranks has counted."""
+        return max((sign.steps for sign in self._read().values()), default=0)
+
+    def silent(self, now: float) -> float | None:
+        """Seconds since the last sign of life; None before each rank gave one."""
+        times = [sign.time for sign in self._read().values() if sign.time]
+        return now - max(times) if times and len(times) == len(self.slots) else None
+
+    def saving(self) -> list[int]:
+        """Ranks that save on SIGTERM: they would wait for those that are lost, and are not asked."""
+        return [rank for rank, sign in self._read().items() if sign.saves]
+
+    def _read(self) -> Mapping[int, Sign]:
+        self.newest.update({rank: sign for rank in self.slots if (sign := read_sign(self.signs, rank)) is not None})
+        return self.newest
+
+
+class Agent:
+    """Of one host. `run` returns the exit code of the job, which is that of this program.
+
+    Args:
+        address: (host, port) of the supervisor.
+        job: what tells this job from others.
+        slots: of this host.
+        grace: seconds that ranks have to end.
+        workers: what starts them.
+        directory: of the job on this host.
+        tell: gets lines for people.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        job: str,
+        slots: Slots,
+        grace: float,
+        workers: Workers,
+        directory: JobDirectory,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._address, self._job, self._slots, self._grace = address, job, slots, grace
+        self._workers, self._directory, self._tell = workers, directory, tell
+        self._signal = 0
+        self._start: _Start | None = None
+        self._code: int | None = None
+        self._link: Lines | None = None
+        self._heard = self._beaten = time.monotonic()
+        self._port = _Port()
+        self._meeting: list[tuple[str, int]] = []
+        self._handlers: Mapping[str, Callable[[Message], None]] = {
+            "start": self._begin,
+            "stop": self._stop,
+            "pass": self._pass,
+            "over": self._over,
+            "refused": self._refused,
+            "unknown": self._unknown,
+        }
+
+    def run(self) -> int:
+        """Until the job has ended."""
+        with self._signals():
+            try:
+                while self._code is None:
+                    self._turn()
+                return self._code
+            finally:
+                self._workers.signal(signal.SIGKILL)
+                self._workers.close()
+                self._port.release()
+                _remove_shared(self._meeting)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._be_signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _be_signalled(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+    def _turn(self) -> None:
+        link = self._connected()
+        if link is None:
+            return
+        try:
+            self._listen(link)
+            self._watch()
+            self._beat()
+        except (EOFError, OSError, ValueError) as error:
+            self._lose(str(error))
+
+    def _listen(self, link: Lines) -> None:
+        for message in link.hear(_LOOK_EVERY):
+            self._heard = time.monotonic()
+            handler = self._handlers.get(message["kind"])
+            if handler is not None:
+                handler(message)
+        if time.monotonic() - self._heard > _SILENT:
+            raise EOFError(f"it has not answered for {_SILENT:g} s")
+
+    # What the supervisor says.
+
+    def _begin(self, message: Message) -> None:
+        number, slots, first = message["start"], message["slots"], message["first"]
+        signs = self._directory.signs(number)
+        self._start = _Start(number, {first + local: slot for local, slot in enumerate(slots)}, signs)
+        self._meeting.append((message["hosts"][0], message["port"]))
+        if message["node"] == 0:
+            self._port.release()
+        common = {
+            "WORLD_SIZE": str(message["world"]),
+            "LOCAL_WORLD_SIZE": str(len(slots)),
+            "LOCAL_SIZE": str(len(slots)),
+            "GROUP_RANK": str(message["node"]),
+            "NODE_RANK": str(message["node"]),
+            "MASTER_ADDR": message["hosts"][0],
+            "MASTER_PORT": str(message["port"]),
+            AGENT: str(signs),
+            MEMORY: str(self._directory.memory),
+            HOSTS: json.dumps(message["hosts"]),
+            **({RESUME: "1"} if message["resume"] else {}),
+            **self._slots.environment(slots),
+        }
+        ranks = {first + local: {"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(len(slots))}
+        self._workers.start({rank: {**common, **own} for rank, own in ranks.items()})
+
+    def _stop(self, message: Message) -> None:
+        """Those that save on SIGTERM would wait for a rank that is lost; all others may do what they have to."""
+        start = self._start
+        if start is None or start.number != message["start"]:
+            return
+        start.stopping, start.kill_at = True, time.monotonic() + self._grace
+        waiting = start.saving()
+        self._workers.signal(signal.SIGKILL, waiting)
+        self._workers.signal(signal.SIGTERM, [rank for rank in start.slots if rank not in waiting])
+        # One that was stopped does not hear anything.
+        self._workers.signal(signal.SIGCONT)
+
+    def _pass(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.passing, self._start.kill_at = True, time.monotonic() + self._grace
+            self._workers.signal(message["number"])
+
+    def _over(self, message: Message) -> None:
+        self._code = message["code"]
+        if message["why"]:
+            self._tell(f"error: {message['why']}")
+
+    def _refused(self, message: Message) -> None:
+        self._code = FAILED
+        self._tell(
+            f"error: --rendezvous {self._address[0]}:{self._address[1]}: is of another job ({message['job']} there, "
+            f"{self._job} here; allowed: the same command on all hosts); write the same, or another address"
+        )
+
+    def _unknown(self, message: Message) -> None:
+        raise EOFError("it has taken this host for lost")
+
+    # What this host does by itself.
+
+    def _watch(self) -> None:
+        """Ranks that have ended, and what is due."""
+        ended, start = self._workers.ended(), self._start
+        if self._signal:
+            self._ask_to_end()
+        if start is None:
+            return
+        if start.kill_at is not None and time.monotonic() > start.kill_at:
+            self._workers.signal(signal.SIGKILL)
+        bad = [one for one in ended if one.status and one.rank in start.slots]
+        if bad and not start.stopping and not start.passing:
+            self._say_failed(start, bad[0])
+        if not self._workers.living and not start.told:
+            self._say_ended(start, bad)
+
+    def _say_failed(self, start: _Start, ended: Ended) -> None:
+        self._say(
+            "failed",
+            start,
+            rank=ended.rank,
+            slot=start.slots[ended.rank],
+            how=how_ended(ended.status),
+            steps=start.steps,
+        )
+        # Nothing but to be stopped is left for this start.
+        start.stopping, start.told = True, False
+
+    def _say_ended(self, start: _Start, bad: Sequence[Ended]) -> None:
+        """All are gone: they have done their work, or were stopped."""
+        if not start.stopping:
+            start.told = True
+            self._say("done", start)
+        elif start.kill_at is not None:
+            start.told = True
+            _remove_shared(self._meeting)
+            self._meeting.clear()
+            self._say("stopped", start, steps=start.steps, port=self._port.reserve())
+
+    def _ask_to_end(self) -> None:
+        number, self._signal = self._signal, 0
+        if number == signal.SIGINT and self._start is not None and self._start.passing:
+            # Whoever asks twice does not want to wait.
+            self._start.kill_at = 0.0
+        assert self._link is not None
+        self._link.say({"kind": "end", "number": number})
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten > _BEAT_EVERY and self._link is not None:
+            self._beaten = now
+            start = self._start
+            silent, steps = (None, 0) if start is None else (start.silent(now), start.steps)
+            number = 0 if start is None else start.number
+            self._link.say({"kind": "beat", "start": number, "silent": silent, "steps": steps})
+
+    def _say(self, kind: str, start: _Start, **said: object) -> None:
+        assert self._link is not None
+        self._link.say({"kind": kind, "start": start.number, **said})
+
+    # The connection.
+
+    def _connected(self) -> Lines | None:
+        """To the supervisor, as a new member; None where there is none yet."""
+        if self._link is not None:
+            return self._link
+        try:
+            link = connect(*self._address, timeout=_SILENT)
+            joining = {"name": uuid.uuid4().hex, "job": self._job, "address": self._own_address(link)}
+            link.say({"kind": "join", **joining, "slots": list(range(self._slots.count)), "port": self._port.reserve()})
+        except OSError as error:
+            self._wait_for(str(error))
+            return None
+        self._link, self._heard = link, time.monotonic()
+        return link
+
+    def _own_address(self, link: Lines) -> str:
+        """By which other hosts reach this one. Many hosts take their own name for an address that only they have."""
+        address = str(link.socket.getsockname()[0])
+        return self._address[0] if address.startswith("127.") else address
+
+    def _wait_for(self, why: str) -> None:
+        if self._signal:
+            self._code = SIGNALLED + self._signal
+        elif time.monotonic() - self._heard > _GIVE_UP:
+            self._code = FAILED
+            self._tell(
+                f"error: --rendezvous {self._address[0]}:{self._address[1]}: nobody answers there for {_GIVE_UP:g} s "
+                f"({why}); start the agent of that host, or end this one"
+            )
+        else:
+            time.sleep(_LOOK_EVERY)
+
+    def _lose(self, why: str) -> None:
+        """Without the supervisor nobody may train: others may have taken over."""
+        self._tell(f"connection to the agent of {self._address[0]} is lost: {why}")
+        with suppress(OSError):
+            assert self._link is not None
+            self._link.close()
+        self._link, self._start = None, None
+        self._workers.signal(signal.SIGKILL)
+        while self._workers.living:
+            self._workers.ended()
+            time.sleep(_LOOK_EVERY)
+
+
+_GIVE_UP = 60.0
+
+
+class _Port:
+    """A port of this host that nobody else gets until it is released."""
+
+    def __init__(self) -> None:
+        self._held: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """The number of a free one."""
+        if self._held is None:
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind(("", 0))
+        return int(self._held.getsockname()[1])
+
+    def release(self) -> None:
+        """A rank may listen at the one that was reserved last."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+def _remove_shared(meeting: Sequence[tuple[str, int]]) -> None:
+    """DeepSpeed keeps memory that ranks of a host share, under the address and port at which they met, for ever."""
+    for address, port in meeting:
+        for left in _DEEPSPEED_SHARES.glob(f"deepspeed_*_{address}_{port}_*"):
+            with suppress(OSError):
+                left.unlink()

@@ -1,0 +1,81 @@
+"""Signs of life of a rank: a few numbers in a file of its own, in a directory of its agent.
+
+The rank writes them after each step and before each forward pass; the agent reads when that was. To write is one system
+call on memory, and what cannot be written stops nobody.
+"""
+
+import contextlib
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["AGENT", "HOSTS", "MEMORY", "RESUME", "Sign", "Signs", "read_sign"]
+
+AGENT = "DS_COMPRESS_AGENT"
+"""Environment variable of ranks that an agent has started: the directory of their signs."""
+RESUME = "DS_COMPRESS_RESUME"
+"""Environment variable: "1" has a program go on from the newest checkpoint of its own."""
+MEMORY = "DS_COMPRESS_MEMORY_DIR"
+"""Environment variable: a directory in memory that lives as long as the job on this host."""
+HOSTS = "DS_COMPRESS_HOSTS"
+"""Environment variable: addresses of the hosts, by node rank, as a JSON list."""
+_FORMAT = struct.Struct("<dqq")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """`time`: of the monotonic clock of the host, in seconds. `steps`: optimizer steps of the engine. `saves`: SIGTERM
+    has this rank save before it ends."""
+
+    time: float
+    steps: int
+    saves: bool
+
+
+class Signs:
+    """Of rank `rank`, to be read by the agent whose `directory` it is."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._steps, self._saves = 0, False
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(_file(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def stepped(self, steps: int) -> None:
+        """`steps` optimizer steps have been made."""
+        self._steps = steps
+        self.give()
+
+    def saves(self, saves: bool) -> None:
+        """Whether SIGTERM has this rank save from now on."""
+        self._saves = saves
+        self._write(0.0)
+
+    def give(self) -> None:
+        """This rank does something."""
+        self._write(time.monotonic())
+
+    def _write(self, now: float) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, _FORMAT.pack(now, self._steps, self._saves), 0)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_sign(directory: Path, rank: int) -> Sign | None:
+    """The newest of `rank`; None before its first one."""
+    try:
+        now, steps, saves = _FORMAT.unpack(_file(directory, rank).read_bytes())
+    except (OSError, struct.error):
+        return None
+    return Sign(now, steps, bool(saves))
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}"

@@ -1,0 +1,37 @@
+"""With how many ranks a configuration trains the same batches: what DeepSpeed computes in runtime/config.py."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_compress.config import SECTION, Parallelism, parse_section, tensor_size
+
+__all__ = ["why_not"]
+
+BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def why_not(ds_config: Mapping[str, Any] | None, ranks: int) -> str:
+    """Why `ranks` ranks would not train the batches that `ds_config` says; "" where they do. None: it is not known."""
+    if ds_config is None:
+        return f"no DeepSpeed configuration with {BATCH} is among the arguments of the program"
+    batch = ds_config.get(BATCH)
+    if not isinstance(batch, int):
+        return f"/{BATCH} is {batch!r}, so another number of ranks would train other batches; write a number there"
+    copies, rest = divmod(ranks, _ranks_of_a_copy(ds_config))
+    if rest or not copies:
+        return f"{ranks} ranks are no multiple of tensor x pipeline, {_ranks_of_a_copy(ds_config)}"
+    given = {key: ds_config[key] for key in (MICRO, STEPS) if isinstance(ds_config.get(key), int)}
+    product = copies * math.prod(given.values())
+    if batch % product == 0 and (len(given) < 2 or batch == product):
+        return ""
+    said = " x ".join(f"{key} {value}" for key, value in given.items()) or "1"
+    advice = f"; leave out {STEPS}" if len(given) == 2 else ""
+    return f"/{BATCH} {batch} cannot be divided over {copies} replicas with {said}{advice}"
+
+
+def _ranks_of_a_copy(ds_config: Mapping[str, Any]) -> int:
+    """Ranks that hold one copy of the model's layers."""
+    section = parse_section(dict(ds_config)) if SECTION in ds_config else None
+    parallelism = section.parallelism if section is not None else None
+    return tensor_size(ds_config, parallelism or Parallelism()) * (parallelism.pipeline if parallelism else 1)

@@ -1,0 +1,317 @@
+"""What the agents of a job do together, decided in one place, as a pure state machine: no sockets, no clock of its own.
+
+An agent says: `join`, `beat` (how its ranks get on), `failed` (a rank has), `done` (all of its ranks have ended well),
+`stopped` (all that it was to stop are gone), `end` (somebody wants the job to end). It is told `start`, `stop`, `pass`
+(a signal, to its ranks), `over`, `refused`, `unknown`.
+
+Messages carry the number of the start that they are about; those about another one are of the past.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_compress.services.agent.placement import Host, Placement, place
+from deepspeed_compress.services.rendezvous.wire import Message
+
+__all__ = ["LOST_AFTER", "Supervisor", "Terms"]
+
+LOST_AFTER = 10.0
+"""Seconds of silence after which a host counts as lost; agents that hear nothing end their ranks in half of it."""
+EARLY = 3
+"""Starts in a row that fail at one slot before their first step, after which that slot is left out."""
+FAILED, SIGNALLED = 1, 128
+"""Exit codes of the job: of a failure; and what is added to the number of a signal that ended it."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is asked for: `ranks` on each of `hosts`, at most `restarts` times again.
+
+    `hang`: seconds without a sign of life of any rank. `wait`: seconds for hosts to come. `job`: what tells this job
+    from others; agents of another one are refused.
+    """
+
+    job: str
+    hosts: int
+    ranks: int
+    restarts: int
+    hang: float
+    wait: float
+
+
+@dataclass
+class _Member:
+    """An agent that is there. `silent`: seconds since the last sign of its ranks, None before all of them gave one."""
+
+    address: str
+    slots: tuple[int, ...]
+    port: int
+    heard: float
+    silent: float | None = None
+    done: bool = False
+    stopped: bool = False
+
+
+@dataclass
+class _Failure:
+    """Why a start has ended, and which slot it was, if it was one. `early`: before a step of any rank."""
+
+    why: str
+    slot: tuple[str, int] | None = None
+    early: bool = False
+
+
+@dataclass
+class _State:
+    """`phase`: "waiting" for hosts, "running", "stopping", "over". `steps`: most that any start has made, by the ranks'
+    count; `step_seen`: whether this start has made one. `code`, `why`: how the job has ended, once it is over."""
+
+    phase: str = "waiting"
+    start: int = 0
+    restarts: int = 0
+    placement: Placement | None = None
+    since: float | None = None
+    signal: int = 0
+    steps: int = 0
+    step_seen: bool = False
+    code: int = 0
+    why: str = ""
+    failures: list[_Failure] = field(default_factory=list)
+
+
+class Supervisor:
+    """Tell it what is heard (`hear`, `lost`) and the time (`tick`), in seconds of any clock; send what `take` gives.
+
+    Args:
+        terms: of the job.
+        why_not: why so many ranks may not train; "" where they may.
+        tell: gets lines for people.
+    """
+
+    def __init__(self, terms: Terms, why_not: Callable[[int], str], tell: Callable[[str], None]) -> None:
+        self._terms, self._why_not, self._tell = terms, why_not, tell
+        self._members: dict[str, _Member] = {}
+        self._state = _State()
+        self._outbox: list[tuple[str, Message]] = []
+        self._heard: Mapping[str, Callable[[str, Message, float], None]] = {
+            "join": self._join,
+            "beat": self._beat,
+            "failed": self._failed,
+            "done": self._done,
+            "stopped": self._stopped,
+            "end": self._end,
+        }
+
+    def take(self) -> list[tuple[str, Message]]:
+        """What is to be said to whom, in order."""
+        found, self._outbox = self._outbox, []
+        return found
+
+    def to_save(self) -> str:
+        """Nothing outlives the job."""
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        hosts = [{"address": one.address, "slots": list(one.slots)} for one in self._members.values()]
+        state = self._state
+        return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
+
+    def hear(self, name: str, message: Message, now: float) -> None:
+        """`message` of the agent `name`. ValueError where it is none."""
+        handler = self._heard.get(message["kind"])
+        if handler is None:
+            raise ValueError(f"unknown message {message['kind']!r}")
+        if name in self._members:
+            self._members[name].heard = now
+        elif message["kind"] != "join":
+            # Declared lost meanwhile: it has to join again.
+            self._say(name, {"kind": "unknown"})
+            return
+        handler(name, message, now)
+        self._settle(now)
+
+    def lost(self, name: str, now: float) -> None:
+        """The connection to `name` has ended."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            if self._runs(name) and not member.done:
+                self._stop(_Failure(f"host {member.address} cannot be reached"))
+            self._settle(now)
+
+    def tick(self, now: float) -> None:
+        for name in [name for name, one in self._members.items() if now - one.heard > LOST_AFTER]:
+            self.lost(name, now)
+        if self._state.phase == "running" and self._silent(now) > self._terms.hang:
+            self._stop(_Failure(f"no rank has given a sign of life for {self._terms.hang:g} s"))
+        self._settle(now)
+
+    # What agents say.
+
+    def _join(self, name: str, message: Message, now: float) -> None:
+        if message["job"] != self._terms.job:
+            self._say(name, {"kind": "refused", "job": self._terms.job})
+            return
+        self._members[name] = _Member(message["address"], tuple(message["slots"]), message["port"], now)
+        if self._state.phase == "over":
+            # It was taken for lost when the job ended, and would wait for ever.
+            self._say_over(name)
+
+    def _beat(self, name: str, message: Message, now: float) -> None:
+        member = self._members[name]
+        if message["start"] == self._state.start:
+            member.silent = message["silent"]
+            self._count(message["steps"])
+
+    def _count(self, steps: int) -> None:
+        self._state.steps = max(self._state.steps, steps)
+        self._state.step_seen |= steps > 0
+
+    def _failed(self, name: str, message: Message, now: float) -> None:
+        if message["start"] == self._state.start and self._runs(name):
+            self._count(message["steps"])
+            why = f"rank {message['rank']} on {self._members[name].address} {message['how']}"
+            self._stop(_Failure(why, (name, message["slot"])))
+
+    def _done(self, name: str, message: Message, now: float) -> None:
+        if message["start"] == self._state.start:
+            self._members[name].done = True
+
+    def _stopped(self, name: str, message: Message, now: float) -> None:
+        if message["start"] == self._state.start:
+            self._count(message["steps"])
+            self._members[name].stopped, self._members[name].port = True, message["port"]
+
+    def _end(self, name: str, message: Message, now: float) -> None:
+        if not self._state.signal:
+            self._state.signal = message["number"]
+            self._tell(f"asked to end; after {self._state.steps} steps")
+            self._say_to_placed({"kind": "pass", "number": message["number"]})
+
+    # What follows.
+
+    def _settle(self, now: float) -> None:
+        """What has become due."""
+        state, placed = self._state, self._placed()
+        if state.phase == "running" and placed and all(one.done for one in placed.values()):
+            self._finish(SIGNALLED + state.signal if state.signal else 0, "")
+        if state.phase == "stopping" and all(one.stopped for one in placed.values()):
+            state.failures[-1].early = not state.step_seen
+            self._begin_again(now)
+        if state.phase == "waiting":
+            self._start_if_possible(now)
+
+    def _begin_again(self, now: float) -> None:
+        state, failure = self._state, self._state.failures[-1]
+        if state.signal:
+            self._finish(SIGNALLED + state.signal, "")
+        elif state.restarts == self._terms.restarts:
+            self._finish(FAILED, f"{failure.why}, and all {state.restarts} restarts are used")
+        else:
+            self._give_up_slot()
+            state.restarts += 1
+            state.phase, state.since = "waiting", now
+
+    def _start_if_possible(self, now: float) -> None:
+        state, terms = self._state, self._terms
+        if state.signal:
+            self._finish(SIGNALLED + state.signal, "")
+            return
+        state.since = now if state.since is None else state.since
+        placement = self._place(self._hosts())
+        if placement is not None:
+            self._start(placement)
+        elif now - state.since > terms.wait:
+            self._finish(FAILED, self._why_waiting())
+
+    def _why_waiting(self) -> str:
+        terms, there = self._terms, sum(min(len(one.slots), self._terms.ranks) for one in self._members.values())
+        missing = f"{there} of {terms.hosts * terms.ranks} ranks have a place after {terms.wait:g} s (--wait)"
+        reason = self._why_not(there) if self._state.start else ""
+        return f"{missing}, and fewer cannot train: {reason}" if reason else missing
+
+    def _place(self, hosts: list[Host]) -> Placement | None:
+        """At first all ranks; later as many as may train."""
+        state, terms = self._state, self._terms
+        fits = (lambda ranks: not self._why_not(ranks)) if state.start else (lambda ranks: False)
+        return place(hosts, terms.hosts, terms.ranks, fits, state.placement)
+
+    def _start(self, placement: Placement) -> None:
+        state = self._state
+        state.start, state.phase, state.placement = state.start + 1, "running", placement
+        state.step_seen, state.since = False, None
+        addresses = [self._members[host.name].address for host in placement.hosts]
+        common = {
+            "kind": "start",
+            "start": state.start,
+            "restart": state.restarts,
+            "world": placement.world,
+            "hosts": addresses,
+            "port": self._members[placement.hosts[0].name].port,
+            "resume": state.steps > 0,
+        }
+        for node, host in enumerate(placement.hosts):
+            member = self._members[host.name]
+            member.done, member.stopped, member.silent = False, False, None
+            first = placement.first_rank(node)
+            self._say(host.name, {**common, "node": node, "first": first, "slots": list(host.slots)})
+        if state.restarts:
+            self._tell(f"restart {state.restarts} of {self._terms.restarts}, with {placement.world} ranks")
+
+    def _stop(self, failure: _Failure) -> None:
+        state = self._state
+        state.phase = "stopping"
+        state.failures.append(failure)
+        self._tell(f"{failure.why}; after {state.steps} steps")
+        self._say_to_placed({"kind": "stop"})
+
+    def _give_up_slot(self) -> None:
+        """A slot where start after start fails before its first step is lost, if there is another place."""
+        last = self._state.failures[-EARLY:]
+        slot = last[0].slot
+        alike = len(last) == EARLY and all(one.early and one.slot == slot for one in last)
+        if slot is None or not alike or slot[0] not in self._members:
+            return
+        without = {host.name: host for host in self._hosts()}
+        without[slot[0]] = Host(slot[0], tuple(one for one in without[slot[0]].slots if one != slot[1]))
+        if self._place(list(without.values())) is not None:
+            member = self._members[slot[0]]
+            member.slots = without[slot[0]].slots
+            self._tell(f"slot {slot[1]} of {member.address} is left out: {EARLY} starts in a row have failed there")
+
+    def _finish(self, code: int, why: str) -> None:
+        if not code and not self._state.steps:
+            self._tell("warning: --hang has watched nothing: no engine with the section has made a step")
+        self._state.phase, self._state.code, self._state.why = "over", code, why
+        for name in self._members:
+            self._say_over(name)
+
+    def _hosts(self) -> list[Host]:
+        return [Host(name, one.slots) for name, one in self._members.items()]
+
+    def _runs(self, name: str) -> bool:
+        return self._state.phase == "running" and name in self._placed_names()
+
+    def _placed_names(self) -> list[str]:
+        placement = self._state.placement
+        return [] if placement is None else [host.name for host in placement.hosts]
+
+    def _placed(self) -> dict[str, _Member]:
+        """Members that have ranks of this start, and are there."""
+        return {name: self._members[name] for name in self._placed_names() if name in self._members}
+
+    def _silent(self, now: float) -> float:
+        """Seconds since the last sign of life of any rank; 0 before all of them gave one."""
+        silent = [None if one.silent is None else now - one.heard + one.silent for one in self._placed().values()]
+        return min((one for one in silent if one is not None), default=0.0) if None not in silent else 0.0
+
+    def _say(self, name: str, message: Message) -> None:
+        self._outbox.append((name, message))
+
+    def _say_over(self, name: str) -> None:
+        self._say(name, {"kind": "over", "code": self._state.code, "why": self._state.why})
+
+    def _say_to_placed(self, message: Message) -> None:
+        for name in self._placed():
+            self._say(name, {**message, "start": self._state.start})

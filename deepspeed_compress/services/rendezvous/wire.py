@@ -1,0 +1,86 @@
+"""What islands and their coordinator say to each other, as JSON objects, a line each.
+
+An island says: `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
+wants to exchange), `vote` (how its exchange went), `sources` (who has the newest anchor), `leave`. The coordinator
+answers `welcome`, `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and says `open` by itself. Whoever lost a
+connection says `join` again and repeats what was not answered: all of it may be said twice.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["LONGEST", "Anchor", "Message", "Outcome", "Partner", "Round", "decode", "encode"]
+
+Message = Mapping[str, Any]
+LONGEST = 1 << 24
+"""Bytes of a message: addresses of thousands of ranks."""
+
+
+@dataclass(frozen=True)
+class Partner:
+    """An island in a round. `samples`: that it has processed since it last exchanged. `version`: of its anchor.
+    `store`: "host:port" at which its rank 0 keeps the store by which groups are made."""
+
+    number: int
+    samples: int
+    version: int
+    store: str
+
+
+@dataclass(frozen=True)
+class Round:
+    """An exchange of `partners`, in order of their numbers. `base`: the version of the newest anchor. What comes out of
+    it has version `id`. `fresh` begins the names under which its groups are made."""
+
+    id: int
+    base: int
+    fresh: str
+    partners: tuple[Partner, ...]
+
+    @classmethod
+    def of(cls, message: Message) -> "Round":
+        partners = tuple(Partner(**one) for one in message["partners"])
+        return cls(message["id"], message["base"], message["fresh"], partners)
+
+    def message(self) -> dict[str, Any]:
+        return {"kind": "round", **asdict(self)}
+
+    def place(self, number: int) -> int:
+        """Of the island `number` among the partners."""
+        return next(place for place, one in enumerate(self.partners) if one.number == number)
+
+    def weight(self, number: int) -> float:
+        """What the island `number` counts by, 1 on average; 0 for all where nobody has anything that counts."""
+        total = sum(one.samples for one in self.partners)
+        return len(self.partners) * self.partners[self.place(number)].samples / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a round: whether it counts."""
+
+    id: int
+    committed: bool
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Who has the anchor of `version`: for each such island an address "host:port" for every rank. 0: there is none,
+    and the one who is told so begins with its own."""
+
+    version: int
+    sources: Sequence[Sequence[str]]
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """ValueError where it is no message."""
+    found = json.loads(line)
+    if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+        raise ValueError(f"no message: {line[:80]!r}")
+    return found

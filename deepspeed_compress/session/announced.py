@@ -1,0 +1,70 @@
+"""The line at the start, for any engine: what is compressed, how, and what it is expected to send and to keep."""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+from deepspeed_compress.communication.buckets import Partition
+from deepspeed_compress.communication.reduction import Parameters
+from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
+from deepspeed_compress.config.numbers import size
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.expected import LATE, mean_cost, uncompressed
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_gather
+
+__all__ = ["gradient_texts", "joined", "tell", "weight_text"]
+
+
+def tell(text: Callable[[], str]) -> None:
+    """Write the line to standard error."""
+    try:
+        print(f"deepspeed_compress: {text()}", file=sys.stderr, flush=True)
+    except Exception as error:  # what only tells must not stop one rank, for which the others would wait
+        warnings.warn(f"what is compressed cannot be told: {error!r}", CompressWarning, stacklevel=3)
+
+
+def joined(config: CompressConfig, where: str, ranks: int, figures: Callable[[], Sequence[str]]) -> str:
+    """The line: settings of `config`, `where`, over how many `ranks`; and `figures`, if there is anything to tell."""
+    methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
+    first = f"{methods}; {where}, {ranks} data-parallel ranks"
+    found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
+    if not found:
+        return f"{first}; nothing is {'compressed' if ranks > 1 else 'sent, and so nothing compressed'}"
+    warmup = config.schedule.warmup_steps
+    last = [f"the first {warmup} steps are uncompressed"] if warmup else []
+    return "; ".join([first, *found, *last]) + ' ("monitor": {"announce": false} leaves this line out)'
+
+
+def _between_islands(islands: Islands | None) -> list[str]:
+    if islands is None:
+        return []
+    every = islands.sync_every if islands.sync_steps is None else f"{islands.sync_steps} steps"
+    return [f"islands exchange {brief(islands.exchange)} every {every}"]
+
+
+def gradient_texts(
+    session: Session, parameters: Parameters, partition: Partition, everywhere: bool, alone: int, times: int = 1
+) -> list[str]:
+    """What is exempt, megabytes that rank 0 sends in a step, and keeps: of all parameters in one bucket, cut by
+    `partition` and reduced `times` a step. `alone`: bytes that the engine sends by itself."""
+    total = sum(parameters.numel(name) for name in parameters.shapes)
+    raw = uncompressed(session.chosen_reducer(LATE), partition)
+    found = mean_cost(session, partition, everywhere)
+    share = 1 - sum(parameters.numel(name) for name in raw) / max(1, total)
+    count = len(parameters.shapes)
+    return [
+        f"{count - len(raw)} of {count} parameters are compressed ({share:.1%} of the elements), {len(raw)} exempt",
+        f"rank 0 sends about {size(times * found.sent)} of gradients a step, uncompressed {size(alone)}",
+        f"residuals take up to {size(found.kept)}",
+    ]
+
+
+def weight_text(weights: CompressedWeights, parameters: Parameters, ranks: int, itemsize: int, when: str) -> str:
+    """Megabytes of weights, of `itemsize` bytes an element, that a rank sends `when` they are gathered."""
+    numels = {name: parameters.numel(name) for name in parameters.shapes}
+    raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
+    coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))
+    sent = ring_all_gather(coded + sum(raw) * itemsize, ranks)
+    alone = ring_all_gather(sum(numels.values()) * itemsize, ranks)
+    return f"about {size(sent)} of weights {when}, uncompressed {size(alone)}"

@@ -1,0 +1,33 @@
+"""Whether all ranks compute equal bits from equal bits: on equal processors, with as many threads."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.errors import CompressWarning
+
+__all__ = ["equal_machines"]
+
+
+def equal_machines(device: torch.device) -> bool:
+    """Whether what PyTorch chooses its kernels by is alike on all ranks; a CompressWarning on all where it is not.
+
+    PowerSGD needs it: every rank computes the mean of matrices for itself. Collective.
+    """
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _machine(device))
+    kinds = sorted(set(map(str, found)))
+    if len(kinds) > 1:
+        warnings.warn(
+            "/deepspeed_compress/adaptive: powersgd is left out of the usual candidates, because ranks compute on "
+            f"different machines ({'; '.join(kinds)}), and it needs the same bits from all of them",
+            CompressWarning,
+            stacklevel=2,
+        )
+    return len(kinds) == 1
+
+
+def _machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads"

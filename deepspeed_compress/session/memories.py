@@ -1,0 +1,101 @@
+"""What a session remembers, in files and back: on all ranks or on none."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.compression import state
+from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Place", "Write", "check_owners", "load_memories", "on_all_ranks", "save_memories", "save_on_all"]
+
+
+Write = Callable[[state.Contents, Path], None]
+"""`state.write`, or what does it later."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose memories these are. `rank`: numbers the files of all `Position`s that share a directory. `group`: the ranks
+    that save and load together; None for all of the job."""
+
+    rank: int
+    position: state.Position
+    device: torch.device
+    group: ProcessGroup | None = None
+
+
+def save_memories(
+    session: Session, directory: Path, place: Place, zero_stage: int, step: int, loss_scale: float, write: Write
+) -> None:
+    """Have `write` write the files of this rank; `step` optimizer steps are done."""
+    section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
+    kept = state.contents(session.stores, place.position, zero_stage, step, loss_scale, section, decisions)
+    write(kept, state.state_file(directory, place.rank))
+
+
+def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> None:
+    """Do `work`, which saves. Collective: StateError on all ranks where it fails on one."""
+    problems = on_all_ranks(work, group)
+    if problems:
+        raise StateError(f"compression state is not saved: {problems}")
+
+
+def load_memories(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
+    """Restore what `save_memories` has written in `directory`, on all ranks or on none. Collective.
+
+    Returns the step that it was saved at. What is wrong on any rank is a StateError on all, or with `on_missing_state`
+    "reset" a CompressWarning, and every memory starts empty: None.
+    """
+    steps: list[int] = []
+
+    def restore() -> None:
+        found = state.sources(directory, place.rank, place.position)
+        check_owners(found[0][1], session.config)
+        session.remembered.expect(found[0][1].storage)
+        same = state.restore(session.stores, found, place.position, loss_scale, place.device)
+        session.remembered.prune_owned = not same
+        session.load_decisions(found[0][1].decisions)
+        steps.append(found[0][1].step)
+
+    text = on_all_ranks(restore, place.group)
+    if not text:
+        return steps[0]
+    session.reset()
+    if session.config.on_missing_state == "error":
+        raise StateError(
+            f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+            '"error", "reset") to start with empty memories'
+        )
+    warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=4)
+    return None
+
+
+def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) -> str:
+    """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
+    problem = None
+    try:
+        work()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return "; ".join(dict.fromkeys(found for found in problems if found))
+
+
+def check_owners(saved: state.Description, config: CompressConfig) -> None:
+    """StateError if what owners keep was saved by other owners. Residuals of senders add up whoever has them."""
+    owners = saved.section.get("ownership", "contiguous")
+    kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
+    if kept and owners != config.ownership:
+        raise StateError(
+            f'/deepspeed_compress/ownership: "{config.ownership}" cannot go on from a checkpoint of '
+            f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
+        )

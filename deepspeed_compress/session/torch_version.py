@@ -1,0 +1,18 @@
+"""The PyTorch that is needed, whichever engine trains."""
+
+from packaging.version import Version
+
+from deepspeed_compress.errors import SeamError
+
+__all__ = ["OLDEST_TORCH", "check_torch"]
+
+OLDEST_TORCH = Version("2.11")
+
+
+def check_torch(found: str) -> None:
+    """SeamError if PyTorch version `found` is older than those that work. A preview of a release counts as it."""
+    if Version(found).release < OLDEST_TORCH.release:
+        raise SeamError(
+            f"PyTorch {found} is installed, but deepspeed_compress needs torch >={OLDEST_TORCH}; install it: "
+            f"pip install 'torch>={OLDEST_TORCH}'"
+        )

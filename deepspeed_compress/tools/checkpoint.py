@@ -1,0 +1,92 @@
+"""``ds-compress checkpoint``: what checkpoints a directory has, whether they are whole, where they load, and fewer."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+
+from deepspeed_compress.checkpoints import files
+from deepspeed_compress.checkpoints.files import Checkpoint
+from deepspeed_compress.checkpoints.sizes import loads_on
+from deepspeed_compress.config.numbers import UNKNOWN, size
+from deepspeed_compress.errors import DataError
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """What the command does."""
+    return _SUBJECTS[options.subject](options)
+
+
+def _found(directory: Path) -> list[Checkpoint]:
+    """Raises DataError where there is none."""
+    found = files.checkpoints(directory) if directory.is_dir() else []
+    if not found:
+        raise DataError(f"{directory} has no checkpoints: no directory in it holds files *_states.pt")
+    return found
+
+
+def _list(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("tag", "step", "ranks", "size", "written", "saved by", "state")
+    latest = files.latest_tag(options.directory)
+    sizes: dict[str, list[str]] = {}
+    for one in _found(options.directory):
+        written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
+        origin = "every" if one.automatic else "the program"
+        state = "complete" if one.complete else "incomplete"
+        named = f"{state}, latest" if one.tag == latest else state
+        table.add_row(one.tag, _shown(one.step), _shown(one.world), size(one.size), written, origin, named)
+        sizes.setdefault(loads_on(one.place), []).append(one.tag)
+    Console().print(table)
+    for where, tags in sizes.items():
+        print(f"loads on {where}: {', '.join(tags)}")
+    return 0
+
+
+def _shown(number: int | None) -> str:
+    return UNKNOWN if number is None else f"{number:,}"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """The exit code is 1 where something is wrong."""
+    from rich.console import Console
+    from rich.progress import track
+
+    wanted = [one for one in _found(options.directory) if options.tag in (None, one.tag)]
+    if not wanted:
+        raise DataError(f"{options.directory} has no checkpoint {options.tag}")
+    problems: list[str] = []
+    for one in track(wanted, "reading", console=Console(stderr=True), transient=True):
+        found = list(files.find_problems(one.place))
+        problems += found
+        known = "not listed, so only DeepSpeed could tell" if one.world is None and not found else "whole"
+        print(f"{one.tag}: {'damaged' if found else f'{known}; loads on {loads_on(one.place)}'}")
+    for problem in problems:
+        print(f"error: {problem}")
+    return int(bool(problems))
+
+
+def _prune(options: argparse.Namespace) -> int:
+    for one in files.superfluous(_found(options.directory), options.keep, files.latest_tag(options.directory)):
+        if not options.dry_run:
+            files.remove(one)
+        print(f"{'would remove' if options.dry_run else 'removed'} {one.tag}, {size(one.size)}")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from deepspeed_compress.tools.universal import convert
+
+    place = convert(options.directory, options.tag, options.output, options.tensor, options.workers)
+    print(f'{place}: write "checkpoint": {{"load_universal": true}} into the configuration of the run that loads it')
+    return 0
+
+
+_SUBJECTS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {"convert": _convert, "list": _list, "prune": _prune, "verify": _verify}
+)

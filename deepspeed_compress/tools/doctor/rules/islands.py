@@ -1,0 +1,122 @@
+"""Islands: whether they move alike, exchange often enough, and are there when others exchange."""
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed_compress.diagnostics import Diagnostic, at_steps
+from deepspeed_compress.tools.doctor.case import SAMPLES, Case
+from deepspeed_compress.tools.doctor.patches import with_section
+from deepspeed_compress.tools.doctor.rule import rule
+
+_LATE = frozenset({"islands_left_out", "islands_renewed"})
+
+
+@rule(
+    name="islands-drift-apart",
+    severity="warning",
+    summary="whether islands move alike",
+    needs=("islands",),
+)
+def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
+    """In the later half: at the start all move alike."""
+    cosines = case.values("islands_cosine", case.run.steps)
+    late = cosines[len(cosines) // 2 :]
+    if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
+        return
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"Islands drift apart: the cosine between what this one has moved and what the others have is "
+        f"{statistics.median(late):.2f}, so their mean is nearly nothing of what each has found",
+        "Give all islands data of the same kind, shuffled together; exchange more often.",
+        patch=_more_often(case),
+        evidence={"cosine to the others, later half": statistics.median(late), "exchanges": len(cosines)},
+    )
+
+
+@rule(
+    name="sync-every-too-long",
+    severity="warning",
+    summary="whether the loss rises where islands exchange",
+    needs=("islands", "losses"),
+)
+def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
+    """A mean of weights that have gone too far is worse than each. At the start all gain: in the later half."""
+    losses = dict(case.run.losses)
+    # Bytes of an exchange are counted with the step that follows it.
+    pairs = [(losses[step - 1], losses[step]) for step in _exchanges(case) if {step - 1, step} <= losses.keys()]
+    pairs = [(before, after) for before, after in pairs if math.isfinite(after - before)]
+    late = pairs[len(pairs) // 2 :]
+    if len(late) < SAMPLES:
+        return
+    rises = [after - before for before, after in late]
+    rise, usual = statistics.fmean(rises), statistics.median(before for before, _ in late)
+    # Not the noise of all losses, which would count how they fall again after an exchange.
+    error = statistics.stdev(rises) / math.sqrt(len(rises))
+    if rise < case.limits.rise * usual or rise < case.limits.sigmas * error:
+        return
+    yield Diagnostic(
+        at_steps(*case.span),
+        f"The loss rises by {rise:.3g} where islands exchange: they have gone too far for a good mean",
+        "Exchange more often, or halve the learning rate: islands drift by about the product of the two. Where outer "
+        "has a momentum, halve its lr first.",
+        patch=_smaller_steps(case) or _more_often(case),
+        evidence={"rise of the loss at an exchange": rise, "loss before": usual, "exchanges": len(rises)},
+        weight=min(1.0, rise / usual),
+    )
+
+
+@rule(
+    name="late-island",
+    severity="warning",
+    summary="whether this island is late for exchanges",
+    needs=("events",),
+)
+def late_island(case: Case) -> Iterator[Diagnostic]:
+    late = [event for event in case.run.events or () if event["kind"] in _LATE]
+    every = case.run.section.monitor.every if case.run.section is not None else 1
+    taken = every * len(_exchanges(case))
+    if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
+        return
+    yield Diagnostic(
+        at_steps(late[0]["step"], late[-1]["step"]),
+        f"This island is late: it was left out of {len(late)} exchanges, and in {taken}",
+        "Look at its machines and its link. If it is only slower, wait longer for it (timeout: more than its longest "
+        "step), exchange by time (sync_every), or let islands be asynchronous.",
+        patch=case.patch(with_section, {"islands": {"elastic": change}}) if (change := _patience(case)) else None,
+        evidence={"left out, or too old": len(late), "exchanges with it": taken},
+    )
+
+
+def _exchanges(case: Case) -> list[int]:
+    """Measured steps that follow an exchange."""
+    return [line["step"] for line in case.run.steps if line.get("bytes_islands")]
+
+
+def _more_often(case: Case) -> dict[str, Any] | None:
+    islands = case.run.section.islands if case.run.section is not None else None
+    every = islands.sync_steps if islands is not None else None
+    if islands is None or every is None or every // 2 <= islands.delay or every // 2 < islands.fragments:
+        return None
+    return case.patch(with_section, {"islands": {"sync_every": every // 2}})
+
+
+def _smaller_steps(case: Case) -> dict[str, Any] | None:
+    """Of a momentum between islands, which goes beyond what they have moved."""
+    islands = case.run.section.islands if case.run.section is not None else None
+    if islands is None or islands.outer.optimizer != "nesterov":
+        return None
+    return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
+
+
+def _patience(case: Case) -> dict[str, Any] | None:
+    """Twice as much of it, where the section says how much there is."""
+    islands = case.run.section.islands if case.run.section is not None else None
+    if islands is None or islands.elastic is None:
+        return None
+    elastic = islands.elastic
+    if elastic.parameter_server is not None:
+        return {"parameter_server": {"max_staleness": 2 * elastic.parameter_server.max_staleness}}
+    longer = 2 * elastic.timeout_seconds
+    return {"timeout": f"{longer:g} s"} if longer <= elastic.give_up_seconds else None

@@ -1,0 +1,146 @@
+"""`ds-compress run --restarts N`: the agent of this host, and the supervisor of the job where it has the address."""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed_compress.config import read_ds_config
+from deepspeed_compress.config.durations import seconds
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.integrations.files import find_configurations
+from deepspeed_compress.services.agent.directory import job_directory
+from deepspeed_compress.services.agent.host import Agent, Slots
+from deepspeed_compress.services.agent.sizes import why_not
+from deepspeed_compress.services.agent.supervisor import Supervisor, Terms
+from deepspeed_compress.services.agent.workers import Workers
+from deepspeed_compress.services.rendezvous.server import Server
+
+__all__ = ["is_asked_for", "run"]
+
+_ALONE = ("127.0.0.1", 0)
+_OTHERS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
+
+
+def is_asked_for(options: argparse.Namespace) -> bool:
+    """Whether `--restarts` is given. ConfigError where what belongs to it is given without, or is missing."""
+    given = [name for name in _OTHERS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
+    if options.restarts is None:
+        if given:
+            raise ConfigError(f"--{given[0]}: has no effect without --restarts; write --restarts N, or leave it out")
+        return False
+    if options.launcher != "deepspeed":
+        raise ConfigError(f"--launcher {options.launcher}: --restarts starts the ranks itself; leave one of them out")
+    if options.ranks is None:
+        raise ConfigError("--ranks: is missing (allowed: a number from 1 up); write how many ranks each host has")
+    if options.rendezvous is None and options.hosts > 1:
+        raise ConfigError(f"--hosts {options.hosts}: where they meet is missing; write --rendezvous HOST:PORT")
+    return True
+
+
+_DEFAULTS = {"hosts": 1, "spares": 0, "hang": "10 min", "grace": "30 s", "wait": "10 min"}
+
+
+def run(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """The exit code of the job. `command`: that runs the program in one process."""
+    arguments = list(command[3:])
+    script = "" if "-m" in arguments[:2] else next(one for one in arguments if not one.startswith("--section="))
+    terms = Terms(
+        _job(options, arguments), options.hosts, options.ranks, options.restarts, _time(options, "hang"),
+        _time(options, "wait"),
+    )  # fmt: skip
+    grace, slots = _time(options, "grace"), _slots(options)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    supervisor = Supervisor(terms, functools.partial(why_not, _configuration(options.arguments)), _tell)
+    with job_directory() as directory, _served(supervisor, options.rendezvous) as address:
+        workers = Workers(arguments, script, not options.cold)
+        return Agent(address, terms.job, slots, grace, workers, directory, _tell).run()
+
+
+def _time(options: argparse.Namespace, name: str) -> float:
+    try:
+        return seconds(getattr(options, name))
+    except ValueError as error:
+        raise ConfigError(f"--{name}: {error}") from error
+
+
+def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Of several hosts: the same where the command is. Of one: no other job's."""
+    if options.rendezvous is None:
+        return os.urandom(6).hex()
+    said = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+
+
+def _slots(options: argparse.Namespace) -> Slots:
+    spares = options.spares if options.rendezvous is None else 0
+    count, visible = options.ranks + spares, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name for name in visible.split(",") if name]
+    if names and len(names) < count and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible}: has {len(names)} devices for {count} ranks and spares (allowed: at least "
+            "as many); name more, or write less for --ranks and --spares"
+        )
+    if len(names) >= count:
+        return Slots(count, tuple(names))
+    return Slots(count, tuple(map(str, range(count))) if spares else ())
+
+
+def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
+    """The DeepSpeed configuration that the program is given; None without."""
+    file: Path | None = next(find_configurations(arguments), None)
+    return None if file is None else read_ds_config(file)
+
+
+@contextmanager
+def _served(supervisor: Supervisor, rendezvous: str | None) -> Iterator[tuple[str, int]]:
+    """The address of the supervisor, which runs here if the address is of this host and nobody else has it."""
+    host, port = _address(rendezvous)
+    server = Server(supervisor, None, _listening_at(host), port)
+    tried = threading.Event()
+    thread = threading.Thread(target=_serve, args=(server, tried), daemon=True)
+    thread.start()
+    tried.wait()
+    try:
+        yield (host, server.port)
+    finally:
+        server.stop()
+        thread.join()
+
+
+def _serve(server: Server, tried: threading.Event) -> None:
+    try:
+        server.run(tried.set)
+    except OSError:
+        # Another host's address, or another agent of this host has it: this one connects to it.
+        tried.set()
+
+
+def _listening_at(host: str) -> str:
+    """`host`; all addresses where a host takes its own name for one that others do not reach."""
+    try:
+        known = socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"--rendezvous {host}: {error}; write the address of one of the hosts") from error
+    return "" if known.startswith("127.") and known != host and host != "localhost" else host
+
+
+def _address(rendezvous: str | None) -> tuple[str, int]:
+    if rendezvous is None:
+        return _ALONE
+    found = re.fullmatch(r"([^:\s]+):([0-9]+)", rendezvous)
+    if found is None or int(found[2]) > 65535:
+        raise ConfigError(f"--rendezvous {rendezvous}: no address (allowed: host:port); write 10.0.0.1:29400")
+    return found[1], int(found[2])
+
+
+def _tell(text: str) -> None:
+    print(f"ds-compress: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""``ds-compress checkpoint convert``: a universal checkpoint by DeepSpeed's converter, with what that leaves out.
+
+DeepSpeed's `ds_to_universal` needs a flag where nobody has described the parameters, leaves memories of compression
+behind, and takes the matrices of GPT-2 as they are, which are stored transposed where they are split.
+"""
+
+import contextlib
+import re
+import shutil
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.constants import PARAM
+
+from deepspeed_compress.checkpoints.files import find_problems, latest_tag
+from deepspeed_compress.errors import DataError, StateError
+
+__all__ = ["convert", "transpose_gpt2"]
+
+_CONV1D = re.compile(r"(?:^|\.)(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
+"""The matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
+_ATTENTION = re.compile(r"(?:^|\.)attn\.c_attn\.weight$")
+"""Of which the outputs are three times the inputs, so it tells how all are stored."""
+
+
+def convert(directory: Path, tag: str | None, output: str | None, tensor: int | None, workers: int = 1) -> Path:
+    """Write `directory`/`output`, of the checkpoint `tag`, and name it in `latest_universal`.
+
+    `tensor`: of the run that will load it; None for GPT-2 as it was saved.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        DataError: there is no such checkpoint, or something is at the place.
+        StateError: the checkpoint is damaged, or DeepSpeed's converter cannot convert it.
+    """
+    tag = tag or latest_tag(directory)
+    if tag is None or not (directory / tag).is_dir():
+        raise DataError(f"{directory} has no checkpoint {tag or 'that `latest` names'}; give another with --tag")
+    place = directory / (output or f"{tag}_universal")
+    if place.exists():
+        raise DataError(f"{place} exists already; give another name with --output")
+    problems = list(find_problems(directory / tag))
+    if problems:
+        raise StateError("; ".join(problems))
+    try:
+        _convert(directory / tag, place, workers)
+        if tensor is not None:
+            transpose_gpt2(place, linear=tensor > 1)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return place
+
+
+def _convert(source: Path, place: Path, workers: int) -> None:
+    # What is not divided by tensors or stages is described by nobody.
+    divided = len({file.name.partition("mp_rank_")[2] for file in source.glob("*mp_rank_*_model_states.pt")}) > 1
+    options = Namespace(
+        input_folder=str(source),
+        output_folder=str(place),
+        num_extract_workers=workers,
+        num_merge_workers=workers,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=not divided,
+    )
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            ds_to_universal.main(options)
+    except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise StateError(f"{source}: DeepSpeed's converter cannot convert it ({error!r})") from error
+    for file in source.glob("deepspeed_compress_rank_*"):
+        shutil.copy2(file, place)
+
+
+def transpose_gpt2(place: Path, linear: bool) -> None:
+    """Store the matrices of GPT-2 in the universal checkpoint `place` as linear layers do, or as Conv1D does.
+
+    Nothing is done where they are so, and for other models.
+    """
+    folders = [folder for folder in (place / "zero").iterdir() if folder.is_dir()]
+    attention = [folder for folder in folders if _ATTENTION.search(folder.name)]
+    if not attention or _is_linear(attention[0]) == linear:
+        return
+    for folder in (one for one in folders if _CONV1D.search(one.name)):
+        for file in folder.glob("*.pt"):
+            found = torch.load(file, map_location="cpu", weights_only=False)
+            if isinstance(found, dict):
+                # What else is noted there is how it was cut, the other way round.
+                torch.save({PARAM: found[PARAM].t().contiguous()}, file)
+
+
+def _is_linear(folder: Path) -> bool:
+    outputs, inputs = torch.load(folder / "fp32.pt", map_location="cpu", weights_only=False)[PARAM].shape
+    return bool(outputs == 3 * inputs)

@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""What rare exchanges cost in loss: islands of one rank against an exchange in every step, over a whole schedule.
+
+Same text, seeds, batches and rates for all: AdamW, a tenth of the steps of warm-up, then a cosine down to a tenth of
+the rate, so that the last loss is what a user would get. The first tenth of the steps ends with an exchange each, but
+where a name says otherwise. Losses are of held-out text, and mean over islands, after steps in which all exchange.
+Finished runs are kept and not repeated; the network is this machine's memory, on which no loss depends.
+
+examples, from the root of the repository:
+  python -m launch.studies.islands_quality --data data/shakespeare --output-dir runs/islands
+  python -m launch.studies.islands_quality --data data/shakespeare --output-dir runs/islands1000 --steps 1000 \\
+      --only '^(every step|10 average)' --seeds 0 1 2
+"""
+
+import argparse
+import os
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from deepspeed_compress.config import SECTION, read_ds_config
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.tools.arguments import positive_integer
+from deepspeed_compress.tools.bench.workload import Contender, group_contenders
+from launch.studies.loss_curve import Curve, Job, finished, run_job
+from launch.studies.text import cache_dir, prepare_data
+from launch.studies.time_to_loss import CPU, ROOT
+
+FILE = ROOT / "configs" / "zero0_int4.json"
+"""All but the section and the schedule."""
+SYNCHRONOUS = "every step"
+INT4 = {"method": "blockwise", "bits": 4}
+SPARSE = {"method": "topk", "density": 0.03, "block_size": 4096, "values": {"method": "blockwise", "bits": 2}}
+DECAYING = {**SPARSE, "error_feedback": {"decay": 0.95}}
+AVERAGE, NESTEROV = {"optimizer": "average"}, {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "average, 4 bits": (AVERAGE, INT4),
+    "average, top-k": (AVERAGE, SPARSE),
+    "nesterov, 4 bits": (NESTEROV, INT4),
+    "nesterov, top-k": (NESTEROV, SPARSE),
+    "sparseloco": (AVERAGE, DECAYING),
+    "average 1.5, 4 bits": ({**AVERAGE, "lr": 1.5}, INT4),
+    "average 2, 4 bits": ({**AVERAGE, "lr": 2.0}, INT4),
+    "nesterov of 0.5, 4 bits": ({**NESTEROV, "momentum": 0.5}, INT4),
+}
+INTERVALS = (5, 10, 30)
+RATES = {", twice the rate": 2, ", four times the rate": 4}
+"""Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
+START = 0.1
+"""Share of the steps at the start that each end with an exchange."""
+LONG_START = 0.3
+EVAL_EVERY, EVAL_BATCHES = 30, 16
+"""Every 30th step all intervals exchange."""
+
+
+def variants(steps: int) -> dict[str, dict[str, Any]]:
+    """The sections, by name."""
+
+    def islands(every: int, name: str, start: float = START, **keys: Any) -> dict[str, Any]:
+        outer, exchange = EXCHANGES[name]
+        return {
+            "gradients": {"method": "none"},
+            "islands": {
+                "size": 1,
+                "sync_every": every,
+                "outer": outer,
+                "exchange": exchange,
+                # So that intervals begin with a step that all have in common.
+                "warmup_steps": round(start * steps / EVAL_EVERY) * EVAL_EVERY,
+                **keys,
+            },
+        }
+
+    found = {f"{every} {name}": islands(every, name) for every, name in product(INTERVALS, EXCHANGES)}
+    return {
+        SYNCHRONOUS: {"gradients": {"method": "none"}},
+        f"{SYNCHRONOUS}, 4 bits": {"gradients": INT4},
+        **found,
+        **{
+            f"{every} average, 4 bits, longer start": islands(every, "average, 4 bits", LONG_START)
+            for every in (10, 30)
+        },
+        "30 nesterov, 4 bits, longer start": islands(30, "nesterov, 4 bits", LONG_START),
+        "10 average, 4 bits, streamed": islands(10, "average, 4 bits", fragments=5, delay=2),
+        **{
+            f"{every} {name}{rate}": islands(every, name)
+            for every, name, rate in product(INTERVALS, ("average, 4 bits", "nesterov of 0.5, 4 bits"), RATES)
+        },
+        **{f"{SYNCHRONOUS}{rate}": {"gradients": {"method": "none"}} for rate in RATES},
+    }
+
+
+def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Namespace, data: str) -> Job:
+    """Everything that decides a run."""
+    ds_config = read_ds_config(str(FILE))
+    schedule = {"total_num_steps": steps, "warmup_num_steps": steps // 10, "cos_min_ratio": 0.1}
+    ds_config |= {
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule | {"warmup_type": "linear"}},
+        SECTION: variants(steps)[name] | {"seed": seed, "monitor": {"every": 1000}},
+    }
+    ds_config["optimizer"]["params"]["lr"] *= next((times for end, times in RATES.items() if name.endswith(end)), 1)
+    sizes = {"micro_batch": options.micro_batch, "seq_len": options.seq_len, "seed": seed}
+    (group,) = group_contenders([str(FILE)], str(options.model), (), sizes, hosts)
+    ds_config["train_micro_batch_size_per_gpu"] = group.workload.micro_batch
+    return Job(
+        workload=group.workload,
+        contender=Contender(name, name, ds_config),
+        native={key: ds_config[key] for key in ("optimizer", "scheduler")},
+        start=0,
+        steps=steps,
+        eval_every=EVAL_EVERY,
+        eval_batches=EVAL_BATCHES,
+        window=50,
+        data=data,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    options = _options(argv)
+    os.environ |= CPU
+    try:
+        data = prepare_data(options)
+        names = [name for name in variants(options.steps) if options.only.search(name)]
+        runs = list(product(options.seeds, names))
+        if not options.train_none:
+            for seed, name in track(runs, "runs", console=Console(stderr=True)):
+                job = job_of(name, seed, options.steps, options.hosts, options, data)
+                if not run_job(job, options.hosts, cache_dir(options), file_of(options, name, seed)):
+                    print(f"{name}, seed {seed}: failed, see its .log", file=sys.stderr)
+        curves = {(name, seed): finished(file_of(options, name, seed)) for seed, name in runs}
+    except CompressError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    Console(width=120).print(table({key: curve for key, curve in curves.items() if curve is not None}))
+    return int(any(curve is None for curve in curves.values()))
+
+
+def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
+    path: Path = options.output_dir / f"seed{seed}" / f"{re.sub('[^a-z0-9]+', '_', name)}.json"
+    return path
+
+
+def table(curves: Mapping[tuple[str, int], Curve]) -> Table:
+    """Last losses, by name: means over seeds, and over those of the synchronous run with the same seeds."""
+    shown = Table("exchanges", "seeds", "held-out loss", "of synchronous")
+    for name in dict.fromkeys(name for name, _ in curves):
+        losses = {seed: curve.held_out[-1][1] for (one, seed), curve in curves.items() if one == name}
+        ratios = [
+            losses[seed] / curves[SYNCHRONOUS, seed].held_out[-1][1] for seed in losses if (SYNCHRONOUS, seed) in curves
+        ]
+        ratio = f"{100 * (statistics.fmean(ratios) - 1):+.2f} %" if ratios else "-"
+        shown.add_row(name, str(len(losses)), f"{statistics.fmean(losses.values()):.4f}", ratio)
+    return shown
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.studies.islands_quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
+    parser.add_argument("--output-dir", type=Path, required=True, help="curves go here")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="names to train")
+    parser.add_argument("--train-none", action="store_true", help="the table of what is there")
+    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
+    parser.add_argument("--hosts", type=positive_integer, default=4, help="islands of one rank (default: 4)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=positive_integer, default=300)
+    parser.add_argument("--seq-len", type=positive_integer, default=64)
+    parser.add_argument("--micro-batch", type=positive_integer, help="sequences of an island (default: of the file)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Train megatron-core's GPTModel on text files, with compressed gradients.
+
+An ordinary program of megatron-core: one call attaches compression to the model chunks and their optimizer.
+
+    python -m deepspeed_compress.training.data data/shakespeare
+    echo '{"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}' >int4.json
+    torchrun --nproc_per_node 4 launch/train_megatron.py --config int4.json --data data/shakespeare \\
+        --output-dir runs/megatron --steps 300 --pipeline 2 --distributed-optimizer --overlap --to-hf runs/model
+
+Layers are those of megatron-core itself: no Transformer Engine, no Apex. Without CUDA it trains on the CPU. See
+docs/engines.md.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor, nn
+from transformers import GPT2Config, PretrainedConfig
+
+import deepspeed_compress
+from deepspeed_compress.models import read_model_config
+from deepspeed_compress.models.megatron import gpt_options, load_weights, save_pretrained, without_cuda
+from deepspeed_compress.training.data import (
+    Windows,
+    build_cache,
+    cache_key,
+    open_cache,
+    split_windows,
+    step_starts,
+    text_files,
+    train_tokenizer,
+)
+from deepspeed_compress.training.export import read_tokenizer
+
+SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
+"""Of the model, where no directory says them."""
+
+
+def main() -> None:
+    options = parse_options()
+    with without_cuda():
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    start(options)
+    described = describe(options)
+    train, held_out = read_data(options, described.vocab_size)
+    config = model_config(options, described)
+    modules = [gpt(options, described, config, number) for number in range(options.virtual or 1)]
+    if options.from_hf is not None:
+        load_weights(modules, options.from_hf, described, options.seed)
+    chunks = [wrapped(options, config, module, first=number == 0) for number, module in enumerate(modules)]
+    optimizer = make_optimizer(options, chunks)
+    compression = None
+    if options.config is not None:
+        compression = deepspeed_compress.megatron.attach(chunks, optimizer, str(options.config))
+    steps = Steps(options, config, chunks, optimizer)
+    for step in range(1, options.steps + 1):
+        loss = steps.train(train, step)
+        if step % options.log_every == 0 or step == options.steps:
+            report(options, {"step": step, "loss": loss})
+    report(options, {"step": options.steps, "eval_loss": steps.evaluate(held_out)})
+    if options.to_hf is not None:
+        export(options, described, chunks, compression)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train megatron-core's GPTModel with compressed gradients.")
+    add = parser.add_argument
+    add(
+        "--config", type=Path, metavar="FILE", help="JSON with the section deepspeed_compress; without it: uncompressed"
+    )
+    add("--data", type=Path, nargs="+", required=True, metavar="PATH", help="text files or directories")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="losses (metrics.jsonl), tokenizer, encoded text")
+    add("--tokenizer", type=Path, metavar="DIR", help="with a tokenizer.json; trained when missing")
+    add(
+        "--from-hf",
+        type=Path,
+        metavar="DIR",
+        help="begin with this GPT-2: a Hugging Face directory, or a config",
+    )
+    add("--to-hf", type=Path, metavar="DIR", help="write the trained model as such a directory")
+    numbers = {"steps": 300, "seed": 0, "log-every": 10, "seq-len": 128, "micro-batch": 4, "micro-batches": 1}
+    layout = {"tensor": 1, "pipeline": 1, "virtual": 0}
+    for name, default in {**numbers, **layout}.items():
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+    for name, default in SIZES.items():
+        add(f"--{name}", type=int, metavar="N", help=f"default {default}; not with --from-hf")
+    add("--lr", type=float, default=1e-3, help="of Adam, constant; default 1e-3")
+    add("--bf16", action="store_true", help="weights in bf16, gradients added up in fp32")
+    add("--distributed-optimizer", action="store_true", help="each rank keeps its share of masters and moments")
+    add("--overlap", action="store_true", help="gradients and weights travel during backward and forward")
+    options = parser.parse_args()
+    given = [f"--{name}" for name in SIZES if getattr(options, name) is not None]
+    if options.from_hf is not None and given:
+        parser.error(f"{', '.join(given)}: no effect with --from-hf, whose config says it; leave them out")
+    options.tokenizer = options.tokenizer or own_tokenizer(options.from_hf) or options.output_dir / "tokenizer"
+    return options
+
+
+def own_tokenizer(directory: Path | None) -> Path | None:
+    """`directory`, where it has a tokenizer."""
+    return directory if directory is not None and (directory / "tokenizer.json").is_file() else None
+
+
+def describe(options: argparse.Namespace) -> PretrainedConfig:
+    """The model as transformers describes it: that of the directory, or one of the sizes that were given."""
+    if options.from_hf is not None:
+        return read_model_config(options.from_hf)
+    sizes = {name: getattr(options, name) or default for name, default in SIZES.items()}
+    return GPT2Config(
+        vocab_size=sizes["vocab"],
+        n_positions=options.seq_len,
+        n_embd=sizes["hidden"],
+        n_layer=sizes["layers"],
+        n_head=sizes["heads"],
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def device() -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def start(options: argparse.Namespace) -> None:
+    """Join the processes that torchrun has started."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(
+        options.tensor, options.pipeline, options.virtual or None, create_gloo_process_groups=False
+    )
+    torch.manual_seed(options.seed)
+    model_parallel_cuda_manual_seed(options.seed)
+
+
+def read_data(options: argparse.Namespace, vocab_size: int) -> tuple[Windows, Windows]:
+    """Windows to train and to evaluate on; the first process trains the tokenizer and encodes the text."""
+    files, cache = text_files(options.data), options.tokenizer / "tokens"
+    if dist.get_rank() == 0:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        if not (options.tokenizer / "tokenizer.json").is_file():
+            train_tokenizer(files, options.tokenizer, vocab_size)
+        build_cache(files, options.tokenizer, cache, cache_key(files, options.tokenizer))
+    dist.barrier()
+    found = open_cache(cache, cache_key(files, options.tokenizer))
+    # The label of a token is the one that follows it.
+    return split_windows(found, options.seq_len + 1, 0.05)
+
+
+def model_config(options: argparse.Namespace, described: PretrainedConfig) -> TransformerConfig:
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    return TransformerConfig(
+        **gpt_options(described).transformer,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.virtual or None,
+        bf16=options.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Kernels of Apex.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+
+
+def gpt(options: argparse.Namespace, described: PretrainedConfig, config: TransformerConfig, number: int) -> nn.Module:
+    """Model chunk `number` of this rank; there are several where stages are interleaved."""
+    chunk = number if options.virtual else None
+    module: nn.Module = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        **gpt_options(described).model,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
+    )
+    return module.to(device())
+
+
+def wrapped(
+    options: argparse.Namespace, config: TransformerConfig, module: nn.Module, first: bool
+) -> DistributedDataParallel:
+    """A model chunk under data parallelism; `first`: the one whose gradients are there last."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.overlap,
+        overlap_param_gather=options.overlap and options.distributed_optimizer,
+        use_distributed_optimizer=options.distributed_optimizer,
+    )
+    if options.bf16:
+        module = Float16Module(config, module)
+    return DistributedDataParallel(config, ddp, module, disable_bucketing=not first)
+
+
+def make_optimizer(options: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=options.bf16,
+        params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_param_gather=options.overlap and options.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+class Steps:
+    """Optimizer steps and evaluations by Megatron's own schedule of pipelines."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        config: TransformerConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: Any,
+    ) -> None:
+        self.options, self.chunks, self.optimizer = options, chunks, optimizer
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
+        if options.overlap:
+            every = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = every if len(every) > 1 else every[0]
+        length = options.seq_len
+        self.positions = torch.arange(length, device=device()).expand(options.micro_batch, length)
+        self.mask = torch.ones(length, length, device=device()).triu(1).bool()[None, None]
+
+    def train(self, windows: Windows, step: int) -> float:
+        """Step number `step`, from 1; what it reads follows from that. Its mean loss over all data-parallel ranks."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.run(windows, (self.options.seed, step), forward_only=False)
+        self.optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, windows: Windows, batches: int = 8) -> float:
+        # Seeds that no step has.
+        seeds = [(self.options.seed + 1, number) for number in range(1, batches + 1)]
+        return sum(self.run(windows, seed, forward_only=True) for seed in seeds) / batches
+
+    def run(self, windows: Windows, seed: tuple[int, int], forward_only: bool) -> float:
+        """Forward of all micro-batches, and backward: the mean loss."""
+        options = self.options
+        batches = list(self.batches(windows, seed))
+        losses = get_forward_backward_func()(
+            forward_step_func=self.forward,
+            data_iterator=[iter(batches) for _ in self.chunks] if options.virtual else iter(batches),
+            model=self.chunks if options.virtual else self.chunks[0],
+            num_microbatches=options.micro_batches,
+            seq_length=options.seq_len,
+            micro_batch_size=options.micro_batch,
+            forward_only=forward_only,
+        )
+        # Only the last stage has any.
+        total = torch.tensor([sum(float(one["loss"]) for one in losses), len(losses)], dtype=torch.float64)
+        total = total.to(device(), torch.float32)
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def batches(self, windows: Windows, seed: tuple[int, int]) -> Iterator[Tensor]:
+        """Tokens [micro_batch, seq_len + 1] of the micro-batches of this data-parallel rank."""
+        options = self.options
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        starts = step_starts(windows, ranks * options.micro_batches * options.micro_batch, *seed)
+        for part in starts.reshape(ranks, options.micro_batches, options.micro_batch)[rank]:
+            yield torch.from_numpy(np.ascontiguousarray(windows.read(part))).to(device())
+
+    def forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
+        """Of a micro-batch, for Megatron's schedule."""
+        tokens = next(batches)
+        output = chunk(tokens[:, :-1], self.positions, self.mask, labels=tokens[:, 1:])
+        return output, partial(mean_loss)
+
+
+def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the tokens of a micro-batch [micro_batch, seq_len]."""
+    loss = losses.float().mean()
+    # Megatron's schedule divides the first by the number of micro-batches, in place.
+    return loss, {"loss": loss.detach().clone()}
+
+
+def export(
+    options: argparse.Namespace, described: PretrainedConfig, chunks: list[DistributedDataParallel], compression: Any
+) -> None:
+    """Write the model as transformers does, with its tokenizer."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    if compression is not None:
+        compression.synchronise()
+    save_pretrained(chunks, described, options.to_hf)
+    if dist.get_rank() == 0:
+        read_tokenizer(options.tokenizer).save_pretrained(options.to_hf)
+
+
+def report(options: argparse.Namespace, figures: dict[str, float]) -> None:
+    if dist.get_rank() == 0:
+        line = json.dumps(figures)
+        print(line, flush=True)
+        with (options.output_dir / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

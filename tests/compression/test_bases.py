@@ -1,0 +1,430 @@
+"""Memories that are kept as coefficients: the same algorithm as with elements, and nothing is lost when they move."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
+from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection
+from deepspeed_compress.compression.layouts import Layout, segments_of
+from deepspeed_compress.compression.residuals import STORAGE, Residuals
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.state import Position
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Identity, Transform, described, transform_of
+from deepspeed_compress.errors import StateError
+from tests.support.codecs import encode
+from tests.support.properties import properties
+
+CPU = torch.device("cpu")
+WIDTHS = {"w": 40, "v": 24, "elsewhere": 8}
+LAYOUT: Layout = (("w", 0, 1600), ("v", 24, 480), ("b", 0, 30))
+SEGMENTS = segments_of(LAYOUT)
+NUMEL = 2110
+TILE = 16
+DCT_16 = DCT(WIDTHS, TILE)
+KEPT = TopK(0.05, TILE**2)
+QUANTIZED = TopK(0.05, TILE**2, Blockwise(4, 256))
+DECAY = 0.9
+BASES: tuple[Transform, ...] = (DCT_16, Hadamard(64, 3))
+every_basis = pytest.mark.parametrize("basis", BASES, ids=lambda one: type(one).__name__)
+every_storage = pytest.mark.parametrize("storage", STORAGE)
+ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "int8": 2**-7}
+"""Of a number that is stored, relative to the largest of its block or to itself."""
+
+
+def gradient(step: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(step))
+
+
+def demo(storage: str = "fp32", transactional: bool = False) -> ErrorFeedback:
+    return ErrorFeedback(Residuals(storage, transactional), DECAY, own_exact=False)
+
+
+def send(
+    memory: ErrorFeedback | MomentumCorrection, codec: Codec, x: Tensor, segments: tuple[Segment, ...] = SEGMENTS
+) -> Tensor:
+    """The coefficients that the receiver decodes."""
+    payload = torch.empty(codec.compressor.payload_bytes(x.numel()), dtype=torch.uint8)
+    memory.encode(codec.coefficients(x, segments), segments, payload, 7, codec)
+    decoded = torch.zeros_like(x)
+    codec.add_coefficients([payload], decoded, 1.0)
+    return decoded
+
+
+def elements(store: Residuals, names: Iterable[str] = ("w", "v", "b")) -> dict[tuple[str, int], float]:
+    """Every element that is remembered."""
+    return {
+        (name, begin + place): value
+        for (name, begin, _), values in store.items()
+        if name in names
+        for place, value in enumerate(values.tolist())
+    }
+
+
+def stored(store: Residuals) -> list[list[int]]:
+    return [payload.tolist() for _, payload in store.payloads()]
+
+
+def momentum_of_elements(steps: int, compressor: Compressor) -> tuple[Tensor, list[Tensor]]:
+    """DeMo with its momentum as elements, in fp64 but for the transform and what is sent: momentum, and all sent."""
+    momentum, sent = torch.zeros(NUMEL, dtype=torch.float64), []
+    for step in range(steps):
+        momentum = DECAY * momentum + gradient(step).double()
+        coefficients = DCT_16.forward(momentum.float(), SEGMENTS)
+        decoded = torch.zeros(NUMEL)
+        compressor.decompress_add(encode(compressor, coefficients, 7), decoded, 1.0)
+        sent.append(decoded)
+        momentum -= DCT_16.inverse(decoded, SEGMENTS).double()
+    return momentum, sent
+
+
+@pytest.mark.parametrize("compressor", [KEPT, QUANTIZED], ids=["fp32", "int4"])
+def test_coefficients_are_the_algorithm_with_elements(compressor: Compressor) -> None:
+    """Twenty steps: the same elements are chosen, and values and momentum differ by rounding."""
+    memory, codec = demo(), Codec(compressor, DCT_16)
+    momentum, expected = momentum_of_elements(20, compressor)
+    for step in range(20):
+        sent = send(memory, codec, gradient(step))
+        assert torch.equal(sent != 0, expected[step] != 0)
+        torch.testing.assert_close(sent, expected[step], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(memory.residuals.read(SEGMENTS, CPU).double(), momentum, rtol=1e-5, atol=2e-5)
+
+
+@every_basis
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("compressor", [KEPT, TopK(0.05, 100, min_magnitude=3.0)], ids=["all", "large ones"])
+def test_nothing_is_lost_and_what_was_sent_is_zero(compressor: Compressor, storage: str, basis: Transform) -> None:
+    memory, codec = demo(storage), Codec(compressor, basis)
+    for step in range(6):
+        x = gradient(step)
+        total = basis.forward(x, SEGMENTS) + memory.residuals.read(SEGMENTS, CPU, basis) * DECAY
+        sent = send(memory, codec, x)
+        left = memory.residuals.read(SEGMENTS, CPU, basis)
+        assert bool((sent != 0).any())
+        assert not left[sent != 0].any()
+        assert torch.equal(sent + left, total if storage == "fp32" else torch.where(sent != 0, sent, total.bfloat16()))
+
+
+@every_basis
+@every_storage
+def test_what_quantization_changes_stays(storage: str, basis: Transform) -> None:
+    memory, codec = demo(storage), Codec(QUANTIZED, basis)
+    for step in range(6):
+        x = gradient(step)
+        total = basis.forward(x, SEGMENTS) + memory.residuals.read(SEGMENTS, CPU, basis) * DECAY
+        sent = send(memory, codec, x)
+        left = memory.residuals.read(SEGMENTS, CPU, basis)
+        assert bool(left[sent != 0].any())
+        assert float((sent + left - total).abs().max()) <= ROUNDING[storage] * float(total.abs().max())
+
+
+@every_basis
+@every_storage
+def test_a_memory_of_elements_is_read_as_coefficients_and_back(storage: str, basis: Transform) -> None:
+    """Another method, or none, after this one over the same memory; and the reverse."""
+    store, values = Residuals(storage, transactional=False), gradient(1)
+    bound = 4 * ROUNDING[storage] * float(values.abs().max())
+    store.write(SEGMENTS, values)
+    assert float((store.read(SEGMENTS, CPU, basis) - basis.forward(values, SEGMENTS)).abs().max()) <= bound
+    store.write(SEGMENTS, basis.forward(values, SEGMENTS), basis)
+    assert float((store.read(SEGMENTS, CPU) - values).abs().max()) <= bound
+    other = DCT({"w": 7}, 8)
+    assert float((store.read(SEGMENTS, CPU, other) - other.forward(values, SEGMENTS)).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
+def test_methods_take_turns_over_one_memory(storage: str, transactional: bool) -> None:
+    """What they sent and what is left add up to what came in, whatever is in force in a step."""
+    store = Residuals(storage, transactional)
+    turns = [
+        Codec(KEPT, DCT_16),
+        Codec(Blockwise(4, 32)),
+        Codec(QUANTIZED, DCT_16),
+        Codec(TopK(0.1, 64)),
+        Codec(Blockwise(8, 32), Hadamard(64)),
+    ]
+    balance, step, largest = torch.zeros(NUMEL), 0, 0.0
+    for _ in range(2):
+        for codec in turns:
+            x = gradient(step)
+            largest = max(largest, float((balance + x).abs().max()))
+            balance += x - codec.transform.inverse(send(ErrorFeedback(store), codec, x), SEGMENTS)
+            store.commit()
+            step += 1
+    bound = 2 * step * ROUNDING[storage] * largest
+    assert float((store.read(SEGMENTS, CPU) - balance).abs().max()) <= bound
+
+
+def test_a_full_synchronisation_sends_the_momentum_of_elements() -> None:
+    memory, codec, exact = demo(), Codec(KEPT, DCT_16), Codec(Cast(torch.float32))
+    for step in range(3):
+        send(memory, codec, gradient(step))
+    held, x = memory.residuals.read(SEGMENTS, CPU), gradient(9)
+    torch.testing.assert_close(send(memory, exact, x), x + DECAY * held, rtol=0, atol=1e-6)
+    assert not memory.residuals.read(SEGMENTS, CPU, DCT_16).any()
+
+
+@every_storage
+@pytest.mark.parametrize(
+    "codec", [Codec(KEPT, DCT_16), Codec(KEPT), Codec(Blockwise(4, 32))], ids=["dct", "topk", "int4"]
+)
+def test_a_skipped_step_leaves_every_bit(codec: Codec, storage: str) -> None:
+    """Also where the skipped step was the first one of another method."""
+    memory = demo(storage, transactional=True)
+    for step in range(3):
+        send(memory, Codec(KEPT, DCT_16), gradient(step))
+        memory.residuals.commit()
+    before, bases = stored(memory.residuals), memory.residuals.bases()
+    for bad in (1.0, math.nan, math.inf):
+        for _ in range(2):
+            send(memory, codec, gradient(5) * bad)
+        memory.residuals.rollback()
+        assert stored(memory.residuals) == before
+        assert memory.residuals.bases() == bases
+    send(memory, codec, gradient(5))
+    memory.residuals.commit()
+    assert set(memory.residuals.bases().values()) == {codec.transform.of(SEGMENTS)}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_sent(bad: float) -> None:
+    for place in (0, 700, 1599, NUMEL - 1):
+        memory, x = demo(transactional=True), gradient(1)
+        x[place] = bad
+        sent = send(memory, Codec(QUANTIZED, DCT_16), x)
+        assert not DCT_16.inverse(sent, SEGMENTS).isfinite().all()
+
+
+@every_storage
+def test_coefficients_follow_the_loss_scale(storage: str) -> None:
+    memory = demo(storage, transactional=True)
+    send(memory, Codec(KEPT, DCT_16), gradient(1))
+    memory.residuals.commit()
+    before = memory.residuals.read(SEGMENTS, CPU)
+    memory.residuals.scale(0.5)
+    assert torch.equal(memory.residuals.read(SEGMENTS, CPU), 0.5 * before)
+
+
+def test_square_norms_are_those_of_elements() -> None:
+    memory = demo()
+    send(memory, Codec(KEPT, DCT_16), gradient(1))
+    norm = float(sum(memory.residuals.square_norms()))
+    assert norm == pytest.approx(float(memory.residuals.read(SEGMENTS, CPU).square().sum()), rel=1e-5)
+
+
+CUTS: tuple[Layout, ...] = (
+    LAYOUT,
+    (("w", 0, 800), ("w", 800, 800), ("b", 0, 30), ("v", 24, 480)),
+    (("w", 13, 1500), ("v", 100, 300)),
+    (("b", 0, 30),),
+    (("v", 24, 480), ("w", 0, 13), ("w", 1513, 87)),
+)
+
+
+@properties
+@given(st.lists(st.tuples(st.sampled_from(CUTS), st.booleans()), min_size=1, max_size=5), st.booleans())
+def test_new_layouts_lose_nothing(steps: list[tuple[Layout, bool]], transactional: bool) -> None:
+    """Per element: everything sent plus what is left is everything fed in, however messages are cut."""
+    store, balance = Residuals("fp32", transactional), dict.fromkeys(elements_of(LAYOUT), 0.0)
+    for step, (layout, plain) in enumerate(steps):
+        segments = segments_of(layout)
+        x = gradient(step, sum(segment.numel for segment in segments))
+        codec = Codec(KEPT) if plain else Codec(KEPT, DCT_16)
+        lost = x - codec.transform.inverse(send(ErrorFeedback(store), codec, x, segments), segments)
+        for element, value in zip(elements_of(layout), lost.tolist(), strict=True):
+            balance[element] += value
+    store.commit()
+    found = {**dict.fromkeys(balance, 0.0), **elements(store)}
+    assert max(abs(found[element] - balance[element]) for element in balance) <= 1e-4
+
+
+def elements_of(layout: Layout) -> list[tuple[str, int]]:
+    return [(name, begin + place) for name, begin, numel in layout for place in range(numel)]
+
+
+def test_bases_are_equal_that_give_equal_coefficients() -> None:
+    assert DCT_16.of(SEGMENTS) == DCT({"w": 40, "v": 24}, TILE)
+    assert DCT_16.of(SEGMENTS) == DCT({**WIDTHS, "elsewhere": 9, "more": 3}, TILE).of(SEGMENTS)
+    assert DCT_16.of(SEGMENTS) != DCT(WIDTHS, 32).of(SEGMENTS)
+    assert DCT_16.of(SEGMENTS) != DCT({**WIDTHS, "w": 20}, TILE).of(SEGMENTS)
+
+
+@pytest.mark.parametrize("transform", [Identity(), *BASES], ids=lambda one: type(one).__name__)
+def test_a_description_is_plain_data(transform: Transform) -> None:
+    assert transform_of(json.loads(json.dumps(described(transform)))) == transform
+
+
+ONE = Position(0, 1, 0, 1)
+
+
+def save(store: Residuals, directory: Path, position: Position = ONE, loss_scale: float = 1.0) -> Path:
+    file = state.state_file(directory, position.index)
+    state.write(state.contents({"gradients": store}, position, 0, 5, loss_scale, {}, {}), file)
+    return file
+
+
+def load(directory: Path, storage: str = "fp32", position: Position = ONE, loss_scale: float = 1.0) -> Residuals:
+    store = Residuals(storage, transactional=True)
+    found = state.sources(directory, position.index, position)
+    state.restore({"gradients": store}, found, position, loss_scale, CPU)
+    return store
+
+
+def trained(storage: str = "fp32", seed: int = 0, codec: Codec | None = None) -> ErrorFeedback:
+    memory = demo(storage, transactional=True)
+    for step in range(3):
+        send(memory, codec or Codec(QUANTIZED, DCT_16), gradient(seed + step))
+        memory.residuals.commit()
+    return memory
+
+
+@every_storage
+def test_a_saved_memory_goes_on_bit_for_bit(storage: str, tmp_path: Path) -> None:
+    memory, codec = trained(storage), Codec(QUANTIZED, DCT_16)
+    save(memory.residuals, tmp_path)
+    # A model that has got parameters elsewhere has another transform, of the same coefficients here.
+    resumed, widened = ErrorFeedback(load(tmp_path, storage), DECAY, False), DCT({**WIDTHS, "new": 3}, TILE)
+    for step in range(3):
+        x = gradient(100 + step)
+        assert torch.equal(send(resumed, Codec(QUANTIZED, widened), x), send(memory, codec, x))
+        memory.residuals.commit()
+        resumed.residuals.commit()
+        assert stored(resumed.residuals) == stored(memory.residuals)
+
+
+def as_version_2(file: Path) -> None:
+    """What the version before wrote: elements, and no word of bases."""
+    description = state.read_description(file)
+    former = state.Description(**{**vars(description), "version": 2})
+    plain = json.loads(file.with_suffix(".json").read_text())
+    del plain["bases"]
+    plain |= {"version": 2, "sha256": state._digest(file, former)}
+    file.with_suffix(".json").write_text(json.dumps(plain))
+
+
+def test_a_state_of_the_version_before_holds_elements(tmp_path: Path) -> None:
+    values, memory, expected = gradient(3), demo(transactional=True), demo(transactional=True)
+    for one in (memory, expected):
+        one.residuals.write(SEGMENTS, values)
+        one.residuals.commit()
+    as_version_2(save(memory.residuals, tmp_path))
+    assert "bases" not in json.loads(state.state_file(tmp_path, 0).with_suffix(".json").read_text())
+    loaded = ErrorFeedback(load(tmp_path), DECAY, False)
+    assert torch.equal(loaded.residuals.read(SEGMENTS, CPU), values)
+    for step in range(2):
+        x = gradient(10 + step)
+        assert torch.equal(send(loaded, Codec(KEPT, DCT_16), x), send(expected, Codec(KEPT, DCT_16), x))
+
+
+def change(key: str, value: object) -> Callable[[dict], None]:
+    return lambda plain: plain.update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (change("version", 1), "has version 1, this package reads 2 and 3"),
+        (change("version", 4), "has version 4, this package reads 2 and 3"),
+        (change("version", 2), "digest does not fit"),
+        (lambda plain: plain.pop("bases"), "not a state of this package"),
+        (change("bases", {"gradients": [{"basis": "identity"}]}), "digest does not fit"),
+    ],
+)
+def test_a_state_that_does_not_say_its_basis_is_refused(
+    harm: Callable[[dict], None], words: str, tmp_path: Path
+) -> None:
+    file = save(trained().residuals, tmp_path).with_suffix(".json")
+    plain = json.loads(file.read_text())
+    harm(plain)
+    file.write_text(json.dumps(plain))
+    with pytest.raises(StateError, match=words):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("bases", [[{"basis": "wavelet"}], [{"basis": "dct", "side": 3}], []])
+def test_a_basis_that_is_not_known_is_refused(bases: list[dict], tmp_path: Path) -> None:
+    file = save(trained().residuals, tmp_path)
+    changed = state.Description(**{**vars(state.read_description(file)), "bases": {"gradients": bases}})
+    plain = json.loads(file.with_suffix(".json").read_text())
+    plain |= {"bases": changed.bases, "sha256": state._digest(file, changed)}
+    file.with_suffix(".json").write_text(json.dumps(plain))
+    with pytest.raises(StateError, match="damaged"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1)])
+def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path: Path) -> None:
+    """Of ranks that kept coefficients and of such that kept elements, under another loss scale."""
+    sums: dict[tuple[str, int], float] = {}
+    for rank in range(before):
+        store = trained(seed=10 * rank, codec=Codec(KEPT) if rank % 2 else None).residuals
+        save(store, tmp_path, Position(rank, before, 0, 1), loss_scale=4.0)
+        for element, value in elements(store).items():
+            sums[element] = sums.get(element, 0.0) + 0.5 * value
+    loaded = [load(tmp_path, "fp32", Position(rank, after, 0, 1), loss_scale=2.0) for rank in range(after)]
+    found = [elements(store) for store in loaded]
+    for element, value in sums.items():
+        assert sum(one.get(element, 0.0) for one in found) == pytest.approx(value, abs=1e-5)
+
+
+def test_another_type_of_memory_takes_the_values(tmp_path: Path) -> None:
+    memory = trained("fp32").residuals
+    save(memory, tmp_path)
+    found = load(tmp_path, "bf16").read(SEGMENTS, CPU, DCT_16)
+    expected = memory.read(SEGMENTS, CPU, DCT_16)
+    assert float((found - expected).norm()) <= 2**-7 * float(expected.norm())
+
+
+def test_momentum_correction_keeps_coefficients_too() -> None:
+    """DGC in a basis is DGC of coefficients."""
+    inside = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), 0.9)
+    plain = MomentumCorrection(Residuals("fp32", False), Residuals("fp32", False), 0.9)
+    for step in range(4):
+        x = gradient(step)
+        sent = send(inside, Codec(KEPT, DCT_16), x)
+        assert torch.equal(sent, send(plain, Codec(KEPT), DCT_16.forward(x, SEGMENTS)))
+
+
+class Unfused:
+    """A compressor that does not take a memory along."""
+
+    def __init__(self, inner: Compressor) -> None:
+        self.payload_bytes, self.compress = inner.payload_bytes, inner.compress
+        self.decompress_add = inner.decompress_add
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        KEPT,
+        QUANTIZED,
+        TopK(0.03, 64, Blockwise(8, 32, stochastic=True)),
+        TopK(0.05, scope="tensor"),
+        TopK(0.05, scope="threshold", values=Cast(torch.bfloat16)),
+        TopK(0.2, 128, min_magnitude=1.0),
+        TopK(1.0, 64),
+    ],
+    ids=repr,
+)
+def test_one_pass_gives_the_bits_of_many(compressor: TopK, storage: str, transactional: bool) -> None:
+    one, many = demo(storage, transactional), demo(storage, transactional)
+    for step in range(4):
+        x = gradient(step)
+        given_x = x.clone()
+        assert torch.equal(send(one, Codec(compressor), x), send(many, Codec(Unfused(compressor)), x))
+        assert torch.equal(x, given_x)
+        one.residuals.commit()
+        many.residuals.commit()
+        assert stored(one.residuals) == stored(many.residuals)

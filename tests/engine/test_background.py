@@ -1,0 +1,441 @@
+"""Checkpoints that training does not wait for: the same bits as if it had, and nothing that can stop it."""
+
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
+
+import deepspeed_compress
+from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress.checkpoints.alone import hold
+from deepspeed_compress.checkpoints.claim import Claim
+from deepspeed_compress.checkpoints.files import checkpoints, find_problems
+from deepspeed_compress.checkpoints.snapshot import Memory
+from deepspeed_compress.engine.checkpoints import background
+from deepspeed_compress.engine.checkpoints.recovery import find_whole
+from tests.engine.test_checkpoint import resume, save_and_go_on
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+
+SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
+SLOW = {"max_rate": "100 kB/s"}
+"""Slower than the steps of these tests."""
+
+
+def job(stage: int = 1, steps: int = 8, gradients: dict | None = None, **checkpointing: object) -> Job:
+    section = {"gradients": gradients or SECTION["gradients"], "checkpointing": checkpointing}
+    return Job(stage, {**section, "weights": {}} if stage in (1, 2) and gradients is None else section, steps=steps)
+
+
+JOBS = {
+    **{f"zero{stage}": job(stage) for stage in range(4)},
+    **{f"zero{stage}_none": job(stage, gradients={"method": "none"}) for stage in range(4)},
+    "bf16": Job(1, {**SECTION, "weights": {}}, extra={"bf16": {"enabled": True}}, steps=8),
+    "waiting": job(1, asynchronous=False),
+    "slow": job(2, **SLOW),
+}
+
+
+def test_what_is_written_beside_training_is_what_was_there(tmp_path):
+    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path), timeout=60)
+    resumed = run_forks(2, resume, JOBS, str(tmp_path))
+    for one, other in zip(uninterrupted, resumed, strict=True):
+        assert {name for name in one if one[name] != other[name]} == set()
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert all(list(find_problems(file.parent)) == [] for file in tmp_path.rglob("*model_states.pt"))
+
+
+def save_both_ways(rank: int, directory: str, stage: int) -> list:
+    """The weights; one checkpoint by this package, one by DeepSpeed."""
+    for name, one in (("ours", job(stage)), ("deepspeed", job(stage))):
+        engine = start(one if name == "ours" else Job(stage, {"gradients": one.section["gradients"]}, steps=8))
+        run(engine, data(rank, one)[:4])
+        engine.save_checkpoint(f"{directory}/{name}")
+        engine.destroy()
+    return []
+
+
+def load_plainly(rank: int, directory: str, stage: int) -> list:
+    """Weights and optimizer states after loading into DeepSpeed without this package."""
+    found = []
+    for name in ("ours", "deepspeed"):
+        engine = start(Job(stage, None))
+        engine.load_checkpoint(f"{directory}/{name}")
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeed_alone_reads_them(tmp_path, stage):
+    run_forks(2, save_both_ways, str(tmp_path), stage)
+    for ours, deepspeeds in run_forks(2, load_plainly, str(tmp_path), stage):
+        assert ours == deepspeeds
+    if stage:
+        one, other = (
+            zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / name))
+            for name in ("ours", "deepspeed")
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple:
+    """What each rank hears, at which step, and where `latest` is after all."""
+    one = job(1, steps=12, on_error=on_error)
+    batches, engine, heard = data(rank, one), start(one), []
+    run(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    engine.compression.saving.wait()
+    blocked = Path(directory) / "global_step4"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2, 12):
+            try:
+                run(engine, batches[step : step + 1])
+            except StateError as error:
+                heard.append((step, str(error)))
+            if step == 3:
+                if rank == 1:
+                    # A directory stands where this rank's file goes.
+                    (blocked / "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True, exist_ok=True)
+                engine.save_checkpoint(directory)
+            time.sleep(0.1)
+    ours = [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    engine.destroy()
+    return heard, ours, (Path(directory) / "latest").read_text()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "stop"])
+def test_what_cannot_be_written_is_heard_on_all_ranks_in_one_step(tmp_path, on_error):
+    first, second = run_forks(2, save_where_nothing_can_be, str(tmp_path), on_error)
+    assert first == second
+    heard, ours, latest = first
+    assert latest == "global_step2"
+    texts = [text for _, text in heard] if on_error == "stop" else ours
+    assert any("rank 1" in text and "IsADirectoryError" in text for text in texts)
+    assert bool(heard) == (on_error == "stop")
+
+
+def lose_the_writer(rank: int, directory: str) -> tuple:
+    one = job(1, steps=9)
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank:
+            os.kill(engine.compression.saving._lanes[0]._writer.process, signal.SIGKILL)
+        engine.save_checkpoint(directory)
+        run(engine, batches[2:6])
+        engine.compression.saving.wait()
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    dist.barrier()
+    ours = [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    return ours, [(found.step, found.complete) for found in checkpoints(Path(directory))]
+
+
+def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
+    first, second = run_forks(2, lose_the_writer, str(tmp_path), timeout=60)
+    assert any("rank 1: the process that writes for this rank has died" in text for text in first[0])
+    assert first[0] == second[0]
+    assert second[1][-1] == (6, True)
+
+
+def run_out_of_memory(rank: int, directory: str) -> list:
+    one = job(1)
+    batches, engine = data(rank, one), start(one)
+    if rank:
+        engine.compression.saving._lanes[0]._free = [Full(), Full()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(engine, batches[:2])
+        engine.save_checkpoint(directory)
+        run(engine, batches[2:])
+        engine.compression.saving.wait()
+    engine.destroy()
+    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+class Full(Memory):
+    """No memory is left on this host."""
+
+    def reserve(self, size: int) -> None:
+        raise OSError("no space left")
+
+
+def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
+    for heard in run_forks(2, run_out_of_memory, str(tmp_path), timeout=60):
+        assert any("rank 1: OSError: no space left" in text for text in heard)
+    assert not (tmp_path / "latest").exists()
+
+
+def every(rank: int, directory: str, interval: object, pause: float) -> list:
+    one = job(2, steps=12, every=interval, directory=directory, keep=2)
+    engine = start(one)
+    engine.compression.saving.client_state = lambda: {"position": engine.global_steps}
+    for batch in data(rank, one):
+        run(engine, [batch])
+        time.sleep(pause)
+    engine.compression.saving.wait()
+    found = [(one.step, one.complete, one.automatic) for one in checkpoints(Path(directory))]
+    state = engine.load_checkpoint(directory)[1]
+    engine.destroy()
+    return [found, state["position"]]
+
+
+@pytest.mark.parametrize(("interval", "pause"), [(3, 0.1), ("250 ms", 0.1)])
+def test_automatic_ones_are_saved_and_the_newest_kept(tmp_path, interval, pause):
+    first, second = run_forks(2, every, str(tmp_path), interval, pause, timeout=60)
+    assert first == second
+    found, position = first
+    steps = [step for step, _, _ in found]
+    assert all(complete and automatic for _, complete, automatic in found)
+    assert len(found) == 2
+    assert position == steps[-1]
+    if isinstance(interval, int):
+        assert steps == [9, 12]
+
+
+def train_on(rank: int, directory: str, pause: float) -> tuple:
+    """How many of the steps after the save were done before it was written."""
+    one = job(2, steps=10, max_rate="20 kB/s")
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    run(engine, batches[2:])
+    before = (Path(directory) / "latest").exists()
+    engine.destroy()
+    dist.barrier()
+    return before, (Path(directory) / "latest").exists()
+
+
+def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
+    assert run_forks(2, train_on, str(tmp_path), 0.0, timeout=60) == [(False, True)] * 2
+
+
+def die(rank: int, directory: str) -> None:
+    one = job(1, max_rate="50 kB/s")
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:3])
+    engine.save_checkpoint(directory)
+    engine.compression.saving.before_step()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_kept_is_written_though_the_ranks_are_killed(tmp_path):
+    with pytest.raises(RankError):
+        run_forks(2, die, str(tmp_path), timeout=60)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    [found] = checkpoints(tmp_path)
+    assert (found.step, found.complete) == (3, True)
+    assert list(find_problems(found.place)) == []
+
+
+def load_damaged(rank: int, directory: str, tag: str | None) -> list:
+    one = job(1)
+    engine = start(one)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            path = engine.load_checkpoint(directory, tag=tag)[0]
+        except StateError as error:
+            path = str(error)
+    engine.destroy()
+    return [path, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]]
+
+
+def save_twice(rank: int, directory: str) -> None:
+    one = job(1)
+    batches, engine = data(rank, one), start(one)
+    for step in range(2):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory)
+    engine.destroy()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path):
+    run_forks(2, save_twice, str(tmp_path), timeout=60)
+    file = tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    for path, heard in run_forks(2, load_damaged, str(tmp_path), None, timeout=60):
+        assert "global_step1" in path
+        assert any(file.name in text for text in heard)
+    for path, _ in run_forks(2, load_damaged, str(tmp_path), "global_step2", timeout=60):
+        assert file.name in path
+
+
+def export(rank: int, directory: str) -> list:
+    one = job(1)
+    engine = start(one)
+    run(engine, data(rank, one)[:2])
+    engine.save_16bit_model(directory, "model.bin")
+    deepspeed_compress.detach(engine)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    return [(Path(directory) / "latest").read_text(), sorted(torch.load(Path(directory) / "model.bin"))]
+
+
+def test_exported_weights_are_written_at_once_and_detached_engines_save_as_ever(tmp_path):
+    for latest, names in run_forks(2, export, str(tmp_path), timeout=60):
+        assert latest == "global_step2"
+        assert "0.weight" in names
+
+
+def pipelines(rank: int, directory: str) -> list:
+    """Parameters after eight steps, and after the last four of them once more."""
+    one = Job(0, {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}, steps=8, accumulation=2, stages=2)
+    found = []
+    for resumed in (False, True):
+        engine = start(one)
+        batches = data(engine.grid.get_data_parallel_rank(), one)
+        if resumed:
+            engine.load_checkpoint(directory)
+        else:
+            run_pipeline(engine, batches[:8])
+            engine.save_checkpoint(directory)
+        run_pipeline(engine, batches[8:])
+        found.append(weights(engine))
+        engine.destroy()
+        dist.barrier()
+    return found
+
+
+def test_every_stage_of_a_pipeline_saves_its_layers(tmp_path):
+    for uninterrupted, resumed in run_forks(4, pipelines, str(tmp_path)):
+        assert uninterrupted == resumed
+
+
+OTHERS = {
+    "offload": Job(
+        1, SECTION, {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}, steps=8
+    ),
+    "fp16": Job(1, SECTION, extra={"fp16": {"enabled": True, "initial_scale_power": 4}}, steps=8),
+    "one_at_a_time": job(3, asynchronous=False),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_optimizers_and_one_rank(tmp_path, ranks):
+    uninterrupted = run_forks(ranks, save_and_go_on, OTHERS, str(tmp_path))
+    assert uninterrupted == run_forks(ranks, resume, OTHERS, str(tmp_path))
+
+
+def two_engines(rank: int, directory: str) -> list:
+    """Engines that save in turn, one of them without this package, and a program that never destroys one."""
+    engines = {"first": start(job(1)), "second": start(job(2)), "plain": start(Job(1, None))}
+    batches = data(rank, job(1))
+    for name, engine in engines.items():
+        run(engine, batches[:2])
+        engine.save_checkpoint(f"{directory}/{name}")
+    for name in ("first", "second"):
+        engines[name].compression.saving.wait()
+    return [(Path(directory) / name / "latest").read_text() for name in engines]
+
+
+def test_engines_save_beside_each_other(tmp_path):
+    assert run_forks(2, two_engines, str(tmp_path)) == [["global_step2"] * 3] * 2
+
+
+INTERVAL, STEPS = 3, 24
+
+
+def train_until(rank: int, directory: str, stage: int, resumed: bool, killed: tuple[int, float] | None) -> list:
+    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+
+    The steps that were done before, and the parameters.
+    """
+    one = job(stage, steps=STEPS, every=INTERVAL, directory=directory)
+    engine = start(one)
+    engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+    done = (engine.load_checkpoint(directory)[1] or {}).get("done", 0) if resumed else 0
+    if killed is not None and killed[0] == rank:
+        threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for batch in data(rank, one)[done:]:
+        run(engine, [batch])
+        time.sleep(0.01)
+    found = weights(engine)
+    engine.destroy()
+    dist.barrier()
+    return [done, found]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp_path, stage):
+    undisturbed = run_forks(2, train_until, str(tmp_path / "whole"), stage, False, None)
+    chance = random.Random(stage)
+    for trial in range(5):
+        directory = str(tmp_path / str(trial))
+        killed = (chance.randrange(2), chance.uniform(0.0, 0.8))
+        with suppress(RankError, TimeoutError):
+            run_forks(2, train_until, directory, stage, False, killed, timeout=20)
+        for (_, expected), (_, found) in zip(
+            undisturbed, run_forks(2, train_until, directory, stage, True, None), strict=True
+        ):
+            assert found == expected
+
+
+def begin_while_one_is_published(rank: int, directory: str) -> object:
+    """What is loaded by a start that has found nothing, when a process of the former start comes to its end then."""
+
+    def find(*args: object) -> object:
+        found = find_whole(*args)
+        if rank == 1:
+            (Path(directory) / "latest").write_text("global_step3")
+        return found
+
+    background.find_whole = find
+    engine = start(job(every=100, directory=directory))
+    path, _ = engine.load_checkpoint(directory)
+    engine.destroy()
+    return path
+
+
+def test_all_ranks_begin_anew_or_none(tmp_path):
+    assert run_forks(2, begin_while_one_is_published, str(tmp_path)) == [None, None]
+
+
+def save_late(rank: int, directory: str) -> list[str]:
+    """What is wrong with a checkpoint in a directory that the program chose, after another start has saved there."""
+    engine = start(job())
+    run(engine, data(rank, job())[:1])
+    claim = Claim(Path(directory, "global_step1"), "0" * 32)
+    if rank == 0:
+        claim.place.mkdir(parents=True)
+        claim.take()
+    engine.save_checkpoint(directory)
+    engine.compression.saving.wait()
+    with suppress(StateError):
+        claim.check()
+        return ["the former start may write"]
+    engine.destroy()
+    return list(find_problems(claim.place))
+
+
+def test_a_tag_is_taken_from_a_former_start(tmp_path):
+    assert run_forks(2, save_late, str(tmp_path)) == [[], []]
+
+
+def start_and_end(rank: int, directory: str) -> None:
+    start(job(every=100, directory=directory)).destroy()
+
+
+def test_another_job_that_saves_there_is_refused_on_all_ranks(tmp_path):
+    """This process is the other one."""
+    with hold(tmp_path), pytest.raises(RankError) as raised:
+        run_forks(2, start_and_end, str(tmp_path))
+    assert str(raised.value).count("ConfigError: /deepspeed_compress/checkpointing/directory: ") == 2
+    run_forks(2, start_and_end, str(tmp_path))

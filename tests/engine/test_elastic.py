@@ -1,0 +1,338 @@
+"""Islands that come and go under DeepSpeed: each is a job of its own, with one rank or two."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_compress
+from deepspeed_compress.communication import elastic as rounds
+from deepspeed_compress.engine.islands import elastic
+from deepspeed_compress.errors import ConfigError, IslandError, StateError
+from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, start, weights
+
+STAGES = (0, 1, 2, 3)
+
+
+def section(
+    address: str, minimum: int = 2, give_up: str = "20 s", timeout: str = "5 s", **islands: Any
+) -> Mapping[str, Any]:
+    elastic = {"rendezvous": address, "timeout": timeout, "minimum": minimum, "give_up": give_up}
+    exchange = {"method": "blockwise", "bits": 4}
+    return {
+        "gradients": {"method": "none"},
+        "monitor": {"announce": False},
+        "islands": {"sync_every": 3, "exchange": exchange, **islands, "elastic": elastic},
+    }
+
+
+Seen = tuple[int, dict[str, list[float]]]
+
+
+def apart(rank: int, job: Job, size: int, ports: list[int]) -> list[Seen]:
+    """Version and weights after every step that ended with an exchange."""
+    place = become_island(rank, size, ports)
+    engine, seen = start(job), []
+    islands = engine.compression.islands
+    for batch in data(10 * islands.number + place, job):
+        run(engine, [batch])
+        if len(islands.history) > len(seen):
+            seen.append((islands.exchange.version, weights(engine)))
+        if len(seen) == 3:
+            break
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(stage, section=section(address), steps=40)
+        first, second, third, fourth = run_forks(4, apart, job, 2, ports)
+    assert first == second
+    assert third == fourth
+    assert first == third
+    assert len(first) == 3
+    assert first[0][0] < first[1][0] < first[2][0]
+
+
+def test_an_island_keeps_parameters_of_its_own() -> None:
+    """At every version, also the one that it began with."""
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, own=[r"^4\."]), steps=40)
+        first, _, third, _ = run_forks(4, apart, job, 2, ports)
+    for (version, mine), (same, others) in zip(first, third, strict=True):
+        assert version == same
+        assert {name for name in mine if mine[name] != others[name]} == {"4.weight", "4.bias"}
+
+
+def one_island(rank: int, alone: Job, elastic: Job, ports: list[int]) -> list[dict[str, list[float]]]:
+    found = []
+    for job in (alone, elastic):
+        become_island(rank, 1, ports)
+        engine = start(job)
+        run(engine, data(0, job))
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
+    with coordinator() as address, own_ports(1) as ports:
+        alone = Job(stage, steps=6)
+        elastic = replace(alone, section=section(address, minimum=1, exchange={"method": "none"}))
+        ((plain, ours),) = run_forks(1, one_island, alone, elastic, ports)
+    for name in plain:
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), atol=1e-6, rtol=1e-5)
+
+
+def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
+    """Islands exchange as soon as one of them is due: which step that is differs from run to run."""
+    while engine.compression.islands.exchange.version < version:
+        run(engine, [next(batches)])
+
+
+def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
+    """The second island saves later than the first one."""
+    become_island(rank, 1, ports)
+    engine, batches = start(job), cycle(data(rank, job))
+    exchange = engine.compression.islands.exchange
+    run_until(engine, batches, 2 + rank)
+    engine.save_checkpoint(directories[rank])
+    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    run_until(engine, batches, 1 + len(directories))
+    engine.destroy()
+    return version, {"anchor": anchor}
+
+
+def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]], float]:
+    become_island(rank, 1, ports)
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directories[rank])
+    assert path is not None
+    exchange = engine.compression.islands.exchange
+    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    run(engine, data(rank + 7, job))
+    engine.destroy()
+    return version, {"anchor": anchor}, float(engine.global_steps)
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
+def test_when_all_are_lost_they_begin_with_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section={**section(address), **more}, steps=40)
+        before = run_forks(2, saved, job, ports, directories)
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section={**section(address), **more}, steps=3)
+        after = run_forks(2, resumed, job, ports, directories)
+    newest = max(before, key=lambda one: one[0])
+    assert newest == before[1] != before[0]
+    assert [one[0] for one in after] == [newest[0]] * 2
+    assert [one[1] for one in after] == [newest[1]] * 2
+
+
+def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
+    """The second island takes the anchor of the first one when that has begun to load its checkpoint."""
+    if rank:
+        original = rounds.fetch_anchor
+        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return resumed(rank, *args)
+
+
+def test_an_island_that_is_slow_to_come_back_does_not_stop_the_others(tmp_path: Path) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    with coordinator() as address, own_ports(2) as ports:
+        before = run_forks(2, saved, Job(1, section=section(address), steps=40), ports, directories)
+    with coordinator() as address, own_ports(2) as ports:
+        short = section(address, timeout="2 s")
+        after = run_forks(2, resumed_late, Job(1, section=short, steps=3), ports, directories)
+    assert [one[0] for one in after] == [before[1][0]] * 2
+    assert [one[1] for one in after] == [before[1][1]] * 2
+
+
+def goes_on(
+    rank: int, job: Job, ports: list[int], directories: list[str], version: int, done: Path
+) -> tuple[list[float], dict[int, list[float]]]:
+    """The anchor with which an island begins, and those of later versions. Who has no checkpoint comes as a new one."""
+    become_island(rank, 1, ports)
+    engine, batches = start(job), cycle(data(rank + 7, job))
+    exchange, seen = engine.compression.islands.exchange, {}
+    if rank < len(directories):
+        engine.load_checkpoint(directories[rank])
+    begun = exchange.copy(1)[2]["anchor"].tolist()
+    seen[exchange.version] = begun
+    while exchange.version < version:
+        run(engine, [next(batches)])
+        seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist()
+    done.joinpath(str(rank)).touch()
+    # Whoever comes late needs the others, until the last one of them has gone.
+    with contextlib.suppress(IslandError):
+        while len(list(done.iterdir())) < len(ports):
+            run(engine, data(rank, job)[:1])
+    engine.destroy()
+    return begun, seen
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
+def test_islands_may_be_more_or_fewer_when_all_come_back(before: int, after: int, tmp_path: Path) -> None:
+    """With the newest of the checkpoints that are loaded; who has none comes to the others."""
+    directories = [str(tmp_path / f"{rank}") for rank in range(before)]
+    with coordinator() as address, own_ports(before) as ports:
+        # Who is left out of the last round goes on alone.
+        job = Job(1, section=section(address, minimum=1), steps=60)
+        kept = run_forks(before, saved, job, ports, directories)
+    loaded, done = min(before, after), tmp_path / "done"
+    done.mkdir()
+    newest, anchor = max(kept[:loaded], key=lambda one: one[0])
+    with coordinator() as address, own_ports(after) as ports:
+        job = Job(1, section=section(address, minimum=loaded), steps=60)
+        found = run_forks(after, goes_on, job, ports, directories[:loaded], newest + 3, done)
+    assert [begun for begun, _ in found[:loaded]] == [anchor["anchor"]] * loaded
+    first = found[0][1]
+    for _, seen in found:
+        common = first.keys() & seen.keys()
+        assert common
+        assert all(first[version] == seen[version] for version in common)
+
+
+def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str:
+    become_island(rank, 1, ports)
+    engine, done = start(job), Path(directory, f"done{rank}")
+    text = ""
+    try:
+        while rank and not Path(directory, "done0").exists():
+            time.sleep(0.02)
+        engine.save_checkpoint(directory)
+    except StateError as error:
+        text = str(error)
+    done.touch()
+    while not Path(directory, f"done{1 - rank}").exists():
+        time.sleep(0.02)
+    engine.destroy()
+    return text
+
+
+def test_two_islands_do_not_save_in_one_directory(tmp_path: Path) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        first, second = run_forks(2, saved_together, Job(1, section=section(address)), ports, str(tmp_path))
+    assert first == ""
+    assert f"{tmp_path} is where island " in second
+
+
+def comes_late(
+    rank: int, job: Job, ports: list[int], directory: str
+) -> tuple[float, float, list[int], Mapping[str, float]]:
+    """The rate of learning at first and after the last step, the order of the data, and the last rate after a
+    checkpoint was loaded."""
+    become_island(rank, 1, ports)
+    done = Path(directory, "done")
+    if rank == 1:
+        while not done.exists():
+            time.sleep(0.02)
+    model = network()
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=job.config()
+    )
+    rates = [engine.get_lr()[0]]
+    run(engine, data(rank, job))
+    if rank == 0:
+        rates.append(engine.get_lr()[0])
+        done.touch()
+        while engine.compression.islands.way.client.version and not Path(directory, "joined").exists():
+            time.sleep(0.02)
+    loaded = {} if rank == 0 else rates_after_loading(engine, f"{directory}/saved")
+    Path(directory, "joined").touch()
+    order = list(loader.data_sampler)
+    engine.destroy()
+    return rates[0], rates[-1], order, loaded
+
+
+def rates_after_loading(engine: Any, directory: str) -> dict[str, float]:
+    found, restore = {"before": engine.get_lr()[0]}, elastic.state.restore
+
+    def restored(*given: Any) -> Any:
+        # Until it is whole, nobody may take the anchor of this island.
+        assert engine.compression.islands.exchange.version == 0
+        return restore(*given)
+
+    elastic.state.restore = restored
+    engine.save_checkpoint(directory)
+    for name, options in LOADED.items():
+        engine.load_checkpoint(directory, **options)
+        found[name] = engine.get_lr()[0]
+    return found
+
+
+LOADED: Mapping[str, Mapping[str, bool]] = {
+    "all": {},
+    "no states": {"load_optimizer_states": False},
+    "no schedule": {"load_lr_scheduler_states": False},
+    "module": {"load_module_only": True},
+}
+
+
+def test_one_that_comes_late_has_the_schedule_of_the_others_and_data_of_its_own(tmp_path: Path) -> None:
+    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), steps=5, extra={"scheduler": rates})
+        monitor = {"announce": False, "path": str(tmp_path / "api_key=hidden")}
+        job = replace(job, section={**job.section, "monitor": monitor})
+        first, late = run_forks(2, comes_late, job, ports, str(tmp_path))
+    assert late[0] == pytest.approx(first[1])
+    assert sorted(first[2]) == sorted(late[2]) == list(range(24))
+    assert first[2] != late[2]
+    # It was ahead of its own steps when it was saved.
+    assert set(late[3]) == {"before", *LOADED}
+    assert set(late[3].values()) == {late[3]["before"]}
+    files = list((tmp_path / "saved").rglob("*islands*.json"))
+    assert files
+    assert not [file for file in files if "hidden" in file.read_text()]
+
+
+def refused(rank: int, job: Job, ports: list[int]) -> str:
+    begun = time.monotonic()
+    become_island(rank, 1, ports)
+    try:
+        engine = start(job if rank == 0 else replace(job, stage=2))
+    except ConfigError as error:
+        return str(error)
+    # Until the other one has come.
+    while engine.compression.islands.way.client.version and time.monotonic() - begun < 3:
+        time.sleep(0.1)
+    return ""
+
+
+def test_islands_that_do_not_fit_are_refused() -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), steps=6)
+        texts = run_forks(2, refused, job, ports)
+    assert any("zero_stage is" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("islands", "text"),
+    [
+        ({"size": 2}, "/deepspeed_compress/islands/size: 2 is of islands that are one job"),
+        ({"delay": 1}, "/deepspeed_compress/islands/delay: 1 is of islands that are one job"),
+        ({"sync_every": "30 parsecs"}, "/deepspeed_compress/islands/sync_every"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+    found = section("127.0.0.1:1", **islands)
+    with pytest.raises(ConfigError, match=text):
+        deepspeed_compress.config.parse_section({"deepspeed_compress": found})
+
+
+def test_a_time_is_of_elastic_islands() -> None:
+    with pytest.raises(ConfigError, match='sync_every: "30 s" is a time'):
+        deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": {"size": 1, "sync_every": "30 s"}}})

@@ -1,0 +1,122 @@
+"""Islands as processes on which a signal may fall at any instant: killed, stopped, slow, cut off."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.sea import PAUSE, TIMEOUT, Cable, Sea, came, reached, sea, wait_for
+
+pytestmark = pytest.mark.slow
+VERSIONS = 120
+STANDSTILL = 5.0
+"""Seconds that an island may stand still because of another one."""
+
+
+def agree(found: Sea) -> None:
+    """No version has come of two rounds: nobody has gone on as a second majority."""
+    rounds: dict[int, set[int]] = {}
+    for one in found.lines():
+        if one["kind"] == "exchange":
+            rounds.setdefault(one["version"], set()).add(one["islands"])
+    assert all(len(sizes) == 1 for sizes in rounds.values())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
+    with sea(tmp_path_factory.mktemp("calm"), VERSIONS) as found:
+        pass
+    return found
+
+
+@pytest.mark.rotating(3)
+def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
+    random_, kills = random.Random(3), 20
+    with sea(tmp_path, VERSIONS) as found:
+        came(found, 3)
+        living = list(found.islands)
+        for number in range(kills):
+            reached(found, 5 + (VERSIONS - 20) * number // kills)
+            # Anywhere in a step, or in an exchange.
+            time.sleep(0.2 * random_.random())
+            victim = living.pop(random_.randrange(len(living)))
+            victim.kill()
+            living.append(found.come())
+    assert sum(one["kind"] == "came" for one in found.lines()) > kills
+    assert found.standstill() < STANDSTILL
+    agree(found)
+    print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
+    assert found.loss() < undisturbed.loss() * 1.005
+
+
+@pytest.mark.rotating(3)
+def test_one_is_slow_one_is_stopped_for_a_while_and_one_comes_late(tmp_path: Path, undisturbed: Sea) -> None:
+    with sea(tmp_path, VERSIONS, islands=2) as found:
+        slow = len(found.islands)
+        found.come(pause=4 * PAUSE)
+        came(found, 3)
+        stopped = found.islands[1].pid
+        assert stopped is not None
+        reached(found, 20)
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(2 * TIMEOUT)
+        os.kill(stopped, signal.SIGCONT)
+        reached(found, 60)
+        found.come()
+    print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
+    # Waited for once, then left out.
+    assert found.standstill(besides=1) < TIMEOUT + 1
+    assert [one["kind"] for one in found.lines(1)].count("renewed") >= 1
+    # The slow one is in every exchange, with what it has.
+    assert sum(one["kind"] == "exchange" for one in found.lines(slow)) > VERSIONS // 2
+    assert max(one["islands"] for one in found.lines(3) if one["kind"] == "exchange") == 4
+    agree(found)
+    assert found.loss() < undisturbed.loss() * 1.005
+
+
+def test_who_is_cut_off_stops_and_the_others_go_on(tmp_path: Path) -> None:
+    with sea(tmp_path, 40, islands=2) as found:
+        with Cable(found.address) as cable:
+            found.come(address=cable.address, give_up="3 s")
+            came(found, 3)
+            reached(found, 10)
+        (end,) = wait_for(found, 2, "error")
+    assert "/deepspeed_compress/islands/elastic/rendezvous: " in end["text"]
+    assert "more than give_up, 3 s: it cannot be reached" in end["text"]
+    assert [one["kind"] for one in found.lines(0)].count("end") == 1
+    assert found.standstill(besides=2) < TIMEOUT + 1
+    agree(found)
+
+
+def test_who_is_cut_off_for_a_while_comes_back_and_the_others_have_gone_on(tmp_path: Path) -> None:
+    """Two against one: what the one has moved meanwhile counts once it is back."""
+    with sea(tmp_path, 60, islands=2) as found, Cable(found.address) as cable:
+        found.come(address=cable.address)
+        came(found, 3)
+        reached(found, 10)
+        cable.cut()
+        alone = max(one.get("version", 0) for one in found.lines())
+        reached(found, alone + 10)
+        cable.mend()
+        wait_for(found, 2, "end")
+    assert [one["kind"] for one in found.lines(2)].count("renewed") >= 1
+    assert found.standstill(besides=2) < TIMEOUT + 1
+    agree(found)
+    # All three again.
+    assert max(one["round"] for one in found.lines(0) if one.get("islands") == 3) > alone + 10
+
+
+def test_an_island_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
+    """Who leaves by itself is not waited for."""
+    with sea(tmp_path, 50, islands=2) as found:
+        found.come(leaves=15)
+        wait_for(found, 2, "end")
+        reached(found, 25)
+        found.come()
+    assert {one["islands"] for one in found.lines(0) if one["kind"] == "exchange"} >= {2, 3}
+    assert max(one["version"] for one in found.lines(3) if "version" in one) >= 50
+    assert found.standstill() < TIMEOUT + 1
+    agree(found)

@@ -1,0 +1,58 @@
+"""Programs of Trainer that are ended by SIGTERM, and go on from what it saved, without knowing of either."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+import deepspeed_compress
+from tests.integrations.trainers import INT4, Job, Outcome, trainer_of, weights
+from tests.support.forks import run_forks
+
+
+def saving(tmp_path: Path) -> dict[str, Any]:
+    """Trainer's own directory is the one that is written to."""
+    return {**INT4, "checkpointing": {"directory": str(tmp_path / "unused"), "save_on_sigterm": True}}
+
+
+class Ended(TrainerCallback):
+    """SIGTERM comes to one rank after step 3."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(rank: int, job: Job, ended: bool, again: bool) -> tuple[int, Outcome]:
+    """The exit code, and what came out."""
+    if again:
+        os.environ["DS_COMPRESS_RESUME"] = "1"
+    deepspeed_compress.install()
+    trainer, code = trainer_of(job), 0
+    if ended:
+        trainer.add_callback(Ended())
+    try:
+        trainer.train()
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    outcome = Outcome(weights(trainer.model_wrapped), trainer.state.log_history)
+    trainer.model_wrapped.destroy()
+    return code, outcome
+
+
+def test_trainer_saves_on_sigterm_and_goes_on(tmp_path):
+    job = Job(str(tmp_path / "whole"), section=saving(tmp_path), args={"max_steps": 8, "save_strategy": "no"})
+    whole = run_forks(2, train, job, False, False)
+    job = replace(job, directory=str(tmp_path / "parts"))
+    first = run_forks(2, train, job, True, False)
+    assert [code for code, _ in first] == [128 + signal.SIGTERM] * 2
+    steps = {len(outcome.of("loss")) for _, outcome in first}
+    assert steps <= {4, 5}
+    assert (tmp_path / "parts" / f"checkpoint-{steps.pop()}").is_dir()
+    second = run_forks(2, train, job, False, True)
+    assert [outcome.parameters for _, outcome in second] == [outcome.parameters for _, outcome in whole]
+    assert second[0][1].of("loss") == whole[0][1].of("loss")

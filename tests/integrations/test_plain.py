@@ -1,0 +1,190 @@
+"""Programs without DeepSpeed that do not know of this package: PyTorch's DDP, Accelerate, Trainer."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_compress
+from deepspeed_compress import ConfigError, UnsupportedError
+from deepspeed_compress.config import SECTION
+from tests.adapters.test_ddp import FOUR_BITS, NONE, Branches, Setting, loss_of, section, start
+from tests.integrations.trainers import Job, collate, forget_accelerate, lines, network, sentences, trainer_of
+from tests.support.forks import run_forks
+
+STEPS = 6
+
+
+def values(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def program(rank: int, steps: int = STEPS) -> list[list[float]]:
+    """A training script: evaluation first, then steps."""
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with torch.no_grad():
+        loss_of(model, rank, 1000)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return values(model)
+
+
+def three_ways(rank: int, settings: dict[str, Any]) -> list[Any]:
+    """The script alone, with `install`, and with a call of `attach`."""
+    start()
+    alone = program(rank)
+    uninstall = deepspeed_compress.install(section(settings))
+    installed = program(rank)
+    uninstall()
+    again = program(rank)
+    model, optimizer, _ = Setting(settings).build()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return [alone, installed, again, values(model)]
+
+
+@pytest.mark.parametrize("settings", [FOUR_BITS, NONE], ids=["four_bits", "none"])
+def test_a_script_is_compressed_as_if_it_had_called_attach(settings: dict[str, Any]) -> None:
+    for alone, installed, again, attached in run_forks(2, three_ways, settings):
+        assert installed == attached
+        assert again == alone
+        assert (installed == alone) == (settings == NONE)
+
+
+def test_a_second_section_is_refused() -> None:
+    uninstall = deepspeed_compress.install(section(FOUR_BITS))
+    try:
+        with pytest.raises(ConfigError, match="has a section already"):
+            deepspeed_compress.install(section(NONE))
+    finally:
+        uninstall()
+    deepspeed_compress.install(section(NONE))()
+
+
+def refused(rank: int, optimizers: int, scalers: int) -> str:
+    start()
+    deepspeed_compress.install(section(FOUR_BITS))
+    model = DistributedDataParallel(Branches())
+    kept: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    kept += [torch.amp.GradScaler("cpu", enabled=number < scalers) for number in range(3)]
+    try:
+        loss_of(model, rank, 0).backward()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_does_not_tell_who_steps_it_is_refused() -> None:
+    assert "0 optimizers step its parameters" in run_forks(2, refused, 0, 0)[1]
+    assert "2 optimizers step its parameters" in run_forks(2, refused, 2, 0)[1]
+    assert "2 scalers" in run_forks(2, refused, 1, 2)[0]
+    assert run_forks(2, refused, 1, 1) == ["", ""]
+
+
+def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float]]:
+    """Eight steps, saved after four; or the last four."""
+    deepspeed_compress.install(section(FOUR_BITS))
+    accelerator = Accelerator(cpu=True)
+    model = network("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows: Any = sentences(64)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert isinstance(model, DistributedDataParallel)
+    if resumed:
+        accelerator.load_state(directory)
+    for step, batch in enumerate(loader):
+        if resumed and step < 4:
+            continue
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            accelerator.save_state(directory)
+    return values(model)
+
+
+def test_accelerate_saves_and_loads_what_is_remembered(tmp_path: Path) -> None:
+    whole = run_forks(2, with_accelerate, str(tmp_path), False)
+    assert len(list(tmp_path.glob("deepspeed_compress/model_0/*.safetensors"))) == 2
+    assert run_forks(2, with_accelerate, str(tmp_path), True) == whole
+
+
+def with_trainer(rank: int, job: Job) -> list[Any]:
+    """Parameters, losses, and whether the model is compressed."""
+    if job.section is not None:
+        deepspeed_compress.install({SECTION: dict(job.section)})
+    trainer = trainer_of(replace(job, args={**job.args, "deepspeed": None}))
+    trainer.train(resume_from_checkpoint=job.resume or None)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = [values(trainer.model_wrapped), losses, hasattr(trainer.model_wrapped, "compression")]
+    forget_accelerate()
+    return found
+
+
+def test_trainer_saves_and_resumes_what_is_remembered(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), section=FOUR_BITS, args={"save_strategy": "steps", "save_steps": 2, "max_steps": 6})
+    whole = run_forks(2, with_trainer, job)
+    assert all(compressed for _, _, compressed in whole)
+    for path in tmp_path.glob("checkpoint-*"):
+        if path.name != "checkpoint-2":
+            shutil.rmtree(path)
+    assert run_forks(2, with_trainer, replace(job, resume=True)) == whole
+    alone = run_forks(2, with_trainer, replace(job, directory=str(tmp_path / "alone"), section=None))
+    assert alone[0][0] != whole[0][0]
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_compresses_a_script_of_ddp(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    written = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
+    (tmp_path / "compress.json").write_text(json.dumps(written))
+    command = ["run", "--launcher", "torchrun", "--section", str(tmp_path / "compress.json"), "--standalone"]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", *command, "--nproc_per_node", "2", str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in lines(str(tmp_path))]
+    assert len(steps) == 3
+    assert all(step["bytes_uncompressed"] > 7 * step["bytes_sent"] for step in steps)
+
+
+@pytest.mark.slow
+def test_a_wrong_section_ends_the_command_at_once(tmp_path: Path) -> None:
+    (tmp_path / "compress.json").write_text('{"deepspeed_compress": {"gradients": {"bits": 5}}}')
+    command = ["run", "--section", str(tmp_path / "compress.json"), "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "/deepspeed_compress/gradients" in done.stderr

@@ -1,0 +1,193 @@
+"""Programs of FSDP2 that do not know of this package: `fully_shard` by itself, and by Accelerate."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import deepspeed_compress
+from deepspeed_compress import UnsupportedError
+from deepspeed_compress.config import SECTION
+from tests.adapters.test_ddp import FOUR_BITS, NONE, Branches, loss_of, section, start
+from tests.adapters.test_fsdp2 import WEIGHTS, Setting
+from tests.integrations.trainers import collate, lines, network, sentences
+from tests.support.forks import run_forks
+
+STEPS = 5
+BOTH_WAYS = {**FOUR_BITS, "weights": WEIGHTS["weights"]}
+
+
+def values(model: nn.Module) -> list[list[float]]:
+    """Of this rank's parts."""
+    local: list[Any] = [parameter.detach() for parameter in model.parameters()]
+    return [one.to_local().flatten().tolist() for one in local]
+
+
+def train(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
+    """Evaluation first, then steps."""
+    with torch.no_grad():
+        loss_of(model, rank, 1000)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return values(model)
+
+
+def ways(rank: int, settings: dict[str, Any], mesh: tuple[int, ...]) -> list[Any]:
+    """The script alone, with `install`, alone again, and with a call of `attach`."""
+    start()
+    found = [train(*Setting(None, mesh).build()[:2], rank)]
+    uninstall = deepspeed_compress.install(section(settings))
+    found.append(train(*Setting(None, mesh).build()[:2], rank))
+    uninstall()
+    return [*found, *(train(*Setting(one, mesh).build()[:2], rank) for one in (None, settings))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh"),
+    [(FOUR_BITS, ()), (NONE, ()), (BOTH_WAYS, ()), (FOUR_BITS, (2, 2))],
+    ids=["four_bits", "none", "both_ways", "copies"],
+)
+def test_a_script_is_compressed_as_if_it_had_called_attach(settings: dict[str, Any], mesh: tuple[int, ...]) -> None:
+    for alone, installed, again, attached in run_forks(4 if mesh else 2, ways, settings, mesh):
+        assert installed == attached
+        assert again == alone
+        assert (installed == alone) == (settings == NONE)
+
+
+def refused(rank: int, case: str) -> str:
+    start()
+    deepspeed_compress.install(section(FOUR_BITS))
+    model = Branches()
+    for part in (model.left, model.right):
+        fully_shard(part)
+    if case != "parts":
+        fully_shard(model)
+    kept: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2 if case == "two" else 1)]
+    if case == "nobody":
+        kept.clear()
+    try:
+        loss_of(model, rank, 0).backward()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("parts", "one optimizer steps 2 modules of fully_shard"),
+        ("nobody", "a model of fully_shard cannot be compressed without being told more: 0 optimizers"),
+        ("two", "2 optimizers step its parameters"),
+    ],
+)
+def test_what_does_not_tell_enough_is_refused(case: str, told: str) -> None:
+    assert all(told in one for one in run_forks(2, refused, case))
+
+
+def with_a_teacher(rank: int) -> tuple[bool, bool, bool]:
+    """A divided model that is not trained, one that is, and one under DDP: who is compressed."""
+    start()
+    deepspeed_compress.install(section(FOUR_BITS))
+    teacher, student, other = Branches().requires_grad_(False), Branches(), Branches()
+    for model in (teacher, student):
+        fully_shard(model)
+    ddp = nn.parallel.DistributedDataParallel(other)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (student, other)]
+    loss = loss_of(teacher, rank, 0) + loss_of(student, rank, 0)
+    loss.backward()
+    loss_of(ddp, rank, 0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return tuple(hasattr(one, "compression") for one in (teacher, student, ddp))  # type: ignore[return-value]
+
+
+def test_several_models_of_several_kinds() -> None:
+    assert run_forks(2, with_a_teacher) == [(False, True, True)] * 2
+
+
+def with_accelerate(rank: int, directory: str, resumed: bool) -> list[list[float]]:
+    """Eight steps, saved after four; or the last four."""
+    deepspeed_compress.install(section(FOUR_BITS))
+    # Accelerate has FSDP on accelerators alone, so it is told of one.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model: Any = network("gpt2")
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows: Any = sentences(64)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert isinstance(model, FSDPModule)
+    if resumed:
+        accelerator.load_state(directory)
+    for step, batch in enumerate(loader):
+        if resumed and step < 4:
+            continue
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            accelerator.save_state(directory)
+    model.reshard()
+    return values(model)
+
+
+def test_accelerate_saves_and_loads_what_is_remembered(tmp_path: Path) -> None:
+    whole = run_forks(2, with_accelerate, str(tmp_path), False)
+    assert len(list(tmp_path.glob("deepspeed_compress/model_*/*.safetensors"))) == 2
+    assert run_forks(2, with_accelerate, str(tmp_path), True) == whole
+    shutil.rmtree(tmp_path / "deepspeed_compress")
+    with pytest.raises(Exception, match="does not exist"):
+        run_forks(2, with_accelerate, str(tmp_path), True)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+for one in (*model, model):
+    fully_shard(one, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_compresses_a_script_of_fully_shard(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    written: Mapping[str, Any] = {SECTION: {"gradients": {"bits": 4}, "monitor": {"path": str(tmp_path)}}}
+    (tmp_path / "compress.json").write_text(json.dumps(written))
+    command = ["run", "--launcher", "torchrun", "--section", str(tmp_path / "compress.json"), "--standalone"]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", *command, "--nproc_per_node", "2", str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in lines(str(tmp_path))]
+    assert len(steps) == 3
+    assert all(step["bytes_uncompressed"] > 7 * step["bytes_sent"] for step in steps)

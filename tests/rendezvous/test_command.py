@@ -1,0 +1,104 @@
+"""`ds-compress islands`: a coordinator as a process."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.services.parameter_server.client import Courier
+from deepspeed_compress.services.rendezvous.client import Client
+
+SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]
+
+
+@contextmanager
+def serving(state: Path, *more: str) -> Iterator[str]:
+    """Its address."""
+    process = subprocess.Popen([*SERVE, "--state", str(state), *more], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = re.search(r"port (\d+)", process.stdout.readline())
+    assert port is not None
+    try:
+        yield f"127.0.0.1:{port[1]}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        process.stdout.close()
+
+
+def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, runs = tmp_path / "state.json", []
+    for number in range(2):
+        with serving(state) as address:
+            client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            assert client.number == number
+            assert main(["islands", "status", address]) == 0
+            runs.append(json.loads(capsys.readouterr().out))
+            client.leave()
+    assert runs[0]["run"] == runs[1]["run"]
+    assert [one["number"] for one in runs[1]["islands"]] == [1]
+
+
+@pytest.mark.parametrize("more", [[], ["--parameter-server"]])
+def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path: Path, more: list[str]) -> None:
+    command = [*SERVE, "--state", str(tmp_path / "state"), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = re.search(r"port (\d+)", process.stdout.readline())
+            assert port is not None
+            process.stdout.close()
+            assert numbers_given(f"127.0.0.1:{port[1]}", bool(more)) == [0, 1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("more", [[], ["--parameter-server"]])
+def test_what_it_keeps_is_for_its_user_alone(tmp_path: Path, more: list[str]) -> None:
+    place = tmp_path / "made"
+    with serving(place / "state", *more) as address:
+        numbers_given(address, bool(more))
+    kept = [place, *place.iterdir()]
+    assert len(kept) > 2
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+
+
+def numbers_given(address: str, asynchronous: bool) -> list[int]:
+    """To two islands."""
+    if not asynchronous:
+        return [Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+    terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
+    courier = Courier(address, 1.0, 5.0)
+    found = [courier.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
+    courier.close()
+    return found
+
+
+def test_one_file_is_of_one_coordinator(tmp_path: Path) -> None:
+    with serving(tmp_path / "state.json"):
+        again = subprocess.run(
+            [*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True, timeout=20
+        )
+    assert again.returncode == 1
+    assert "another coordinator has it" in again.stderr
+
+
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state.json").write_text("{")
+    assert main(["islands", "serve", "--port", "0", "--state", str(tmp_path / "state.json")]) == 1
+    assert "damaged or not of a coordinator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("address", "text"), [("here", "no address"), ("127.0.0.1:1", "refused")])
+def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["islands", "status", address]) == 1
+    assert text in capsys.readouterr().err

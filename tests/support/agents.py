@@ -1,0 +1,124 @@
+"""Jobs under the agent: programs that train, what they leave behind, and looking at their processes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PROGRAM = Path(__file__).parent / "agent_program.py"
+PATIENCE = 120.0
+"""Seconds, on a machine that does other things too."""
+
+
+def write_config(directory: Path, stage: int = 1, every: int = 3, **changes: Any) -> Path:
+    """A configuration that saves in `directory`."""
+    section = {
+        "gradients": {"bits": 4, "block_size": 32},
+        "checkpointing": {"every": every, "directory": str(directory / "checkpoints"), "keep": 3},
+    }
+    config = {
+        "train_batch_size": 12,
+        "steps_per_print": 10**6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "deepspeed_compress": section,
+        **changes,
+    }
+    file = directory / "ds_config.json"
+    file.write_text(json.dumps(config))
+    return file
+
+
+def command(directory: Path, *options: str, steps: int = 20, ranks: int = 2, program: Path = PROGRAM) -> list[str]:
+    """Of a job in `directory`, which `write_config` has been called for."""
+    own = ["--restarts", "5", "--ranks", str(ranks), "--grace", "10 s", *options]
+    args = [str(program), "--deepspeed", str(directory / "ds_config.json"), str(directory), str(steps)]
+    return [sys.executable, "-m", "deepspeed_compress.cli", "run", *own, *args]
+
+
+class Job:
+    """A command that runs, with its output in `log`. Use as a context: nothing of it is left at the end."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, **environment: str) -> None:
+        self._file = log
+        self._stream = log.open("wb")
+        self.process = subprocess.Popen(
+            arguments,
+            stdout=self._stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._stream.close()
+
+    @property
+    def log(self) -> str:
+        return self._file.read_text(errors="replace")
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended in {seconds} s:\n{self.log}") from None
+
+
+def until(find: Callable[[], T | None], job: Job, seconds: float = PATIENCE) -> T:
+    """What `find` gives, as soon as it is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := find()):
+        assert job.process.poll() is None, f"it has ended:\n{job.log}"
+        assert time.monotonic() < deadline, f"nothing in {seconds} s:\n{job.log}"
+        time.sleep(0.01)
+    return found
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    """What ranks have written so far: a line when they begin, with pid, start and step, and one for each step."""
+    lines = [line for file in directory.glob("rank_*.jsonl") for line in file.read_text().splitlines()]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return sorted(found, key=lambda one: one["time"])
+
+
+def steps(directory: Path, rank: int) -> list[dict[str, Any]]:
+    return [one for one in told(directory) if one["rank"] == rank and "loss" in one]
+
+
+def begun(directory: Path, rank: int) -> list[dict[str, Any]]:
+    return [one for one in told(directory) if one["rank"] == rank and "pid" in one]
+
+
+def at_step(directory: Path, rank: int, step: int) -> Callable[[], int | None]:
+    """Finds the pid of `rank` once it has made `step`."""
+
+    def find() -> int | None:
+        return begun(directory, rank)[-1]["pid"] if any(one["step"] >= step for one in steps(directory, rank)) else None
+
+    return find
+
+
+def result(directory: Path) -> list[dict[str, Any]]:
+    """What ranks had at the end: their digests of all weights and losses."""
+    return [json.loads(file.read_text()) for file in sorted(directory.glob("result_*.json"))]
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,63 @@
+"""A coordinator of islands as a thread, and forked ranks as islands that are jobs of their own."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_compress.services.parameter_server.ledger import Ledger
+from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
+from deepspeed_compress.services.rendezvous.server import Server, StateFile, island_server
+from tests.support.leftovers import own_port
+
+
+@contextlib.contextmanager
+def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
+    """Its address, "host:port"."""
+    server = island_server(StateFile(state) if state is not None else None, "127.0.0.1", port)
+    with serving(server):
+        yield f"127.0.0.1:{server.port}"
+
+
+@contextlib.contextmanager
+def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[ParameterServer]:
+    """That of asynchronous islands."""
+    server = ParameterServer(Ledger(state) if state is not None else None, "127.0.0.1", port)
+    with serving(server):
+        yield server
+
+
+@contextlib.contextmanager
+def serving(server: Server | ParameterServer) -> Iterator[None]:
+    """It runs in a thread."""
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+    thread.start()
+    assert ready.wait(10), "the server does not start"
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive(), "the server does not end"
+
+
+@contextlib.contextmanager
+def own_ports(count: int) -> Iterator[list[int]]:
+    """For as many jobs."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(own_port()) for _ in range(count)]
+
+
+def become_island(rank: int, size: int, ports: list[int]) -> int:
+    """This forked rank is one of an island of `size` ranks, which is a job of its own; returns its rank there."""
+    os.environ |= {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "LOCAL_SIZE": str(size),
+        "RANK": str(rank % size),
+        "LOCAL_RANK": str(rank % size),
+        "MASTER_PORT": str(ports[rank // size]),
+    }
+    return rank % size

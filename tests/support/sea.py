@@ -1,0 +1,215 @@
+"""Islands of one rank each as processes that come and go, and links between them that may be cut."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.support import forks
+from tests.support.coordinators import coordinator, parameter_server
+from tests.support.elastic_island import Plan, live, loss_of
+from tests.support.leftovers import own_port
+
+TIMEOUT = 2.0
+PAUSE = 0.01
+LONGEST = 90.0
+ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+STANDSTILL = 5.0
+"""Seconds that an island may stand still because of another one."""
+
+
+def section(address: str, **elastic: Any) -> Mapping[str, Any]:
+    settings = {"rendezvous": address, "timeout": f"{TIMEOUT:g} s", "minimum": 1, "give_up": "20 s", **elastic}
+    exchange = {"method": "blockwise", "bits": 4}
+    return {
+        "gradients": {"method": "none"},
+        "monitor": {"announce": False},
+        "islands": {"sync_every": 8, "exchange": exchange, "elastic": settings},
+    }
+
+
+@dataclass
+class Sea:
+    """Islands of one rank each, that come and go until there are so many `versions` of the anchor."""
+
+    address: str
+    directory: Path
+    versions: int
+    islands: list[BaseProcess] = field(default_factory=list)
+    elastic: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the section of all."""
+
+    def come(
+        self, pause: float = PAUSE, address: str | None = None, leaves: int | None = None, **elastic: Any
+    ) -> BaseProcess:
+        """A new island, which ends with version `leaves`; None: with all others."""
+        context = multiprocessing.get_context("forkserver")
+        with own_port() as port:
+            log = str(self.directory / f"{len(self.islands)}.jsonl")
+            plan = Plan(
+                log,
+                port,
+                pause,
+                leaves or self.versions,
+                self.versions,
+                section(address or self.address, **self.elastic, **elastic),
+            )
+        process = context.Process(
+            target=forks._run, args=(0, ENVIRONMENT, False, live, (plan,), _Silent()), daemon=True
+        )
+        process.start()
+        self.islands.append(process)
+        return process
+
+    def wait(self) -> None:
+        """Until all have ended by themselves, or were killed."""
+        for process in self.islands:
+            process.join(LONGEST)
+            assert not process.is_alive(), "an island hangs"
+
+    def lines(self, number: int | None = None) -> list[dict[str, Any]]:
+        """What was logged, of the process `number` or of all; a line that was cut off by a death is none."""
+        files = [
+            self.directory / f"{one}.jsonl" for one in ([number] if number is not None else range(len(self.islands)))
+        ]
+        texts = [
+            line for file in files if file.exists() for line in file.read_text().splitlines() if line.endswith("}")
+        ]
+        return [json.loads(line) for line in texts]
+
+    def standstill(self, besides: int | None = None) -> float:
+        """The longest exchange, in seconds, but for those of the process `besides`."""
+        others = [one for number in range(len(self.islands)) if number != besides for one in self.lines(number)]
+        return max(one["seconds"] for one in others if "seconds" in one)
+
+    def summary(self) -> str:
+        kinds = Counter(one["kind"] for one in self.lines())
+        seconds = sorted(one["seconds"] for one in self.lines() if "seconds" in one)
+        return f"{dict(kinds)}; seconds of an exchange: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.3f}"
+
+    def loss(self) -> float:
+        """The least of the islands' at the end: all have come from nearly the same anchor."""
+        return min(loss_of(one["weights"]) for one in self.lines() if one["kind"] == "end")
+
+
+class _Silent:
+    """Of results that nobody waits for; what goes wrong is seen on standard error."""
+
+    def send(self, result: Any) -> None:
+        if not result[0]:
+            os.write(2, str(result[1]).encode())
+
+
+@contextmanager
+def sea(directory: Path, versions: int, islands: int = 3, asynchronous: bool = False) -> Iterator[Sea]:
+    """`islands` have come, and all have ended at the end of the block."""
+    forks.warm_up()
+    directory.mkdir(exist_ok=True)
+    with served(directory / "state", asynchronous) as address:
+        found = Sea(address, directory, versions, elastic={"parameter_server": {}} if asynchronous else {})
+        try:
+            for _ in range(islands):
+                found.come()
+            yield found
+            found.wait()
+        finally:
+            for process in found.islands:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, signal.SIGCONT)
+                    process.kill()
+                process.join()
+
+
+@contextmanager
+def served(state: Path, asynchronous: bool) -> Iterator[str]:
+    """The address of what serves islands."""
+    if not asynchronous:
+        with coordinator(state) as address:
+            yield address
+        return
+    with parameter_server(state) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+def came(found: Sea, count: int) -> None:
+    """Wait until as many islands train."""
+    deadline = time.time() + 30
+    while sum(one["kind"] == "came" for one in found.lines()) < count:
+        assert time.time() < deadline, "islands do not come"
+        time.sleep(0.05)
+
+
+def reached(found: Sea, version: int) -> None:
+    deadline = time.time() + LONGEST
+    while max((one.get("version", 0) for one in found.lines()), default=0) < version:
+        assert time.time() < deadline, f"version {version} is not reached"
+        time.sleep(0.02)
+
+
+def wait_for(found: Sea, island: int, kind: str) -> list[dict[str, Any]]:
+    deadline = time.time() + LONGEST
+    while not (lines := [one for one in found.lines(island) if one["kind"] == kind]):
+        assert time.time() < deadline, f"no {kind}"
+        time.sleep(0.1)
+    return lines
+
+
+class Cable:
+    """A way to `address` that may be cut and mended: whoever goes by it is cut off meanwhile, and after the block."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._there = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._whole = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "Cable":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()
+        self._end(self._listener)
+
+    def cut(self) -> None:
+        self._whole = False
+        while self._open:
+            self._end(self._open.pop())
+
+    def mend(self) -> None:
+        self._whole = True
+
+    def _end(self, one: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                self._join(near) if self._whole else self._end(near)
+
+    def _join(self, near: socket.socket) -> None:
+        far = socket.create_connection(self._there)
+        self._open += [near, far]
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
