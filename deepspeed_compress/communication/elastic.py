@@ -9,7 +9,7 @@ away takes it from an island that has it.
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from threading import Condition
@@ -54,7 +54,8 @@ class Rendezvous(Protocol):
 class Met:
     """What became of an exchange. `kind`: "exchange", "renewed" (was away, and has the newest anchor now), "void" or
     "left_out". `seconds`: that training stood still. `round`, `islands`: 0 where there was none. `weight`: of what was
-    sent, against that of an island alone; known of asynchronous ones."""
+    sent, against that of an island alone; known of asynchronous ones. `about`: what was handed out beside the anchor of
+    another beginning."""
 
     kind: str
     seconds: float
@@ -62,6 +63,7 @@ class Met:
     islands: int = 0
     reason: str = ""
     weight: float = 1.0
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def group_of_one() -> ProcessGroup:
@@ -188,8 +190,9 @@ class ElasticExchange:
         found = self._team.share(lambda: self._asked.arrive(samples if healthy else 0))
         self._cadence.restart()
         if isinstance(found, Anchor):
-            self._renew(found, own_is_new=False)
-            return Met("renewed", time.monotonic() - begun, reason="what it had is of another beginning")
+            about = self._renew(found, own_is_new=False)
+            reason = "what it had is of another beginning"
+            return Met("renewed", time.monotonic() - begun, reason=reason, about=about)
         if found is None:
             return Met("left_out", time.monotonic() - begun, reason="too late for a round")
         mean, problem = self._attempt(found, sent, healthy)
@@ -283,7 +286,8 @@ class ElasticExchange:
             # A source may have gone on between two ranks that asked it.
             if self._team.same(0 if found is None else found[0]) and found is not None:
                 self._take(*found)
-                return found[1]
+                # It goes on while ranks ask, so that each may have heard another step.
+                return self._team.share(partial(dict, found[1]))
             anchor = self._team.share(partial(self._next_anchor, anchor, deadline))
         self._keep(anchor.version, own_is_new)
         return {}

@@ -289,6 +289,15 @@ def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address:
     assert torch.equal(late.anchor, first.anchor)
 
 
+def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_are(address: str) -> None:
+    first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
+    other.exchange.run = first.exchange.run
+    met = other.exchange.exchange(8)
+    assert met.kind == "renewed"
+    assert met.about["run"] == first.client.run
+    assert torch.equal(other.weights.values, first.anchor)
+
+
 def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: str) -> None:
     settings = section(address, minimum=2, exchange=EXACT)
     islands = [Island(settings, goal) for goal in (0.0, 1.0, 8.0)]

@@ -15,6 +15,7 @@ import deepspeed_compress
 from deepspeed_compress.communication import elastic as rounds
 from deepspeed_compress.engine.islands import elastic
 from deepspeed_compress.errors import ConfigError, IslandError, StateError
+from deepspeed_compress.services.rendezvous.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, network, run, start, weights
@@ -160,49 +161,118 @@ def test_an_island_that_is_slow_to_come_back_does_not_stop_the_others(tmp_path: 
     assert [one[1] for one in after] == [before[1][1]] * 2
 
 
+def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) -> float:
+    """The rate of learning of the first island after some steps, and of the second one when it comes, whose ranks hear
+    of different steps."""
+    place, begun = become_island(rank, size, ports), Path(directory, "begun")
+    if rank >= size:
+        wait_for(begun.parent, begun.name)
+        original = rounds.fetch_anchor
+
+        def heard(*given: Any) -> Any:
+            version, about, tensors = original(*given)
+            return version, {**about, "step": about["step"] + place}, tensors
+
+        rounds.fetch_anchor = heard
+    engine = start(job)
+    if rank < size:
+        run(engine, data(place, job)[:5])
+        begun.touch()
+    found = float(engine.get_lr()[0])
+    wait_for(begun.parent, "there" if rank < size else begun.name)
+    begun.with_name("there").touch()
+    engine.destroy()
+    return found
+
+
+def test_ranks_of_an_island_that_comes_follow_one_schedule(tmp_path: Path) -> None:
+    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), extra={"scheduler": rates})
+        first, second, third, fourth = run_forks(4, follows, job, 2, ports, str(tmp_path))
+    assert first == second == third == fourth > 0
+
+
 def goes_on(
-    rank: int, job: Job, ports: list[int], directories: list[str], version: int, done: Path
-) -> tuple[list[float], dict[int, list[float]]]:
-    """The anchor with which an island begins, and those of later versions. Who has no checkpoint comes as a new one."""
+    rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path
+) -> dict[int, list[float]]:
+    """The anchor that an island has after the start, and those of later versions. Who has no checkpoint comes as a new
+    one, and trains when the others have loaded theirs."""
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank + 7, job))
     exchange, seen = engine.compression.islands.exchange, {}
+    marks.joinpath(f"there{rank}").touch()
     if rank < len(directories):
         engine.load_checkpoint(directories[rank])
-    begun = exchange.copy(1)[2]["anchor"].tolist()
-    seen[exchange.version] = begun
+        marks.joinpath(f"loaded{rank}").touch()
+    wait_for(marks, "loaded", len(directories))
+    remember(exchange, seen)
     while exchange.version < version:
         run(engine, [next(batches)])
-        seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist()
-    done.joinpath(str(rank)).touch()
+        remember(exchange, seen)
+    marks.joinpath(f"done{rank}").touch()
     # Whoever comes late needs the others, until the last one of them has gone.
     with contextlib.suppress(IslandError):
-        while len(list(done.iterdir())) < len(ports):
-            run(engine, data(rank, job)[:1])
+        while len(list(marks.glob("done*"))) < len(ports):
+            run(engine, [next(batches)])
+            remember(exchange, seen)
     engine.destroy()
-    return begun, seen
+    return seen
+
+
+def wait_for(marks: Path, name: str, count: int = 1) -> None:
+    while len(list(marks.glob(f"{name}*"))) < count:
+        time.sleep(0.02)
+
+
+def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
+    """Who had to go on with its own weights has no anchor before its first exchange."""
+    seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist() if exchange.version else []
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
 def test_islands_may_be_more_or_fewer_when_all_come_back(before: int, after: int, tmp_path: Path) -> None:
-    """With the newest of the checkpoints that are loaded; who has none comes to the others."""
+    come_back(goes_on, before, after, tmp_path)
+
+
+def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path) -> Any:
+    """The third island is on its way to the anchor of the first one when that loads its checkpoint; the second one
+    comes when the third one has begun alone."""
+    if rank == 1:
+        wait_for(marks, "there2")
+    if rank == 2:
+        while not status(job.section["islands"]["elastic"]["rendezvous"])["islands"]:
+            time.sleep(0.02)
+        original = rounds.fetch_anchor
+        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return goes_on(rank, job, ports, directories, version, marks)
+
+
+def test_who_has_no_checkpoint_and_found_no_anchor_comes_to_the_others_later(tmp_path: Path) -> None:
+    third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
+    assert third[0] == []
+
+
+def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
+    """With the newest of the checkpoints that are loaded; who has none comes to the others. What `work` gives."""
     directories = [str(tmp_path / f"{rank}") for rank in range(before)]
     with coordinator() as address, own_ports(before) as ports:
         # Who is left out of the last round goes on alone.
         job = Job(1, section=section(address, minimum=1), steps=60)
         kept = run_forks(before, saved, job, ports, directories)
-    loaded, done = min(before, after), tmp_path / "done"
-    done.mkdir()
+    loaded, marks = min(before, after), tmp_path / "marks"
+    marks.mkdir()
     newest, anchor = max(kept[:loaded], key=lambda one: one[0])
     with coordinator() as address, own_ports(after) as ports:
-        job = Job(1, section=section(address, minimum=loaded), steps=60)
-        found = run_forks(after, goes_on, job, ports, directories[:loaded], newest + 3, done)
-    assert [begun for begun, _ in found[:loaded]] == [anchor["anchor"]] * loaded
-    first = found[0][1]
-    for _, seen in found:
+        job = Job(1, section=section(address, minimum=loaded, timeout=timeout), steps=60)
+        found = run_forks(after, work, job, ports, directories[:loaded], newest + 3, marks)
+    assert [seen[newest] for seen in found[:loaded]] == [anchor["anchor"]] * loaded
+    first = found[0]
+    for seen in found:
         common = first.keys() & seen.keys()
         assert common
         assert all(first[version] == seen[version] for version in common)
+    return found
 
 
 def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str:

@@ -317,6 +317,26 @@ def test_who_comes_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) ->
         assert world.last("b", "anchor") == {"kind": "anchor", "version": 8, "sources": [["c:2"]]}
 
 
+def test_who_comes_while_others_wait_with_checkpoints_loads_its_own() -> None:
+    """None of them has an anchor: it would wait for them, and they for its checkpoint."""
+    world = World(minimum=2)
+    world.join("a")
+    world.say("a", "claim", run="former", number=0, version=7)
+    assert world.count("a", "anchor") == 0
+    world.join("b")
+    world.say("b", "sources")
+    assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
+    # One without a checkpoint does not begin anew with b alone, though they are two.
+    world.join("c")
+    world.say("c", "sources")
+    world.say("c", "ready", version=0)
+    world.arrive("c")
+    assert world.count("c", "round") == 0
+    world.say("b", "claim", run="former", number=1, version=9)
+    assert [world.last(name, "anchor")["version"] for name in "abc"] == [9, 9, 9]
+    assert [world.last(name, "anchor")["sources"] for name in "abc"] == [[["b:2"]], [], [["b:2"]]]
+
+
 def test_a_checkpoint_is_no_anchor_where_others_have_gone_on() -> None:
     world = World()
     world.begin("a")

@@ -7,14 +7,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tests.support.leftovers import own_port
 
 T = TypeVar("T")
+
+
+GRACE = 30.0
+"""Seconds in which ranks end of themselves when another one has failed, for which they may wait."""
 
 
 class RankError(Exception):
@@ -27,7 +31,7 @@ def run_forks(
     """`work(rank, *args)` on every rank, with the environment that the deepspeed launcher sets.
 
     Returns the results in rank order. Raises RankError with the tracebacks of the ranks that raised, and TimeoutError
-    when one hangs. `work` and its results must be picklable. Every process is gone afterwards.
+    when one hangs and none has raised. `work` and its results must be picklable. Every process is gone afterwards.
 
     `shared_memory`: with DeepSpeed's own, by which `inference_all_reduce` sums on one machine. It takes 66 MiB and
     longer to set up than all else, and only tensor parallel layers use it.
@@ -72,18 +76,31 @@ def _end(processes: Iterable[BaseProcess]) -> None:
 
 
 def _results(receivers: list[Connection], deadline: float) -> list[Any]:
-    outcomes = []
-    for rank, receiver in enumerate(receivers):
-        if not receiver.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} hangs")
-        try:
-            outcomes.append(receiver.recv())
-        except EOFError:
-            outcomes.append((False, f"rank {rank} died without a result"))
-    failures = [str(value) for good, value in outcomes if not good]
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    while waiting := [one for rank, one in enumerate(receivers) if rank not in outcomes]:
+        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for one in ready:
+            rank = receivers.index(cast(Connection, one))
+            outcomes[rank] = _outcome(rank, receivers[rank])
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    hanging = [rank for rank in range(len(receivers)) if rank not in outcomes]
+    failures = [str(value) for _, (good, value) in sorted(outcomes.items()) if not good]
+    if hanging and not failures:
+        raise TimeoutError(f"ranks {hanging} hang")
     if failures:
-        raise RankError("\n".join(failures))
-    return [value for _, value in outcomes]
+        raise RankError("\n".join(failures + [f"rank {rank} hangs" for rank in hanging]))
+    return [outcomes[rank][1] for rank in range(len(receivers))]
+
+
+def _outcome(rank: int, receiver: Connection) -> tuple[bool, Any]:
+    try:
+        found: tuple[bool, Any] = receiver.recv()
+    except EOFError:
+        found = (False, f"rank {rank} died without a result")
+    return found
 
 
 def _run(

@@ -154,6 +154,8 @@ class ElasticIsland:
         if met is None:
             return
         self.history.append(met)
+        if met.about:
+            self.follow(met.about)
         if met.kind != "exchange" or met.islands != self._told:
             self._record(step, met)
         self._told = met.islands

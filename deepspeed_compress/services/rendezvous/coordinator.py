@@ -135,15 +135,14 @@ class Coordinator:
         return "; ".join(texts) or None
 
     def _ready(self, name: str, message: Message, now: float) -> None:
-        one = self._islands[name]
-        one.version, one.sent = int(message["version"]), False
+        self._islands[name].version = int(message["version"])
 
     def _sources(self, name: str, message: Message, now: float) -> None:
-        self._islands[name].waits = True
+        self._islands[name].waits = "sources"
 
     def _claim(self, name: str, message: Message, now: float) -> None:
         one = self._islands[name]
-        one.claim, one.waits, one.version = [message["run"], int(message["version"])], True, 0
+        one.claim, one.waits, one.version = [message["run"], int(message["version"])], "claim", 0
         if message["run"] == self.saved.run:
             self._missing.discard(message.get("number"))
 
@@ -152,7 +151,7 @@ class Coordinator:
         one.version, one.late = int(message["version"]), False
         if one.version not in self.saved.lineage:
             # Of another beginning: what it has moved has no meaning here.
-            one.version, one.waits = 0, True
+            one.version, one.waits = 0, "arrive"
         elif self._running is not None or (self._deadline is None and one.version != self._newest()):
             # Too late for one round, and no reason to begin another.
             self._say(name, {"kind": "over"})
@@ -215,16 +214,15 @@ class Coordinator:
         for name, one in waiting.items() if newest else ():
             if not (claiming and one.claim):
                 sources = [other.addresses for other in self._islands.values() if other.version == newest]
-                one.waits, one.claim, one.sent = False, None, one.version != newest
-                self._say(name, {"kind": "anchor", "version": newest, "sources": sources if one.sent else []})
+                one.waits, one.claim = "", None
+                self._say(name, {"kind": "anchor", "version": newest, "sources": sources * (one.version != newest)})
 
     def _let_load(self, waiting: Mapping[str, Island]) -> None:
-        """Who was sent to an island that loads a checkpoint by now, and so has no anchor any more, would wait for ever
-        for those who wait for its own checkpoint: it goes on with its own weights. Where it has no checkpoint, it takes
-        the anchor of the others when it wants to exchange."""
+        """Others have loaded checkpoints, and nobody has an anchor: who begins would wait for them, and they for its
+        checkpoint. It goes on with its own weights until it has loaded that, or wants to exchange."""
         for name, one in waiting.items():
-            if one.sent and one.claim is None:
-                one.waits, one.sent = False, False
+            if one.waits == "sources":
+                one.waits = ""
                 self._say(name, {"kind": "anchor", "version": 0, "sources": []})
 
     def _explain(self, waiting: Mapping[str, Island]) -> None:

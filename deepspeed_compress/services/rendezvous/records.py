@@ -44,9 +44,9 @@ class Saved:
 
 @dataclass
 class Island:
-    """One that lives. `arrived`: samples with which it waits for a round. `waits`: for an anchor. `claim`: run and
-    version of the anchor that it has loaded. `late`: it has let the others wait, and not been heard of since.
-    `told`: why it waits for an anchor. `sent`: to others, to take theirs, which it has not yet."""
+    """One that lives. `arrived`: samples with which it waits for a round. `waits`: the kind of the message by which it
+    waits for an anchor; "": it does not. `claim`: run and version of the anchor that it has loaded. `late`: it has let
+    the others wait, and not been heard of since. `told`: why it waits for an anchor."""
 
     number: int
     store: str
@@ -55,11 +55,10 @@ class Island:
     heard: float
     version: int = 0
     arrived: int | None = None
-    waits: bool = False
+    waits: str = ""
     claim: list[Any] | None = None
     late: bool = False
     told: str = ""
-    sent: bool = False
 
     @classmethod
     def of(cls, message: Message, now: float) -> "Island":
