@@ -92,11 +92,11 @@ TABLE = {
     "engine.checkpoints.agreement": allow("", "torch"),
     "engine.checkpoints.alone": allow("checkpoints.alone checkpoints.claim session.memories errors", "torch"),
     "engine.builds": allow("errors"),
-    "engine.islands.asynchronous": allow("communication config services.parameter_server.client"),
+    "engine.islands.asynchronous": allow("communication engine.islands.way services.parameter_server.client"),
     "engine.islands.elastic": allow(
         "communication compression config engine errors monitor services.rendezvous.client session", "torch deepspeed"
     ),
-    "engine.islands.rounds": allow("communication config services.rendezvous.client", "torch"),
+    "engine.islands.rounds": allow("communication config engine.islands.way services.rendezvous.client", "torch"),
     "engine.seams": allow("errors", "packaging"),
     "adapters": allow("communication compression config errors monitor policy session", "torch packaging"),
     "adapters.megatron": allow(

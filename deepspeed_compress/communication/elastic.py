@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.anchors import Handed, fetch_anchor
 from deepspeed_compress.communication.islands import ANCHOR, MOMENTUM, Agreed, Masters, Peers, likeness
+from deepspeed_compress.communication.moments import Moments, Shared
 from deepspeed_compress.communication.reduction import Groups, Site
 from deepspeed_compress.communication.team import Cadence, Team
 from deepspeed_compress.config import Islands
@@ -104,6 +105,14 @@ class _Standing:
     round: int
 
 
+@dataclass(frozen=True)
+class _Mean:
+    """Over the islands of a round: how far they have `moved`, and second moments, where they are exchanged."""
+
+    moved: Tensor
+    moments: Shared | None
+
+
 class ElasticExchange:
     """The exchanges of one rank with whatever islands there are.
 
@@ -115,6 +124,7 @@ class ElasticExchange:
         rendezvous: on the first rank; None on the others.
         groups: makes them.
         about: what is handed out beside an anchor.
+        moments: of the optimizer, where they are exchanged.
     """
 
     def __init__(
@@ -126,6 +136,7 @@ class ElasticExchange:
         rendezvous: Rendezvous | None,
         groups: Callable[[Round, int, int, float], Groups] = make_groups,
         about: Callable[[], Mapping[str, Any]] = dict,
+        moments: Moments | None = None,
     ) -> None:
         assert settings.elastic is not None, "made for elastic islands"
         self.settings, self.elastic = settings, settings.elastic
@@ -139,6 +150,7 @@ class ElasticExchange:
         """That the coordinator is of."""
         self._masters, self._site, self._team = masters, site, team
         self._rendezvous, self._make_groups, self._about = rendezvous, groups, about
+        self._moments = moments
         self._segments = tuple(masters.segments)
         self._agreed = Agreed(self.stores)
         # All memories are there before a state is loaded.
@@ -204,27 +216,35 @@ class ElasticExchange:
         assert self._rendezvous is not None, "the first rank alone speaks for its island"
         return self._rendezvous
 
-    def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[Tensor | None, str]:
-        """The weighted mean of what islands have moved; None, and why, where somebody was lost."""
+    def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[_Mean | None, str]:
+        """Weighted means over the islands; None, and why, where somebody was lost."""
         try:
             return self._mean(round_, sent, healthy), ""
         except (RuntimeError, OSError) as error:
             # Also this rank's own: a round counts only where all have seen it through.
             return None, _short(error)
 
-    def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> Tensor:
+    def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> _Mean:
         anchor = self._agreed.anchor.read(self._segments, sent.device)
         # An island that diverged counts for nothing, and goes on with what the others have found.
         moved = (sent - anchor).mul_(round_.weight(self.number)) if healthy else torch.zeros_like(sent)
         self._clock.begin(round_.id)
         peers = self._peers(round_)
+        moments = self._share_moments(peers, round_, healthy)
         pending = peers.start(moved, peers.fragments[0], round_.id, counts=healthy, plain=self._uncompressed)
         if pending is not None:
             pending.scale = 1.0 / len(round_.partners)
             pending.finish(moved)
             own = (sent - anchor).mul_(round_.weight(self.number))
             self._meter.islands_cosine = likeness(own, moved, pending.scale)
-        return moved
+        if moments is not None:
+            moments.wait()
+        return _Mean(moved, moments)
+
+    def _share_moments(self, peers: Peers, round_: Round, healthy: bool) -> Shared | None:
+        if self._moments is None:
+            return None
+        return self._moments.start(peers.add_up, round_.weight(self.number) if healthy else 0.0)
 
     @property
     def _uncompressed(self) -> bool:
@@ -242,7 +262,7 @@ class ElasticExchange:
         self._standing = last
         return last.peers
 
-    def _conclude(self, round_: Round, mean: Tensor | None, problem: str) -> str:
+    def _conclude(self, round_: Round, mean: _Mean | None, problem: str) -> str:
         ok = self._team.all(mean is not None)
         outcome = self._team.share(partial(self._vote, round_.id, ok, problem))
         for store in self.stores.by_name.values():
@@ -251,8 +271,10 @@ class ElasticExchange:
             self._standing = None
             return "void"
         assert mean is not None, "it counts only where all have seen it through"
+        if mean.moments is not None:
+            mean.moments.apply()
         if self.version == round_.base:
-            self._move(round_.id, mean)
+            self._move(round_.id, mean.moved)
             return "exchange"
         self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=False)
         return "renewed"

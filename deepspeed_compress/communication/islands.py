@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition, cut
+from deepspeed_compress.communication.moments import Moments, Shared
 from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.reducer import StepClock
 from deepspeed_compress.communication.reduction import Reductions, Site
@@ -65,6 +66,7 @@ class _Flight:
     count: dist.Work | None
     means: PendingMeans | None
     plain: bool
+    moments: Shared | None
 
     def send_back(self) -> None:
         """Begin the second half of the exchange."""
@@ -95,9 +97,19 @@ class Peers:
         self.fragments = [_partition(run, self.group.size()) for run in cut(segments, settings.fragments)]
         exchange = settings.exchange
         self._settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
-        self._reductions = Reductions(site)
+        self._reductions, self._site = Reductions(site), site
         # All memories are there before a state is loaded.
         self._reducer(0, plain=False)
+
+    def add_up(self, values: Tensor) -> dist.Work | None:
+        """Begin to add `values` up over the ranks, in place and uncompressed; None where there is one."""
+        ranks = self.group.size()
+        if ranks == 1:
+            return None
+        size = 2 * (ranks - 1) * values.nbytes // ranks
+        self._site.run.meter.count(self._site.traffic, size)
+        self._site.run.wait_to_send(size)
+        return self.group.allreduce([values])
 
     def start(
         self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, counts: bool = True
@@ -139,13 +151,21 @@ class Agreed:
 class IslandExchange:
     """The exchanges of one rank with the same islands for ever.
 
-    `island`: the ranks of its own, which is `number` of them.
+    `island`: the ranks of its own, which is `number` of them. `moments`: of the optimizer, where they are exchanged.
     """
 
-    def __init__(self, settings: Islands, masters: Masters, site: Site, island: ProcessGroup, number: int) -> None:
+    def __init__(
+        self,
+        settings: Islands,
+        masters: Masters,
+        site: Site,
+        island: ProcessGroup,
+        number: int,
+        moments: Moments | None = None,
+    ) -> None:
         self.settings, self.number = settings, number
         self.stores: ResidualStores = site.stores
-        self._masters = masters
+        self._masters, self._moments = masters, moments
         self._island = island
         self._clock: StepClock = site.run.clock
         self._meter = site.run.meter
@@ -184,6 +204,8 @@ class IslandExchange:
         """Before loading: what is on its way is waited for and dropped. Collective."""
         for flight in self._flights:
             flight.mean()
+            if flight.moments is not None:
+                flight.moments.wait()
         self._flights.clear()
 
     def keep_owned(self) -> None:
@@ -218,7 +240,10 @@ class IslandExchange:
         counts = bool(healthy)
         count = dist.all_reduce(healthy, group=self._group, async_op=True) if self._group.size() > 1 else None
         means = self._peers.start(moved, fragment, step, plain, counts)
-        return _Flight(fragment, step, sent, moved, healthy, count, means, plain)
+        # Small against a fragment: all of them with the first one.
+        sharing = self._moments if fragment is self._fragments[0] else None
+        moments = sharing.start(self._peers.add_up, float(counts)) if sharing is not None else None
+        return _Flight(fragment, step, sent, moved, healthy, count, means, plain, moments)
 
     def _is_healthy(self, weights: Tensor) -> Tensor:
         """1.0 where all masters of the island are finite, else 0.0; the same on all its ranks."""
@@ -238,8 +263,12 @@ class IslandExchange:
     def _take(self, flight: _Flight) -> None:
         """Move the anchor; the masters follow, and keep what they have moved since the fragment left."""
         segments, mean = flight.partition.segments, flight.mean()
+        if flight.moments is not None:
+            flight.moments.wait()
         if not flight.healthy:
             return
+        if flight.moments is not None:
+            flight.moments.apply()
         target = self._target(flight, mean)
         now = self._masters.read(segments)
         since = now.sub_(flight.sent)

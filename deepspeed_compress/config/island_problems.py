@@ -67,15 +67,27 @@ def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
     if elastic is not None and elastic.parameter_server is not None and elastic.minimum > 1:
         what = f"{elastic.minimum} are waited for, and asynchronous islands wait for nobody (allowed with it: 1)"
         yield problem(("islands", "elastic", "minimum"), what, "nothing: remove minimum, or parameter_server")
+    if elastic is not None and elastic.parameter_server is not None and islands.second_moments is not None:
+        what = "are made alike where islands meet, which asynchronous ones do not (allowed with parameter_server: null)"
+        yield problem(("islands", "second_moments"), what, "nothing: remove second_moments, or parameter_server")
+
+
+_WITHOUT_SECOND_MOMENTS = frozenset({"sgd", "lion", "muon", "adagrad", "rmsprop"})
+"""Types of a ds_config's optimizer, lower-case, that do not keep what Adam divides by of every weight."""
 
 
 def find_island_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
 ) -> Iterator[Diagnostic]:
-    """Tensor parallelism, which both the section and DeepSpeed's own key may ask for, and `world_size` ranks in all."""
+    """The optimizer; tensor parallelism, which both the section and DeepSpeed's own key may ask for; and `world_size`
+    ranks in all."""
     islands, parallelism = section.islands, section.parallelism or Parallelism()
     if islands is None:
         return
+    optimizer = (ds_config.get("optimizer") or {}).get("type")
+    if islands.second_moments is not None and str(optimizer).lower() in _WITHOUT_SECOND_MOMENTS:
+        what = f"has nothing to exchange with optimizer {show(optimizer)} (allowed with it: null)"
+        yield problem(("islands", "second_moments"), what, 'nothing: remove it, or write "type": "AdamW"')
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
         if tensor > 1:

@@ -11,7 +11,7 @@ from deepspeed_compress.config.methods import BlockwiseConfig, Model
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
 
-__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer"]
+__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMoments"]
 
 
 class Outer(Model):
@@ -23,6 +23,13 @@ class Outer(Model):
     """Step size of that move: 1.0 with `average` is the mean of the islands' weights."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Of `nesterov` alone."""
+
+
+class SecondMoments(Model):
+    """The second moments of Adam, which islands bring to the same mean, block by block, whenever they exchange."""
+
+    block_size: int = Field(default=128, ge=1)
+    """Elements whose second moments are scaled together: 2 bytes are sent for each block; 1 makes them alike."""
 
 
 class Asynchronous(Model):
@@ -89,6 +96,8 @@ class Islands(Model):
     """How what the weights moved is compressed, chosen by `method` as gradients are."""
     outer: Outer = Outer()
     """What is done with the mean over the islands."""
+    second_moments: SecondMoments | None = None
+    """The second moments of Adam are exchanged, too; null leaves them to each island."""
     # strict=False: JSON has lists, not tuples.
     own: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
     """Patterns of parameters that each island keeps for itself, such as the heads of agents that share a trunk."""

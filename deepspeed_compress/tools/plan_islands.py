@@ -34,7 +34,7 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
 
     Raises ConfigError where the size of a message is not known before it is made.
     """
-    vector = parameters * _bits(settings) / 8
+    vector = parameters * (_bits(settings) + _bits_of_moments(settings)) / 8
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
         return _pushes(vector, islands, bandwidth, step_seconds)
     # As in an all-reduce: what others own goes out, and the mean of what is owned to all others.
@@ -60,6 +60,11 @@ def _bits(settings: Islands) -> float:
             'which is not planned (allowed: other methods); write {"method": "blockwise", "bits": 4}'
         )
     return exchange.bits_per_element()
+
+
+def _bits_of_moments(settings: Islands) -> float:
+    """For each parameter."""
+    return 0.0 if settings.second_moments is None else 16.0 / settings.second_moments.block_size
 
 
 def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:

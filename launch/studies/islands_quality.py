@@ -52,8 +52,11 @@ EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "nesterov of 0.5, 4 bits": ({**NESTEROV, "momentum": 0.5}, INT4),
 }
 INTERVALS = (5, 10, 30)
-RATES = {", twice the rate": 2, ", four times the rate": 4}
+FASTER = ("average, 4 bits", "nesterov of 0.5, 4 bits")
+"""Tried at other rates, and with second moments exchanged too."""
+RATES = {", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
 """Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
+MOMENTS = {", second moments": {"block_size": 1}, ", second moments in blocks": {"block_size": 128}}
 START = 0.1
 """Share of the steps at the start that each end with an exchange."""
 LONG_START = 0.3
@@ -90,9 +93,10 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
         },
         "30 nesterov, 4 bits, longer start": islands(30, "nesterov, 4 bits", LONG_START),
         "10 average, 4 bits, streamed": islands(10, "average, 4 bits", fragments=5, delay=2),
+        **{f"{every} {name}{rate}": islands(every, name) for every, name, rate in product(INTERVALS, FASTER, RATES)},
         **{
-            f"{every} {name}{rate}": islands(every, name)
-            for every, name, rate in product(INTERVALS, ("average, 4 bits", "nesterov of 0.5, 4 bits"), RATES)
+            f"{every} {name}{moments}{rate}": islands(every, name, second_moments=MOMENTS[moments])
+            for every, name, moments, rate in product(INTERVALS, FASTER, MOMENTS, ("", *RATES))
         },
         **{f"{SYNCHRONOUS}{rate}": {"gradients": {"method": "none"}} for rate in RATES},
     }

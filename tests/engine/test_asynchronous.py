@@ -134,16 +134,22 @@ def test_bytes_are_those_of_islands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elastic", "text"),
+    ("elastic", "more", "text"),
     [
-        ({"minimum": 2, "parameter_server": {}}, "/deepspeed_compress/islands/elastic/minimum: 2 are waited for"),
+        ({"minimum": 2, "parameter_server": {}}, {}, "/deepspeed_compress/islands/elastic/minimum: 2 are waited for"),
         (
             {"parameter_server": {"max_staleness": 0}},
+            {},
             "/deepspeed_compress/islands/elastic/parameter_server/max_staleness",
+        ),
+        (
+            {"parameter_server": {}},
+            {"second_moments": {}},
+            "/deepspeed_compress/islands/second_moments: are made alike",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(elastic: Mapping[str, Any], text: str) -> None:
-    islands = {"elastic": {"rendezvous": "head:1", **elastic}}
+def test_what_cannot_be_is_refused_by_name(elastic: Mapping[str, Any], more: Mapping[str, Any], text: str) -> None:
+    islands = {"elastic": {"rendezvous": "head:1", **elastic}, **more}
     with pytest.raises(ConfigError, match=text):
         deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": islands}})

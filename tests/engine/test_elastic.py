@@ -18,7 +18,7 @@ from deepspeed_compress.errors import ConfigError, IslandError, StateError
 from deepspeed_compress.services.rendezvous.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, network, run, start, weights
+from tests.support.jobs import Job, data, moments, network, run, start, weights
 
 STAGES = (0, 1, 2, 3)
 
@@ -38,7 +38,7 @@ def section(
 Seen = tuple[int, dict[str, list[float]]]
 
 
-def apart(rank: int, job: Job, size: int, ports: list[int]) -> list[Seen]:
+def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weights) -> list[Seen]:
     """Version and weights after every step that ended with an exchange."""
     place = become_island(rank, size, ports)
     engine, seen = start(job), []
@@ -46,7 +46,7 @@ def apart(rank: int, job: Job, size: int, ports: list[int]) -> list[Seen]:
     for batch in data(10 * islands.number + place, job):
         run(engine, [batch])
         if len(islands.history) > len(seen):
-            seen.append((islands.exchange.version, weights(engine)))
+            seen.append((islands.exchange.version, seen_of(engine)))
         if len(seen) == 3:
             break
     engine.destroy()
@@ -63,6 +63,15 @@ def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
     assert first == third
     assert len(first) == 3
     assert first[0][0] < first[1][0] < first[2][0]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_islands_have_the_same_second_moments_at_every_version(stage: int) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(stage, section=section(address, second_moments={"block_size": 1}), steps=40)
+        first, second, third, fourth = run_forks(4, apart, job, 2, ports, moments)
+    assert [first, second] == [third, fourth]
+    assert (first == second) == (stage == 0)
 
 
 def test_an_island_keeps_parameters_of_its_own() -> None:

@@ -13,17 +13,19 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import deepspeed_compress
-from deepspeed_compress.config import SECTION, parse_section
+from deepspeed_compress.config import SECTION, find_problems, parse_section
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
-from tests.support.jobs import BATCH, Job, Outcome, data, network, run, start, weights
+from tests.support.jobs import BATCH, Job, Outcome, data, moments, network, run, start, weights
 
 SGD: Mapping[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
 }
+ADADELTA: Mapping[str, Any] = {**SGD, "optimizer": {"type": "Adadelta", "params": {"lr": 0.05}}}
+OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 STAGES = (0, 1, 2, 3)
 
@@ -61,7 +63,7 @@ def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) ->
 )
 def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
     alone = Job(stage, extra=extra)
-    one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}, second_moments={}))
     for plain, ours in run_forks(2, train, alone, one):
         assert ours == plain
 
@@ -127,6 +129,65 @@ def test_a_rank_may_have_nothing_to_exchange() -> None:
     job = Job(1, section=section(size=2, sync_every=1, own=[r"^[245]\."]), steps=2)
     first, _, second, _ = run_forks(4, with_heads, job)
     assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
+
+
+def moments_by_step(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    engine, seen = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(moments(engine))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (1, BF16), (2, OFFLOADED), (3, {})])
+def test_islands_have_the_same_second_moments_when_they_meet(stage: int, extra: Mapping[str, Any]) -> None:
+    shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
+    job = Job(stage, section=shared, steps=4, extra=extra.get("extra", extra), zero=extra.get("zero", {}))
+    first, second, third, fourth = run_forks(4, moments_by_step, job)
+    for step in range(4):
+        for one, other in ((first, third), (second, fourth)):
+            assert one[step].keys() == other[step].keys() != set()
+            assert (one[step] == other[step]) == (step % 2 == 1), step
+    if stage == 0:
+        assert first == second
+
+
+@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])
+def test_second_moments_get_the_mean_of_their_sums(delay: int, fragments: int) -> None:
+    """Against what two ranks do that never meet: at the first exchange their moments are still their own."""
+    job = Job(1, section=section(size=1, sync_every=2, delay=delay, fragments=fragments), steps=2 + delay)
+    shared = {**job.section["islands"], "second_moments": {"block_size": 10**6}}
+    own = run_forks(2, moments_by_step, job)
+    found = run_forks(2, moments_by_step, replace(job, section={**job.section, "islands": shared}))
+    for name in own[0][0]:
+        sums = [sum(one[1][name]) for one in own]
+        for mine, others in zip(own, found, strict=True):
+            ratio = sum(sums) / 2 / sum(mine[1][name])
+            assert others[1][name] == pytest.approx([one * (1 if delay else ratio) for one in mine[1][name]], rel=0.01)
+            # Those that were on their way are scaled when they have arrived, with what has come to them meanwhile.
+            if delay:
+                assert others[2][name] == pytest.approx([one * ratio for one in mine[2][name]], rel=0.01)
+
+
+def without_moments(rank: int, job: Job) -> str:
+    engine = start(job)
+    with pytest.raises(UnsupportedError) as error:
+        run(engine, data(rank, job))
+    return str(error.value)
+
+
+def test_an_optimizer_without_second_moments_is_refused() -> None:
+    job = Job(1, section=section(size=1, sync_every=2, second_moments={}), extra=ADADELTA)
+    for text in run_forks(2, without_moments, job):
+        assert text.startswith("/deepspeed_compress/islands/second_moments: the state of Adadelta has ['acc_delta', ")
+
+
+def test_a_file_of_one_is_refused() -> None:
+    [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
+    assert str(found).startswith(
+        '/deepspeed_compress/islands/second_moments: has nothing to exchange with optimizer "SGD"'
+    )
 
 
 def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
@@ -244,7 +305,7 @@ def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[fl
     return weights(engine)
 
 
-DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD])
+DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD], second_moments={})
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -398,7 +459,8 @@ def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
 
 def test_bytes_of_islands_are_counted_apart_and_as_planned() -> None:
     """After every second step, by what the step that follows reports."""
-    job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "blockwise", "bits": 4}), steps=6)
+    exchange = {"method": "blockwise", "bits": 4}
+    job = Job(1, section=section(size=1, sync_every=2, exchange=exchange, second_moments={"block_size": 8}), steps=6)
     settings = parse_section(job.config()).islands
     assert settings is not None
     size = sum(parameter.numel() for parameter in network().parameters())

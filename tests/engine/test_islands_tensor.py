@@ -3,15 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 import deepspeed_compress
+from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.config import find_problems, parse_section
+from deepspeed_compress.engine.islands.replicated import check_cut_alike
+from deepspeed_compress.engine.weights.masters import FlatMasters, Stretch
 from deepspeed_compress.errors import ConfigError, UnsupportedError
 from deepspeed_compress.tools.plan_islands import plans
 from tests.engine.test_islands import SGD, largest, section
@@ -38,13 +43,13 @@ class Run:
     reported: list[int] = field(default_factory=list)
 
 
-def llama() -> Any:
-    """Of its three heads of keys one rank has two: buffers are cut in other places on ranks that share layers."""
+def llama(heads: int = 3) -> Any:
+    """Of three heads of keys one rank has two: buffers are cut in other places on ranks that share layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 36, "intermediate_size": 42, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=3))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=heads))
 
 
 def start(job: Job) -> Any:
@@ -122,6 +127,50 @@ def test_copies_stay_equal_and_go_between_islands_once(stage: int) -> None:
     # Two ranks sum activations [3, 8, 36] seven times a layer and once for the head, gather logits [3, 8, 62], of which
     # each has half, and sum a norm, all in fp32.
     assert [run.reported for run in ranks] == [[4 * (24 * (15 * 36 + 31) + 1)] * job.steps, [], [], []]
+
+
+def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
+    """After every step."""
+    model = llama(heads)
+    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
+        0
+    ]
+    names, found = {name for name, one in model.named_parameters() if not is_model_parallel_parameter(one)}, []
+    for number in range(job.steps):
+        take(engine, rank, job, number, number + 1)
+        found.append({name: values for name, values in weights(engine).items() if name in names})
+    return found
+
+
+@pytest.mark.parametrize(("stage", "heads"), [(0, 3), (2, 6)])
+def test_copies_have_the_same_second_moments(stage: int, heads: int) -> None:
+    """Or they would not stay equal between exchanges."""
+    job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, second_moments={}), steps=4)
+    first, second, third, fourth = run_forks(4, copies, job, heads, timeout=400)
+    assert first == second
+    assert third == fourth
+    assert [one == other for one, other in zip(first, third, strict=True)] == [False, True] * 2
+
+
+def cut(rank: int, numels: list[int]) -> str:
+    """What is said where this tensor rank has so many elements of a norm, and the other one as many of its own."""
+    deepspeed.init_distributed("gloo")
+    norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
+    split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
+    masters = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
+    parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], exempt=frozenset({"norm.weight"}))
+    unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
+    try:
+        check_cut_alike(masters, parameters, unit)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("numels", "fine"), [([8, 8], True), ([8, 5], False)])
+def test_blocks_that_tensor_ranks_would_cut_otherwise_are_refused(numels: list[int], fine: bool) -> None:
+    for text in run_forks(2, cut, numels):
+        assert ("second_moments: the tensor ranks have unequal parts" in text) != fine
 
 
 def save_and_go_on(rank: int, job: Job, directory: str) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION
+from deepspeed_compress.engine.weights.masters import find_masters
 
 WIDTH = 12
 BATCH = 3
@@ -112,6 +113,12 @@ def run_pipeline(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor
     iterator = iter(batches)
     steps = len(batches) // engine.gradient_accumulation_steps()
     return [float(engine.train_batch(iterator)) for _ in range(steps)]
+
+
+def moments(engine: Any) -> dict[str, list[float]]:
+    """Second moments of Adam that this rank steps, by the name of the parameter."""
+    found = find_masters(engine).stepped
+    return {one.parameter: one.within(engine.basic_optimizer.state[one.home]["exp_avg_sq"]).tolist() for one in found}
 
 
 def weights(engine: Any) -> dict[str, list[float]]:

@@ -1,39 +1,30 @@
 """Asynchronous islands under DeepSpeed: a courier for every rank, and the pushes and pulls that it takes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_compress.communication.asynchronous import AsynchronousExchange
 from deepspeed_compress.communication.elastic import Met, group_of_one
-from deepspeed_compress.communication.islands import Masters
-from deepspeed_compress.communication.reduction import Groups, Site
-from deepspeed_compress.communication.team import Team
-from deepspeed_compress.config import Islands
+from deepspeed_compress.communication.reduction import Groups
+from deepspeed_compress.engine.islands.way import Given
 from deepspeed_compress.services.parameter_server.client import Courier
 
 __all__ = ["Pushes"]
 
 
 class Pushes:
-    """See `engine.islands.elastic.Way`."""
+    """See `way.Way`."""
 
-    def __init__(
-        self,
-        settings: Islands,
-        masters: Masters,
-        site: Callable[[Groups], Site],
-        team: Team,
-        terms: Mapping[str, Any],
-        step: Callable[[], int],
-    ) -> None:
-        elastic = settings.elastic
-        assert elastic is not None, "made for elastic islands"
+    def __init__(self, given: Given) -> None:
+        elastic, site = given.elastic, given.site
         assert elastic.parameter_server is not None, "made for asynchronous islands"
         self._timeout = elastic.timeout_seconds
         pace = site(Groups(group_of_one())).run.wait_to_send
         self._courier = Courier(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
-        terms = {**terms, "max_staleness": elastic.parameter_server.max_staleness}
-        self.exchange = AsynchronousExchange(settings, masters, site, team, self._courier, terms, step)
+        terms = {**given.terms, "max_staleness": elastic.parameter_server.max_staleness}
+        self.exchange = AsynchronousExchange(
+            given.settings, given.masters, site, given.team, self._courier, terms, given.step
+        )
 
     def start(self, samples: int) -> Mapping[str, Any]:
         return self.exchange.start(samples)

@@ -26,7 +26,8 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
-from deepspeed_compress.engine.islands.replicated import handed_on
+from deepspeed_compress.engine.islands.moments import find_moments
+from deepspeed_compress.engine.islands.replicated import check_cut_alike, handed_on
 from deepspeed_compress.engine.weights.masters import find_masters
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
@@ -42,10 +43,13 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
     masters, shared = exchanged(settings.own, find_masters(engine), parameters)
+    moments = find_moments(engine, settings, masters)
+    if unit.tensor > 1 and moments is not None:
+        check_cut_alike(masters, parameters, unit)
     if unit.tensor > 1:
         masters = handed_on(masters, parameters, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
-    exchange = IslandExchange(settings, masters, site, unit.whole, unit.number)
+    exchange = IslandExchange(settings, masters, site, unit.whole, unit.number, moments)
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     files = _Files(engine, unit, exchange, session.config)
     session.patches.wrap(engine, "save_checkpoint", files.save)

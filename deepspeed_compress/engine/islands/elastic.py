@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
@@ -29,7 +29,9 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
 from deepspeed_compress.engine.islands.asynchronous import Pushes
 from deepspeed_compress.engine.islands.exchanged import exchanged
+from deepspeed_compress.engine.islands.moments import find_moments
 from deepspeed_compress.engine.islands.rounds import Rounds
+from deepspeed_compress.engine.islands.way import Given, Way
 from deepspeed_compress.engine.weights.masters import FlatMasters, find_masters
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.monitor import Event
@@ -83,38 +85,6 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
     return island
 
 
-class Way(Protocol):
-    """How an island exchanges with others: `rounds.Rounds` or `asynchronous.Pushes`, made of the
-    settings, the masters of this rank, the site of a group, the ranks of the island, what all islands must have alike,
-    and who knows the step of the schedule."""
-
-    @property
-    def exchange(self) -> Any:
-        """What exchanges: `number` of the island, `version` of its anchor, `stores`."""
-
-    def start(self, samples: int) -> Mapping[str, Any]:
-        """Begin with the anchor of those who are there, or with the own weights, after `samples` in all; what was said
-        beside it. Collective."""
-
-    def step_ended(self, samples: int) -> Met | None:
-        """After a step, `samples` in all: what became of an exchange, if one has ended. Collective."""
-
-    def before_saving(self) -> None:
-        """Collective."""
-
-    def before_loading(self) -> None:
-        """What is saved is about to be restored; then comes `resume`."""
-
-    def described(self) -> dict[str, Any]:
-        """What `resume` must know of what is saved now."""
-
-    def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
-        """A checkpoint was loaded, of so many `steps` and `samples`; `saved`: None where it has weights alone."""
-
-    def leave(self) -> None:
-        """For ever; the others do not wait."""
-
-
 class ElasticIsland:
     """One rank of an island among others that come and go, as `engine.compression.islands`.
 
@@ -137,8 +107,9 @@ class ElasticIsland:
             run=Run(StepClock(), session.meter, session.config.seed, session.pace),
             traffic="bytes_islands",
         )
-        kind: Callable[..., Way] = Rounds if settings.elastic.parameter_server is None else Pushes
-        self.way = kind(settings, masters, site, self._team, terms, self._scheduled)
+        kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
+        moments = find_moments(engine, settings, masters)
+        self.way = kind(Given(settings, masters, site, self._team, terms, self._scheduled, moments))
 
     @property
     def exchange(self) -> Any:
@@ -222,6 +193,7 @@ class ElasticIsland:
             "minimum": elastic.minimum,
             "exchange": settings.exchange.model_dump(mode="json"),
             "outer": settings.outer.model_dump(mode="json"),
+            "second_moments": settings.second_moments and settings.second_moments.model_dump(mode="json"),
             "ranks": dist.get_world_size(),
             "zero_stage": int(self._engine.zero_optimization_stage()),
             "parameters": hashlib.sha256(layout.encode()).hexdigest()[:16],

@@ -25,8 +25,9 @@ def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) 
     _check(own, parameters.everywhere)
     left = {name: shape for name, shape in parameters.shapes.items() if not _matches(own, parameters.user_name(name))}
     everywhere = [name for name in parameters.everywhere if not _matches(own, name)]
+    kept, stepped = ([one for one in some if one.parameter in left] for some in (masters.stretches, masters.stepped))
     return (
-        replace(masters, stretches=[one for one in masters.stretches if one.parameter in left]),
+        replace(masters, stretches=kept, stepped=stepped),
         replace(parameters, shapes=left, everywhere=everywhere, exempt=frozenset(), dtype=torch.float32),
     )
 

@@ -14,8 +14,9 @@ from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.weights.masters import FlatMasters, Stretch
+from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["handed_on"]
+__all__ = ["check_cut_alike", "handed_on"]
 
 _Range = tuple[str, int, int]
 """A parameter, and the first and the last element, exclusive."""
@@ -31,19 +32,32 @@ def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) ->
     tensor, rank = unit.tensor, unit.get_model_parallel_rank()
     parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
     kept = [part for one in masters.stretches for part in _within(one, parts.get(one.parameter))]
-    mine = [(one.parameter, one.begin, one.begin + one.values.numel()) for one in kept if one.parameter in shared]
+    mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
     every: list[list[_Range]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, mine, group=unit.whole)
     parts_of_ranks = [_Part.of(masters, ranges) for ranges in every]
     return replace(masters, stretches=kept, publish=_Handing(masters, parts_of_ranks, unit).publish)
 
 
+def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
+    """UnsupportedError where ranks that share layers have cut what they hold alike in different places: second moments
+    are exchanged by each of them, and their blocks would not be the same. Collective in the island."""
+    cuts = [(one.parameter, one.begin, one.numel) for one in masters.stepped if one.parameter in parameters.exempt]
+    every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
+    dist.all_gather_object(every, cuts, group=unit.whole)
+    if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
+        raise UnsupportedError(
+            "/deepspeed_compress/islands/second_moments: the tensor ranks have unequal parts of layers, so they cut "
+            "what is alike on them in different places (allowed with it: heads and widths that they divide); write "
+            '"second_moments": null, or another number of tensor ranks'
+        )
+
+
 def _within(one: Stretch, part: tuple[int, int] | None) -> Iterator[Stretch]:
     """What of a stretch lies in a part of its parameter; all of it, if that is None."""
-    end = one.begin + one.values.numel()
-    first, last = (one.begin, end) if part is None else (max(one.begin, part[0]), min(end, part[1]))
-    if first < last:
-        yield Stretch(one.parameter, first, one.values.narrow(0, first - one.begin, last - first))
+    found = one if part is None else one.part(*part)
+    if found.numel:
+        yield found
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class _Part:
 
 def _segment(one: Stretch) -> Segment:
     """For reading and writing: of no bucket."""
-    return Segment(one.parameter, one.begin, one.values.numel(), 0, 0)
+    return Segment(one.parameter, one.begin, one.numel, 0, 0)
 
 
 @dataclass(frozen=True)

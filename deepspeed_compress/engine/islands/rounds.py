@@ -3,7 +3,7 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,37 +11,35 @@ from torch._C._distributed_c10d import TCPStore
 
 from deepspeed_compress.communication.anchors import AnchorServer
 from deepspeed_compress.communication.elastic import ElasticExchange, Met
-from deepspeed_compress.communication.islands import Masters
-from deepspeed_compress.communication.reduction import Groups, Site
-from deepspeed_compress.communication.team import Team, Word
-from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.communication.team import Word
+from deepspeed_compress.config import Elastic
+from deepspeed_compress.engine.islands.way import Given
 from deepspeed_compress.services.rendezvous.client import Client
 
 __all__ = ["Rounds"]
 
 
 class Rounds:
-    """See `engine.islands.elastic.Way`."""
+    """See `way.Way`."""
 
-    def __init__(
-        self,
-        settings: Islands,
-        masters: Masters,
-        site: Callable[[Groups], Site],
-        team: Team,
-        terms: Mapping[str, Any],
-        step: Callable[[], int],
-    ) -> None:
-        elastic = settings.elastic
-        assert elastic is not None, "made for elastic islands"
-        self._team, self._word, self._step = team, Word(team), step
+    def __init__(self, given: Given) -> None:
+        team, elastic = given.team, given.elastic
+        self._team, self._word, self._step = team, Word(team), given.step
         self.client: Client | None = None
         self._samples = 0
         host = _own_host(elastic)
         self._server: AnchorServer | None = AnchorServer(host, self._copy)
         addresses = team.gather(self._server.address)
-        team.share(partial(self._join, elastic, host, addresses, {**terms, "timeout": elastic.timeout_seconds}))
-        self.exchange = ElasticExchange(settings, masters, site, team, self.client, about=self._about)
+        team.share(partial(self._join, elastic, host, addresses, {**given.terms, "timeout": elastic.timeout_seconds}))
+        self.exchange = ElasticExchange(
+            given.settings,
+            given.masters,
+            given.site,
+            team,
+            self.client,
+            about=self._about,
+            moments=given.moments,
+        )
 
     def start(self, samples: int) -> Mapping[str, Any]:
         self._samples = samples

@@ -1,7 +1,7 @@
 """The fp32 weights that a rank steps under each ZeRO stage, as one flat vector, and how the others get to see them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -35,28 +35,47 @@ SEAMS = (
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of a parameter from `begin` on, and where they are: a flat view, of any floating type and device."""
+    """`numel` elements of a parameter from `begin` on, which are those from `offset` on of `home`: what the optimizer
+    steps, of any floating type and device."""
 
     parameter: str
     begin: int
-    values: Tensor
+    home: Tensor
+    offset: int
+    numel: int
+
+    @property
+    def values(self) -> Tensor:
+        """A flat view."""
+        return self.within(self.home)
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """A flat view of the same elements of a `tensor` laid out as `home`, such as a state of the optimizer."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
+
+    def part(self, begin: int, end: int) -> "Stretch":
+        """What there is of elements `begin` to `end`, exclusive, of the parameter."""
+        first, last = max(self.begin, begin), min(self.begin + self.numel, end)
+        return replace(self, begin=first, offset=self.offset + first - self.begin, numel=max(0, last - first))
 
 
 @dataclass(frozen=True)
 class FlatMasters:
-    """See `Masters`. `stretches`: of this rank, without padding. `device`: of the exchange."""
+    """See `Masters`. `stretches`: of this rank, without padding. `device`: of the exchange. `stepped`: all that this
+    rank steps, of which ranks without ZeRO exchange a part each."""
 
     stretches: Sequence[Stretch]
     device: torch.device
     publish: Callable[[], None]
+    stepped: Sequence[Stretch]
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         found: list[Segment] = []
         offset = 0
         for one in self.stretches:
-            found.append(Segment(one.parameter, one.begin, one.values.numel(), offset, 0))
-            offset += one.values.numel()
+            found.append(Segment(one.parameter, one.begin, one.numel, offset, 0))
+            offset += one.numel
         return tuple(found)
 
     @cached_property
@@ -69,7 +88,7 @@ class FlatMasters:
     def _views(self, segments: Sequence[Segment]) -> Iterator[Tensor]:
         for segment in segments:
             homes = self._of[segment.parameter]
-            home = next(one for one in homes if 0 <= segment.begin - one.begin < one.values.numel())
+            home = next(one for one in homes if 0 <= segment.begin - one.begin < one.numel)
             yield home.values.narrow(0, segment.begin - home.begin, segment.numel)
 
     def read(self, segments: Sequence[Segment]) -> Tensor:
@@ -105,11 +124,11 @@ def _of_buffers(engine: Any, held: Sequence[Tensor], groups: Sequence[Any], mast
         own = partition.owned_by(group.rank())
         first = own[0].offset if own else 0
         stretches += [
-            Stretch(part.parameter, part.begin, master.detach().narrow(0, part.offset - first, part.numel))
+            Stretch(part.parameter, part.begin, master, part.offset - first, part.numel)
             for part in own
             if part.parameter != PADDING
         ]
-    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_buffers, engine))
+    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_buffers, engine), stretches)
 
 
 def _publish_buffers(engine: Any) -> None:
@@ -145,10 +164,9 @@ def _zero_3(engine: Any) -> FlatMasters:
             begin = size * parameter.ds_process_group.rank()
             numel = max(0, min(size, parameter.ds_numel - begin))
             if numel:
-                values = master.detach().narrow(0, offset, numel)
-                stretches.append(Stretch(engine.param_names[parameter], begin, values))
+                stretches.append(Stretch(engine.param_names[parameter], begin, master, offset, numel))
             offset += size
-    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_partitions, optimizer))
+    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_partitions, optimizer), stretches)
 
 
 def _publish_partitions(optimizer: Any) -> None:
@@ -162,21 +180,24 @@ def _publish_partitions(optimizer: Any) -> None:
 def _without_zero(engine: Any) -> FlatMasters:
     """Every rank has all masters: the parameters themselves. Each exchanges a part, and the island shares it."""
     group: ProcessGroup = engine.seq_data_parallel_group
-    flats = {
-        name: parameter.detach().view(-1) for parameter, name in engine.param_names.items() if parameter.requires_grad
+    whole = {
+        name: Stretch(name, 0, parameter, 0, parameter.numel())
+        for parameter, name in engine.param_names.items()
+        if parameter.requires_grad
     }
-    partition = even_partition([(name, flat.numel()) for name, flat in flats.items()], group.size())
+    partition = even_partition([(name, one.numel) for name, one in whole.items()], group.size())
     stretches = [
-        Stretch(part.parameter, part.begin, flats[part.parameter].narrow(0, part.begin, part.numel))
-        for part in partition.owned_by(group.rank())
+        whole[part.parameter].part(part.begin, part.begin + part.numel) for part in partition.owned_by(group.rank())
     ]
-    return FlatMasters(stretches, torch.device(engine.device), partial(_share_all, flats, partition, group))
+    publish = partial(_share_all, whole, partition, group)
+    return FlatMasters(stretches, torch.device(engine.device), publish, list(whole.values()))
 
 
-def _share_all(flats: Mapping[str, Tensor], partition: Any, group: ProcessGroup) -> None:
-    """Every part of `flats` becomes that of its owner."""
+def _share_all(whole: Mapping[str, Stretch], partition: Any, group: ProcessGroup) -> None:
+    """Every part of `whole` becomes that of its owner."""
     for owner in range(group.size() if group.size() > 1 else 0):
-        views = [flats[part.parameter].narrow(0, part.begin, part.numel) for part in partition.owned_by(owner)]
+        parts = partition.owned_by(owner)
+        views = [whole[part.parameter].values.narrow(0, part.begin, part.numel) for part in parts]
         if views:
             values = torch.cat(views)
             dist.broadcast(values, dist.get_global_rank(group, owner), group=group)
