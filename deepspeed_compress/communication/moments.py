@@ -7,7 +7,7 @@ DES-LOC, arXiv:2505.22549), and send twice as much and more. Here they send the 
 scales its own block to the mean of the sums. Nothing here knows DeepSpeed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,32 +39,26 @@ class Moments:
 
     def sums(self) -> Tensor:
         """Of every block of every view, one after the other, (blocks,), fp32."""
-        found = [self._blocks(view).sum(1, dtype=torch.float32).to(self._device) for view in self._find()]
+        found = [part.sum(1, dtype=torch.float32).to(self._device) for part in self._parts()]
         return torch.cat(found) if found else torch.zeros(0, device=self._device)
 
     def scale(self, own: Tensor, mean: Tensor) -> None:
         """Blocks that added up to `own` get the sum `mean`; evenly where there was nothing, or nothing finite."""
-        begin = 0
+        parts = list(self._parts())
+        sizes = [len(part) for part in parts]
+        for part, before, after in zip(parts, torch.split(own, sizes), torch.split(mean, sizes), strict=True):
+            before, after = (one.to(part.device).unsqueeze(1) for one in (before, after))
+            usable = torch.isfinite(before) & (before > 0)
+            # In this order blocks of one become the same bits on all islands.
+            part.copy_(torch.where(usable, part / before, 1 / part.shape[1]).mul_(after))
+
+    def _parts(self) -> Iterator[Tensor]:
+        """Of each view its whole blocks, (blocks, block_size), and the rest, (1, less), as far as there are such."""
         for view in self._find():
-            blocks = -(-view.numel() // self._block_size)
-            part = slice(begin, begin + blocks)
-            self._scale_view(view, own[part], mean[part])
-            begin += blocks
-
-    def _scale_view(self, view: Tensor, own: Tensor, mean: Tensor) -> None:
-        usable = torch.isfinite(own) & (own > 0)
-        even = 1 / self._blocks(torch.ones_like(view, dtype=own.dtype)).sum(1).to(own)
-        usable, own, even, mean = (self._spread(one, view) for one in (usable, own, even, mean))
-        # In this order blocks of one become the same bits on all islands.
-        view.copy_(torch.where(usable, view / own, even).mul_(mean))
-
-    def _spread(self, blocks: Tensor, view: Tensor) -> Tensor:
-        """The figure of its block for every element of `view`."""
-        return blocks.to(view.device).repeat_interleave(self._block_size)[: view.numel()]
-
-    def _blocks(self, view: Tensor) -> Tensor:
-        missing = -view.numel() % self._block_size
-        return torch.nn.functional.pad(view, (0, missing)).view(-1, self._block_size)
+            whole = view.numel() - view.numel() % self._block_size
+            for part in (view[:whole].view(-1, self._block_size), view[whole:].view(1, -1)):
+                if part.numel():
+                    yield part
 
 
 @dataclass(frozen=True)
