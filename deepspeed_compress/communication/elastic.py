@@ -203,6 +203,8 @@ class ElasticExchange:
         self._cadence.restart()
         if isinstance(found, Anchor):
             about = self._renew(found, own_is_new=False)
+            if not self.version:
+                return Met("left_out", time.monotonic() - begun, reason="the others have loaded checkpoints, and wait")
             reason = "what it had is of another beginning"
             return Met("renewed", time.monotonic() - begun, reason=reason, about=about)
         if found is None:

@@ -14,59 +14,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Moments", "Shared"]
+__all__ = ["Moment", "Moments", "Shared"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Second moments of neighbouring weights. `values`: a flat view. `correction`: what Adam divides them by because
+    they began with zeros, 1 - beta2 ** steps; islands that have taken more or fewer steps differ in it."""
+
+    values: Tensor
+    correction: float = 1.0
 
 
 class Moments:
     """The second moments of one rank.
 
-    `find` gives them as flat views, of the same sizes in every exchange and on all ranks of equal place; zeros stand
-    for what the optimizer has not stepped yet. `block_size`: elements that are scaled together, but for the rest of a
-    view. `device`: of the exchange.
+    `find` gives them, of the same sizes in every exchange and on all ranks of equal place; zeros stand for what the
+    optimizer has not stepped yet. `block_size`: elements that are scaled together, but for the rest of a view.
+    `device`: of the exchange.
     """
 
-    def __init__(self, find: Callable[[], Sequence[Tensor]], block_size: int, device: torch.device) -> None:
+    def __init__(self, find: Callable[[], Sequence[Moment]], block_size: int, device: torch.device) -> None:
         self._find, self._block_size, self._device = find, block_size, device
 
     def start(self, add_up: Callable[[Tensor], Any], weight: float) -> "Shared":
-        """Begin to find the mean of the sums over the islands, in which this one counts by `weight`. `add_up` begins to
-        add up a tensor over the ranks of equal place, in place; None where there is one."""
-        own = self.sums()
-        weighted = torch.where(torch.isfinite(own), own, 0.0) * weight
-        # A step of Adam goes by the root of a moment: 8 bits of precision are plenty, and their range is that of fp32.
-        total = torch.cat([weighted, own.new_tensor([weight])]).to(torch.bfloat16)
-        return Shared(self, own, total, add_up(total))
+        """Begin to find the mean of the sums over the islands, in which this one counts by `weight`, unless a moment is
+        not finite. `add_up` begins to add up a tensor over the ranks of equal place, in place; None where there is one.
+        """
+        own, corrections = self.sums()
+        counts = weight > 0 and bool(torch.isfinite(own).all())
+        # fp32: what is rounded to 16 bits in every exchange no longer follows a small change.
+        total = torch.cat([own / corrections, own.new_ones(1)]) * weight if counts else own.new_zeros(len(own) + 1)
+        return Shared(self, own, corrections, total, add_up(total))
 
-    def sums(self) -> Tensor:
-        """Of every block of every view, one after the other, (blocks,), fp32."""
-        found = [part.sum(1, dtype=torch.float32).to(self._device) for part in self._parts()]
-        return torch.cat(found) if found else torch.zeros(0, device=self._device)
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Of every block of every view, one after the other, and its correction, each (blocks,), fp32."""
+        none = torch.zeros(0, device=self._device)
+        found = [(_sums(part).to(self._device), correction) for part, correction in self._parts()]
+        return (
+            torch.cat([none, *(one for one, _ in found)]),
+            torch.cat([none, *(torch.full_like(one, correction) for one, correction in found)]),
+        )
 
-    def scale(self, own: Tensor, mean: Tensor) -> None:
-        """Blocks that added up to `own` get the sum `mean`; evenly where there was nothing, or nothing finite."""
-        parts = list(self._parts())
+    def scale(self, before: Tensor, mean: Tensor) -> None:
+        """Blocks that added up to `before` get the sum `mean`, and keep what has come since then; evenly where there is
+        nothing, or nothing finite. What would be nothing stays as it is: Adam divides by it."""
+        parts = [part for part, _ in self._parts()]
         sizes = [len(part) for part in parts]
-        for part, before, after in zip(parts, torch.split(own, sizes), torch.split(mean, sizes), strict=True):
-            before, after = (one.to(part.device).unsqueeze(1) for one in (before, after))
-            usable = torch.isfinite(before) & (before > 0)
-            # In this order blocks of one become the same bits on all islands.
-            part.copy_(torch.where(usable, part / before, 1 / part.shape[1]).mul_(after))
+        for part, *sums in zip(parts, torch.split(before, sizes), torch.split(mean, sizes), strict=True):
+            _scale(part, *(one.to(part.device) for one in sums))
 
-    def _parts(self) -> Iterator[Tensor]:
+    def _parts(self) -> Iterator[tuple[Tensor, float]]:
         """Of each view its whole blocks, (blocks, block_size), and the rest, (1, less), as far as there are such."""
-        for view in self._find():
+        for one in self._find():
+            view = one.values
             whole = view.numel() - view.numel() % self._block_size
             for part in (view[:whole].view(-1, self._block_size), view[whole:].view(1, -1)):
                 if part.numel():
-                    yield part
+                    yield part, one.correction
+
+
+def _sums(part: Tensor) -> Tensor:
+    return part.sum(1, dtype=torch.float32)
+
+
+def _scale(part: Tensor, before: Tensor, mean: Tensor) -> None:
+    """In place: rows of `part`, which added up to `before`."""
+    now = _sums(part)
+    since = (now - before).clamp_min_(0.0)
+    target = mean + torch.where(torch.isfinite(since), since, 0.0)
+    usable = torch.isfinite(now) & (now > 0)
+    # In this order blocks of one become the same bits on all islands.
+    scaled = torch.where(usable[:, None], part / now[:, None], 1 / part.shape[1]).mul_(target[:, None])
+    part.copy_(torch.where(target[:, None] > 0, scaled, part))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Sums on their way. `own`: before the exchange. `total`: of all islands, weighted, and then the weights; bf16."""
+    """Sums on their way. `own`: before the exchange, as they are. `total`: of all islands, corrected and weighted, and
+    then the weights."""
 
     moments: Moments
     own: Tensor
+    corrections: Tensor
     total: Tensor
     work: Any
 
@@ -77,6 +107,6 @@ class Shared:
 
     def apply(self) -> None:
         """Scale the moments, after `wait`; nothing where there is no other island, or none counts."""
-        total = self.total.float()
-        if self.work is not None and total[-1] > 0:
-            self.moments.scale(self.own, total[:-1] / total[-1])
+        weight = self.total[-1]
+        if self.work is not None and weight > 0:
+            self.moments.scale(self.own, self.total[:-1] / weight * self.corrections)

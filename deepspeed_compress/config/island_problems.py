@@ -72,8 +72,8 @@ def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
         yield problem(("islands", "second_moments"), what, "nothing: remove second_moments, or parameter_server")
 
 
-_WITHOUT_SECOND_MOMENTS = frozenset({"sgd", "lion", "muon", "adagrad", "rmsprop"})
-"""Types of a ds_config's optimizer, lower-case, that do not keep what Adam divides by of every weight."""
+_WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedlamb", "nadam", "radam"})
+"""Types of a ds_config's optimizer, lower-case, that keep what Adam divides by of every weight."""
 
 
 def find_island_mismatches(
@@ -84,9 +84,10 @@ def find_island_mismatches(
     islands, parallelism = section.islands, section.parallelism or Parallelism()
     if islands is None:
         return
-    optimizer = (ds_config.get("optimizer") or {}).get("type")
-    if islands.second_moments is not None and str(optimizer).lower() in _WITHOUT_SECOND_MOMENTS:
-        what = f"has nothing to exchange with optimizer {show(optimizer)} (allowed with it: null)"
+    optimizer = ds_config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
+        what = f"has nothing to exchange with optimizer {show(kind)} (allowed with it: null)"
         yield problem(("islands", "second_moments"), what, 'nothing: remove it, or write "type": "AdamW"')
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:

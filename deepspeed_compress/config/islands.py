@@ -29,7 +29,7 @@ class SecondMoments(Model):
     """The second moments of Adam, which islands bring to the same mean, block by block, whenever they exchange."""
 
     block_size: int = Field(default=128, ge=1)
-    """Elements whose second moments are scaled together: 2 bytes are sent for each block; 1 makes them alike."""
+    """Elements whose second moments are scaled together: 4 bytes are sent for each block."""
 
 
 class Asynchronous(Model):

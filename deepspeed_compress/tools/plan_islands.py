@@ -64,7 +64,7 @@ def _bits(settings: Islands) -> float:
 
 def _bits_of_moments(settings: Islands) -> float:
     """For each parameter."""
-    return 0.0 if settings.second_moments is None else 16.0 / settings.second_moments.block_size
+    return 0.0 if settings.second_moments is None else 32.0 / settings.second_moments.block_size
 
 
 def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.moments import Moments
+from deepspeed_compress.communication.moments import Moment, Moments
 from deepspeed_compress.config import Islands
 from deepspeed_compress.engine.weights.masters import FlatMasters, Stretch
 from deepspeed_compress.errors import UnsupportedError
@@ -20,11 +20,27 @@ _KEY = "exp_avg_sq"
 
 
 def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moments | None:
-    """Those of what the rank steps; None where islands do not exchange them."""
+    """Those of what the rank steps; None where islands do not exchange them. UnsupportedError where the optimizer is
+    none of Adam's family, or keeps something else beside them."""
     if settings.second_moments is None:
         return None
-    found = _States(engine.basic_optimizer, masters.stepped)
-    return Moments(found.views, settings.second_moments.block_size, masters.device)
+    optimizer = engine.basic_optimizer
+    offload = engine.zero_offload_optimizer()
+    if offload is not None and offload.ratio < 1:
+        raise UnsupportedError(
+            f'{_POINTER}: "offload_optimizer" with "ratio": {offload.ratio} keeps some of them elsewhere (allowed '
+            'with it: 1.0); write that, or "second_moments": null'
+        )
+    groups = optimizer.param_groups
+    betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
+    if None in betas or len(betas) > 1 or any(group.get("amsgrad") for group in groups):
+        raise UnsupportedError(
+            f"{_POINTER}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad "
+            f"{any(group.get('amsgrad') for group in groups)} (allowed: the family of Adam, with equal betas for all "
+            'parameters and without amsgrad); write "second_moments": null, or such an optimizer'
+        )
+    found = _States(optimizer, masters.stepped)
+    return Moments(found.moments, settings.second_moments.block_size, masters.device)
 
 
 @dataclass(frozen=True)
@@ -32,19 +48,23 @@ class _States:
     optimizer: Any
     stepped: Sequence[Stretch]
 
-    def views(self) -> list[Tensor]:
-        """A flat view for every stretch. UnsupportedError where the optimizer has no second moments, or keeps them
-        elsewhere."""
-        return [self._view(one, self.optimizer.state.get(one.home, {})) for one in self.stepped]
+    def moments(self) -> list[Moment]:
+        """Of every stretch. UnsupportedError where the optimizer has none, or keeps them elsewhere."""
+        return [self._moment(one, self.optimizer.state.get(one.home, {})) for one in self.stepped]
 
-    def _view(self, one: Stretch, state: Mapping[str, Any]) -> Tensor:
+    def _moment(self, one: Stretch, state: Mapping[str, Any]) -> Moment:
         if not state:
             # Not stepped yet.
-            return torch.zeros(one.numel, device=one.home.device)
+            return Moment(torch.zeros(one.numel, device=one.home.device))
         moments = state.get(_KEY)
         if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
             raise UnsupportedError(
                 f"{_POINTER}: the state of {type(self.optimizer).__name__} has {sorted(state)}, and no {_KEY} of every "
                 'weight in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
             )
-        return one.within(moments)
+        return Moment(one.within(moments), self._correction(state))
+
+    def _correction(self, state: Mapping[str, Any]) -> float:
+        """As Adam has it (arXiv:1412.6980, algorithm 1); 1 where the optimizer does not correct, or counts no steps."""
+        group, steps = self.optimizer.param_groups[0], float(state.get("step", 0))
+        return 1.0 - float(group["betas"][1]) ** steps if steps and group.get("bias_correction", True) else 1.0

@@ -207,15 +207,19 @@ class Coordinator:
         newest = self._newest()
         if waiting and not newest and not claiming and len(self._islands) >= self.minimum:
             newest = self._found(waiting)
-        if waiting and not newest:
-            self._explain(waiting)
         if claiming and not newest:
             self._let_load(waiting)
+        if waiting and not newest:
+            self._explain(waiting)
         for name, one in waiting.items() if newest else ():
             if not (claiming and one.claim):
                 sources = [other.addresses for other in self._islands.values() if other.version == newest]
                 one.waits, one.claim = "", None
-                self._say(name, {"kind": "anchor", "version": newest, "sources": sources * (one.version != newest)})
+                # Who has it already needs nobody.
+                self._say(
+                    name,
+                    {"kind": "anchor", "version": newest, "sources": [] if one.version == newest else sources},
+                )
 
     def _let_load(self, waiting: Mapping[str, Island]) -> None:
         """Others have loaded checkpoints, and nobody has an anchor: who begins would wait for them, and they for its
@@ -226,11 +230,12 @@ class Coordinator:
                 self._say(name, {"kind": "anchor", "version": 0, "sources": []})
 
     def _explain(self, waiting: Mapping[str, Island]) -> None:
+        """To those who do wait."""
         claims = sum(one.claim is not None for one in waiting.values())
         there = f"{claims} have loaded a checkpoint" if claims else f"{len(self._islands)} are there"
         why = f"of at least {self.minimum} islands {there}"
         for name, one in waiting.items():
-            if one.told != why:
+            if one.waits and one.told != why:
                 one.told = why
                 self._say(name, {"kind": "waiting", "why": why})
 
