@@ -42,9 +42,9 @@ class Moments:
         not finite. `add_up` begins to add up a tensor over the ranks of equal place, in place; None where there is one.
         """
         own, corrections = self.sums()
-        counts = weight > 0 and bool(torch.isfinite(own).all())
+        finite = torch.isfinite(own)
         # fp32: what is rounded to 16 bits in every exchange no longer follows a small change.
-        total = torch.cat([own / corrections, own.new_ones(1)]) * weight if counts else own.new_zeros(len(own) + 1)
+        total = torch.cat([torch.where(finite, own / corrections, 0.0), own.new_ones(1)]) * (weight * finite.all())
         return Shared(self, own, corrections, total, add_up(total))
 
     def sums(self) -> tuple[Tensor, Tensor]:
