@@ -67,7 +67,10 @@ STEP = (
     ),
     Seam(_ENGINE + "_copy_recovery_script", ("self", "save_path")),
 )
-ZERO_0 = (Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),)
+ZERO_0 = (
+    Seam(_ENGINE + "allreduce_bucket", ("self", "bucket", "dp_group", "dp_world_size")),
+    Seam(_ENGINE + "allreduce_and_copy", ("self", "small_bucket", "dp_group", "dp_world_size")),
+)
 ZERO_12 = (
     Seam(
         _Z12 + "allreduce_bucket",

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, train
+from tests.support.jobs import Job, data, run, start, train, weights
 
 RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
 """Every parameter uncompressed through our own exchange."""
@@ -72,6 +72,43 @@ def test_uncompressed_exchange_in_a_pipeline(stage):
 @pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
 def test_scaling_options(stage, extra):
     assert_identical(2, {"stage": stage, "zero": {"reduce_scatter": False}, "extra": extra}, RAW)
+
+
+def copies(rank, *jobs):
+    """How often each job copies gradients into one tensor, and its weights."""
+    found = []
+    for job in jobs:
+        engine, flattened = start(job), []
+        original = engine.flatten
+
+        def flatten(bucket, original=original, flattened=flattened):
+            flattened.append(len(bucket))
+            return original(bucket)
+
+        engine.flatten = flatten
+        run(engine, data(0, job))
+        found.append((len(flattened), weights(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "alone"),
+    [
+        ({}, True),
+        ({"prescale_gradients": True}, True),
+        ({"gradient_predivide_factor": 3.0}, False),
+        ({"communication_data_type": "fp16"}, False),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}}, True),
+        ({"bf16": {"enabled": True}}, True),
+    ],
+    ids=lambda value: next(iter(value), "fp32") if isinstance(value, dict) else "",
+)
+def test_a_single_rank_keeps_its_gradients_where_they_are(extra, alone):
+    [(plain, ours)] = run_forks(1, copies, Job(extra=extra), Job(extra=extra, section=NONE))
+    assert plain[1] == ours[1]
+    assert plain[0] > 0
+    assert ours[0] == (0 if alone else plain[0])
 
 
 def test_warm_up_is_dense():

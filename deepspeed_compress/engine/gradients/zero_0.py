@@ -39,6 +39,7 @@ def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
     """
     if session.config.gradients.method == "none":
         session.patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
+        session.patches.wrap(engine, "allreduce_and_copy", partial(_unless_alone, engine))
     else:
         session.patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session)))
     session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
@@ -52,6 +53,17 @@ def _count(
     _count_uncompressed(engine, session, bucket, dp_group)
     session.meter.bytes_sent = session.meter.bytes_uncompressed
     return original(bucket, dp_group, *rest, **named)
+
+
+def _unless_alone(
+    engine: Any, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
+) -> None:
+    """DeepSpeed's `allreduce_and_copy` copies the gradients of a single rank too, there and back: of an island of one
+    rank, say, a seventh of its step on CPU. It has their mean already."""
+    cast = small_bucket[0].dtype != engine.communication_data_type
+    scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
+    if dp_group.size() > 1 or cast or scaled:
+        original(small_bucket, dp_group, dp_world_size)
 
 
 def _reduce(
