@@ -59,8 +59,15 @@ def attach(
         >>> compression = deepspeed_compress.ddp.attach(model, "ds_config.json", optimizer)
         >>> compression.save("checkpoint/step_100")
     """
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            f"a {type(model).__name__} is no DistributedDataParallel: wrap it, or use fsdp2.attach for what fully_shard "
+            "has divided"
+        )
     section, document = read_section(config)
     target = Target(_trained(model), model.process_group)
+    if not target.parameters:
+        refuse(model, ["nothing of it is trained"])
     refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
     attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
     announce(attached.session, target.group, "DDP", partial(_figures, attached, target))

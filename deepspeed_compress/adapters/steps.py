@@ -1,10 +1,12 @@
 """Optimizer steps without an engine: what an optimizer of torch, and a scaler of the loss, tell of them."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.remembered import FinishedStep
 from deepspeed_compress.session.session import Session
 
@@ -12,6 +14,8 @@ __all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]
 
 UNKNOWN = None
 """Samples of a step: there is no engine that counts them."""
+SEVERAL = 3
+"""Steps of another optimizer, after which a warning tells of it."""
 
 
 class Scaler(Protocol):
@@ -59,6 +63,7 @@ class Steps:
         self._optimizer = optimizer
         self._scaler = scaler
         self._asked = self._applied = False
+        self._changes_before, self._elsewhere = 0, 0
         optimizer.register_step_post_hook(self._stepped)
         session.patches.wrap(optimizer, "zero_grad", self._zero_grad)
         if scaler is not None:
@@ -72,14 +77,34 @@ class Steps:
     def begin(self, step: int) -> None:
         """Begin optimizer step `step` (0-based)."""
         self.count, self.reduced, self._asked, self._applied = step, False, False, False
+        self._changes_before = self._changes()
         self._session.begin(step, self.loss_scale)
 
     def forget(self) -> None:
         """The gradients have been cleared: if any were reduced since the last step, it was in vain."""
         if self.reduced and not self._asked:
+            self._warn_of_another()
             self._end(False, self._session.clock.loss_scale)
 
+    def _changes(self) -> int:
+        """How often the parameters have been changed in place, in all."""
+        return sum(parameter._version for group in self._optimizer.param_groups for parameter in group["params"])
+
+    def _warn_of_another(self) -> None:
+        """Of parameters that have changed in steps that count as left out, several in a row: once may be the program,
+        which has gone back to weights that it kept."""
+        self._elsewhere += self._changes() != self._changes_before
+        if self._elsewhere == SEVERAL:
+            warnings.warn(
+                f"parameters change, but not by the {type(self._optimizer).__name__} that was attached: these steps "
+                "count as left out, and error feedback forgets what it kept back. Go on with that optimizer (groups can "
+                "be added to it), or wrap the model anew and attach the one that steps",
+                CompressWarning,
+                stacklevel=3,
+            )
+
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._elsewhere = 0
         overflow = vars(optimizer).get("found_inf")
         # Of a fused optimizer, which a scaler calls also in steps that it leaves out.
         self._applied = overflow is None or not float(overflow)
@@ -104,4 +129,5 @@ class Steps:
     def _end(self, applied: bool, scale_after: float) -> None:
         before = self._session.clock.loss_scale
         self.count, self.reduced, self._asked, self._applied = self.count + 1, False, False, False
+        self._changes_before = self._changes()
         self._session.finish(FinishedStep(self.count, UNKNOWN, applied, before, scale_after))

@@ -56,13 +56,15 @@ class Masters(Protocol):
 
 @dataclass
 class _Flight:
-    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count."""
+    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count. `counts`: this
+    one does."""
 
     partition: Partition
     begun: int
     sent: Tensor
     moved: Tensor
     healthy: Tensor
+    counts: bool
     count: dist.Work | None
     means: PendingMeans | None
     plain: bool
@@ -152,6 +154,7 @@ class IslandExchange:
     """The exchanges of one rank with the same islands for ever.
 
     `island`: the ranks of its own, which is `number` of them. `moments`: of the optimizer, where they are exchanged.
+    `diverged`: is called when the masters are those of the others again, after some were not finite.
     """
 
     def __init__(
@@ -162,8 +165,10 @@ class IslandExchange:
         island: ProcessGroup,
         number: int,
         moments: Moments | None = None,
+        diverged: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings, self.number = settings, number
+        self._diverged = diverged
         self.stores: ResidualStores = site.stores
         self._masters, self._moments = masters, moments
         self._island = island
@@ -176,12 +181,25 @@ class IslandExchange:
 
     def start(self) -> None:
         """All islands begin with the masters of the first one. Collective."""
-        for fragment in self._fragments:
-            weights = self._masters.read(fragment.segments)
-            if self._group.size() > 1:
+        self._begin([fragment.segments for fragment in self._fragments])
+
+    def complete(self) -> None:
+        """After loading: what was not exchanged when the state was saved begins with the masters of the first island.
+        Collective."""
+        holds = self._agreed.anchor.holds
+        missing = [[one for one in fragment.segments if not holds([one])] for fragment in self._fragments]
+        some = torch.tensor(float(any(missing)), device=self._masters.device)
+        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=self._island)
+        if some:
+            self._begin(missing)
+
+    def _begin(self, parts: Sequence[Sequence[Segment]]) -> None:
+        for segments in parts:
+            weights = self._masters.read(segments)
+            if self._group.size() > 1 and segments:
                 dist.broadcast(weights, dist.get_global_rank(self._group, 0), group=self._group)
-            self._masters.write(fragment.segments, weights)
-            self._agreed.anchor.write(fragment.segments, weights)
+            self._masters.write(segments, weights)
+            self._agreed.anchor.write(segments, weights)
         self._settle()
         self._masters.publish()
 
@@ -243,7 +261,7 @@ class IslandExchange:
         # Small against a fragment: all of them with the first one.
         sharing = self._moments if fragment is self._fragments[0] else None
         moments = sharing.start(self._peers.add_up, float(counts)) if sharing is not None else None
-        return _Flight(fragment, step, sent, moved, healthy, count, means, plain, moments)
+        return _Flight(fragment, step, sent, moved, healthy, counts, count, means, plain, moments)
 
     def _is_healthy(self, weights: Tensor) -> Tensor:
         """1.0 where all masters of the island are finite, else 0.0; the same on all its ranks."""
@@ -274,6 +292,8 @@ class IslandExchange:
         since = now.sub_(flight.sent)
         # Exactly the target where nothing has moved since: also where masters are not finite.
         self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
+        if not flight.counts:
+            self._diverged()
 
     def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
         """The new anchor. The mean of masters is taken as it is where it is the answer: no rounding."""

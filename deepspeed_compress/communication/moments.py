@@ -20,7 +20,8 @@ __all__ = ["Moment", "Moments", "Shared"]
 @dataclass(frozen=True)
 class Moment:
     """Second moments of neighbouring weights. `values`: a flat view. `correction`: what Adam divides them by because
-    they began with zeros, 1 - beta2 ** steps; islands that have taken more or fewer steps differ in it."""
+    they began with zeros, 1 - beta2 ** steps; islands that have taken more or fewer steps differ in it. 0 where there
+    was no step yet, so that zeros stand for them."""
 
     values: Tensor
     correction: float = 1.0
@@ -39,12 +40,13 @@ class Moments:
 
     def start(self, add_up: Callable[[Tensor], Any], weight: float) -> "Shared":
         """Begin to find the mean of the sums over the islands, in which this one counts by `weight`, unless a moment is
-        not finite. `add_up` begins to add up a tensor over the ranks of equal place, in place; None where there is one.
+        not finite or the optimizer has not stepped. `add_up` begins to add up a tensor over the ranks of equal place, in place; None where there is one.
         """
         own, corrections = self.sums()
-        finite = torch.isfinite(own)
+        finite, stepped = torch.isfinite(own), corrections > 0
         # fp32: what is rounded to 16 bits in every exchange no longer follows a small change.
-        total = torch.cat([torch.where(finite, own / corrections, 0.0), own.new_ones(1)]) * (weight * finite.all())
+        total = torch.cat([torch.where(finite & stepped, own / corrections, 0.0), own.new_ones(1)])
+        total *= weight * finite.all() * stepped.any()
         return Shared(self, own, corrections, total, add_up(total))
 
     def sums(self) -> tuple[Tensor, Tensor]:

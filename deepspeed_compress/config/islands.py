@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from deepspeed_compress.config.durations import Duration, seconds
 from deepspeed_compress.config.methods import BlockwiseConfig, Model
@@ -42,7 +42,7 @@ class Asynchronous(Model):
 class Elastic(Model):
     """Islands that come and go: each is a job of its own, and they meet at a coordinator (`ds-compress islands`)."""
 
-    rendezvous: str = Field(pattern=r"^[^:\s]+:[0-9]+$")
+    rendezvous: str = Field(pattern=r"^[^:\s]+:[0-9]+$", examples=["head.example.org:29400"])
     """"host:port" of the coordinator."""
     timeout: Duration = "5 s"
     """How long islands wait for one that does not answer, and for one whose step is not over: longer than a step."""
@@ -123,5 +123,15 @@ class Islands(Model):
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, given: Any) -> Any:
-        preset = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
-        return {**preset, **given} if preset else given
+        name = given.get("preset") if isinstance(given, dict) else None
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        return {**preset, **{key: _within(preset.get(key), value) for key, value in given.items()}} if preset else given
+
+
+def _within(preset: Any, given: Any) -> Any:
+    """What is `given` of an object that a preset writes, unless it is of another kind."""
+    if not (isinstance(preset, BaseModel) and isinstance(given, dict)):
+        return given
+    written = preset.model_dump(exclude_unset=True)
+    same = all(given.get(kind, written.get(kind)) == written.get(kind) for kind in ("method", "optimizer"))
+    return {**written, **given} if same else given

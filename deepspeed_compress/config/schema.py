@@ -131,13 +131,17 @@ class SchemaView:
         return variants[method] if known else variants.get(DEFAULT_METHOD, next(iter(variants.values())))
 
     def _resolve(self, node: Node) -> Node:
-        """Follow `$ref`, and take what is not null of an optional value; siblings such as defaults win."""
+        """Follow `$ref`, and take what is not null of an optional value; siblings such as defaults win. Of a value of
+        several types it has what any of them has, and all of them as `variants`."""
         if "$ref" in node:
             target = self._schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
             return self._resolve({**target, **{k: v for k, v in node.items() if k != "$ref"}})
         if "anyOf" in node:
-            value = next(option for option in node["anyOf"] if option.get("type") != "null")
-            return self._resolve({**value, **{k: v for k, v in node.items() if k != "anyOf"}, "nullable": True})
+            variants = [self._resolve(option) for option in node["anyOf"] if option.get("type") != "null"]
+            value = {key: found for option in reversed(variants) for key, found in option.items()}
+            several = {"variants": variants} if len(variants) > 1 else {}
+            own = {key: found for key, found in node.items() if key != "anyOf"}
+            return self._resolve({**value, **several, **own, "nullable": len(variants) < len(node["anyOf"])})
         return node
 
 
@@ -162,14 +166,17 @@ def choices(node: Node) -> list[Any]:
 def describe(node: Node) -> str:
     """What a schema allows, in words."""
     values = choices(node)
-    text = listed(values) if values else _TYPES.get(node.get("type", "object"), "an object") + _range(node)
+    if "variants" in node:
+        text = ", or ".join(describe(variant) for variant in node["variants"])
+    else:
+        text = listed(values) if values else _TYPES.get(node.get("type", "object"), "an object") + _range(node)
     return text + (" or null" if node.get("nullable") else "")
 
 
 _TYPES = {
     "integer": "an integer",
     "number": "a number",
-    "string": "a string that is not empty",
+    "string": "a string",
     "array": "a list",
     "object": "an object",
 }
@@ -180,6 +187,10 @@ def _range(node: Node) -> str:
     if "properties" in node:
         return f" with the keys {listed(sorted(node['properties']))}"
     if node.get("format") == "regex":
-        return ", a valid Python regular expression"
+        return " that is not empty, a valid Python regular expression"
+    if node.get("type") == "string":
+        return f" such as {listed(node['examples'])}" if "examples" in node else " that is not empty"
+    if "minItems" in node:
+        return f" of {node['minItems']} or more"
     bounds = [f"{word} {show(node[bound])}" for bound, word in _BOUNDS.items() if bound in node]
     return " " + " ".join(bounds) if bounds else ""

@@ -94,6 +94,10 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
     what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
+    parts = [str(key) for key, value in ds_config.items() if key in CompressConfig.model_fields and value != "auto"]
+    if parts and not meant:
+        what = f"the section is missing, and here are keys of it: {listed(parts)}"
+        return problem((), what, f'"{SECTION}": {{...}} around them')
     return problem((), what, f'"{SECTION}": {{}} for the defaults, into the file\'s outermost {{}}')
 
 
@@ -105,26 +109,31 @@ def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic])
 
 def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     view = SchemaView(raw)
-    for detail in error.errors(include_url=False):
-        yield _BUILDERS.get(detail["type"], _bad_value)(_path(detail["loc"], view), detail, view)
+    found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
+    for number, (path, detail) in enumerate(found):
+        others = [other for other, _ in found[:number]] + [other[:-1] for other, _ in found]
+        # A value that may have several types is wrong once for each of them; the innermost place says most.
+        if "variants" not in view.at(path) or path not in others:
+            yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
 
 
 def _path(location: Path, view: SchemaView) -> Path:
-    """The place in the file: without the tags that pydantic puts after the place of a discriminated union."""
+    """The place in the file: without the tags that pydantic puts after the place of a union."""
     path: Path = ()
     parts = iter(location)
     for part in parts:
         path = (*path, part)
-        if "discriminator" in view.at(path):
+        if view.at(path).keys() & {"discriminator", "variants"}:
             next(parts, None)
     return path
 
 
 def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:
     node = view.at(path)
-    reason = detail.get("ctx", {}).get("error")
+    reason = None if "variants" in node else detail.get("ctx", {}).get("error")
     because = f", {reason}" if reason else ""
-    what = f"{show(detail['input'])} is not accepted{because} (allowed: {describe(node)})"
+    allowed = "" if "(allowed: " in because else f" (allowed: {describe(node)})"
+    what = f"{show(detail['input'])} is not accepted{because}{allowed}"
     return problem(path, what, _instead(node, detail["input"]))
 
 

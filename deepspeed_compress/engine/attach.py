@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_compress.communication.pace import make_pace
 from deepspeed_compress.communication.reducer import Run, StepClock
@@ -47,7 +48,7 @@ from deepspeed_compress.engine.restarts import give_signs
 from deepspeed_compress.engine.step import Steps, follow_steps
 from deepspeed_compress.engine.weights.zero_3 import attach_weights_3, check_weights_3
 from deepspeed_compress.engine.weights.zero_12 import attach_weights, check_weights
-from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Available, Policy
 from deepspeed_compress.session.exact import attach_exact
@@ -96,6 +97,11 @@ def attach(engine: Any) -> Any:
         >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
         >>> deepspeed_compress.attach(engine)
     """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UnsupportedError(
+            f"a {type(engine).__name__} is no engine of DeepSpeed: use ddp.attach or fsdp2.attach for a model of torch, or "
+            "initialize for one that has no engine yet"
+        )
     return attach_section(engine, parse_section(engine.config))
 
 

@@ -39,10 +39,10 @@ def engine_kind(engine: Any) -> str:
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     """UnsupportedError naming everything in `engine` that the section cannot be right with.
 
-    A section that compresses nothing changes nothing, so it is right with every engine.
+    A section that neither compresses nor divides anything changes nothing, so it is right with every engine.
     """
     problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
-    if compresses(config):
+    if compresses(config) or config.islands is not None:
         problems += find_limits(engine)
     if problems:
         raise UnsupportedError(

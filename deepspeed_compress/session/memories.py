@@ -1,15 +1,19 @@
 """What a session remembers, in files and back: on all ranks or on none."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.compression import state
+from deepspeed_compress.compression.layouts import Range
+from deepspeed_compress.compression.segments import PADDING
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.session import Session
@@ -59,6 +63,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     def restore() -> None:
         found = state.sources(directory, place.rank, place.position)
         check_owners(found[0][1], session.config)
+        check_parameters([description for _, description in found], session.parameters)
         session.remembered.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
         session.remembered.prune_owned = not same
@@ -99,3 +104,36 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
             f'/deepspeed_compress/ownership: "{config.ownership}" cannot go on from a checkpoint of '
             f'"{owners}" whose owners kept {", ".join(kept)} (allowed: the same); write "{owners}"'
         )
+
+
+def check_parameters(saved: Sequence[state.Description], parameters: Parameters | None) -> None:
+    """StateError if the memories are of another model: of none of these `parameters`, or of larger ones. Parameters
+    that were trained and are no longer may be among them."""
+    ends: dict[str, int] = {}
+    for name, begin, numel in _ranges(saved) if parameters is not None else ():
+        ends[name] = max(ends.get(name, 0), begin + numel)
+    if parameters is None or not ends:
+        return
+    known = sorted(ends.keys() & parameters.shapes.keys())
+    if not known:
+        raise StateError(
+            f"the memories are those of {_some(ends)}, and this model has {_some(parameters.shapes)}: it is another one"
+        )
+    larger = [name for name in known if ends[name] > parameters.numel(name)]
+    if larger:
+        sizes = f"{ends[larger[0]]} elements at least were saved, and it has {parameters.numel(larger[0])} now"
+        raise StateError(f"the memories are those of another model: of {_some(larger)}; of {larger[0]} {sizes}")
+
+
+def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:
+    """Of parameters; what all ranks share are factors of them."""
+    for description in saved:
+        for memory, layouts in description.layouts.items():
+            if memory not in state.SHARED:
+                yield from (one for layout in layouts for one in layout if one[0] != PADDING)
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first three."""
+    first = list(islice(names, 4))
+    return ", ".join(first[:3]) + (" ..." if len(first) > 3 else "")

@@ -14,7 +14,7 @@ from deepspeed_compress.communication.buckets import Partition
 from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
 from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
 from deepspeed_compress.communication.reducer import Pending, Reduced, Reducer, Run
-from deepspeed_compress.communication.reduction import Reductions
+from deepspeed_compress.communication.reduction import Parameters, Reductions
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import (
@@ -157,6 +157,11 @@ class Session:
     def stores(self) -> Mapping[str, Residuals]:
         """Residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
         return self.remembered.by_name
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """Of the model, as reducers know them; None where reduction is left to DeepSpeed."""
+        return None if self._reductions is None else self._reductions.site.parameters
 
     @property
     def reducer(self) -> Reducer:

@@ -6,7 +6,6 @@ other.
 """
 
 import inspect
-import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from deepspeed_compress.communication.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.engine.islands.alike import check_masters_alike, forget_not_finite, share_frozen
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
@@ -48,8 +48,12 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
         check_cut_alike(masters, parameters, unit)
     if unit.tensor > 1:
         masters = handed_on(masters, parameters, unit)
+    check_masters_alike(masters, unit)
+    share_frozen(engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
-    exchange = IslandExchange(settings, masters, site, unit.whole, unit.number, moments)
+    exchange = IslandExchange(
+        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters)
+    )
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     files = _Files(engine, unit, exchange, session.config)
     session.patches.wrap(engine, "save_checkpoint", files.save)
@@ -110,11 +114,28 @@ class _Files:
         given = inspect.signature(original).bind(*args, **options).arguments
         self.exchange.forget()
         base = _base(given["load_dir"])
-        found = original(**{**given, "load_dir": str(_directory(base, self.unit.number % _saved_islands(base)))})
+        tag = given.get("tag") or _latest(base)
+        islands = 1 if tag is None else _saved_islands(base / str(tag))
+        place = {"load_dir": str(_directory(base, self.unit.number % islands)), "tag": given.get("tag")}
+        if self.engine.compression.saving is None:
+            # Each directory has a `latest` of its own, and that of an island that was not there is older.
+            place["tag"] = tag
+        found = original(**{**given, **place})
+        self._check_loaded(found[0])
         if found[0] is not None:
             whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
             self._load_state(base / Path(found[0]).parent.name if whole else None)
         return found
+
+    def _check_loaded(self, path: str | None) -> None:
+        """StateError on all ranks where islands have loaded checkpoints of other steps."""
+        tags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, None if path is None else Path(path).parent.name)
+        if len(set(tags)) > 1:
+            found = ", ".join(sorted({str(tag) for tag in tags}))
+            raise StateError(
+                f"islands have loaded {found} (allowed: one checkpoint for all); give load_checkpoint a tag"
+            )
 
     def _save_state(self, directory: Path) -> None:
         kept = state.contents(
@@ -135,6 +156,7 @@ class _Files:
             return
         problems = on_all_ranks(partial(self._restore, directory))
         if not problems:
+            self.exchange.complete()
             return
         if self.config.on_missing_state == "error":
             raise StateError(
@@ -145,6 +167,11 @@ class _Files:
         self.exchange.start()
 
     def _restore(self, directory: Path) -> None:
+        ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
+        if ranks != self.position.groups:
+            raise StateError(
+                f"{directory}: saved by islands of {ranks} ranks, and these have {self.position.groups} (allowed: as many)"
+            )
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
         check_owners(found[0][1], self.config)
         stores, device = self.exchange.stores.by_name, self.engine.device
@@ -168,6 +195,12 @@ def _directory(base: Path, island: int) -> Path:
     return base / f"island_{island:04d}" if island else base
 
 
-def _saved_islands(base: Path) -> int:
-    """How many islands have saved in `base`."""
-    return next(count for count in itertools.count(1) if not _directory(base, count).is_dir())
+def _latest(base: Path) -> str | None:
+    file = base / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def _saved_islands(directory: Path) -> int:
+    """How many islands have saved the checkpoint in the tag `directory`: one where it is of a job without islands."""
+    first = state.state_file(directory, 0, _STEM)
+    return state.read_description(first).position.size if first.exists() else 1

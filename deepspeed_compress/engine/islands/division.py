@@ -226,6 +226,8 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Is
 
     Raises UnsupportedError where it shares layers between other ranks than was said.
     """
+    # From now on what ends an engine of before leaves the division alone.
+    unit.living.append(unit)
     if unit.tensor > 1:
         groups._DATA_PARALLEL_GROUP = unit.data
     try:
@@ -236,7 +238,6 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Is
         raise
     # AutoTP has put DeepSpeed's module of groups in its place, which tells nobody of islands.
     result[0].mpu = groups.mpu = unit
-    unit.living.append(unit)
     # For as long as the engine lives, compressed or not: its groups are those of the island.
     Patches().precede(result[0], "destroy", partial(_undivide, unit))
     return result
@@ -253,9 +254,11 @@ def _check_tensor(engine: Any, unit: IslandUnit) -> None:
 
 def _undivide(unit: IslandUnit) -> None:
     """DeepSpeed keeps the last `mpu` for all engines to come, and asks it for those that are made: it gets that of the
-    last engine with islands that lives, or none."""
-    if unit in unit.living:
-        unit.living.remove(unit)
+    last engine with islands that lives, or none. An engine that was destroyed is destroyed again by the garbage
+    collector, at any time."""
+    if unit not in unit.living:
+        return
+    unit.living.remove(unit)
     last = unit.living[-1] if unit.living else None
     if isinstance(groups.mpu, IslandUnit):
         groups.mpu = last

@@ -256,7 +256,15 @@ class ElasticIsland:
         if problems:
             warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
             return None
-        return self._team.share(lambda: state.read_description(first).decisions)
+        saved: Mapping[str, Any] = self._team.share(lambda: state.read_description(first).decisions)
+        if "run" in saved:
+            return saved
+        warnings.warn(
+            f"the island begins with the weights alone: {directory} was saved by islands of one job",
+            CompressWarning,
+            stacklevel=3,
+        )
+        return None
 
     def _saved_ahead(self, directory: Path) -> int:
         """Steps by which the schedule was ahead of those of the engine; 0 where an island has not saved."""

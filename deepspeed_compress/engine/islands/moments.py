@@ -55,7 +55,7 @@ class _States:
     def _moment(self, one: Stretch, state: Mapping[str, Any]) -> Moment:
         if not state:
             # Not stepped yet.
-            return Moment(torch.zeros(one.numel, device=one.home.device))
+            return Moment(torch.zeros(one.numel, device=one.home.device), 0.0)
         moments = state.get(_KEY)
         if not isinstance(moments, Tensor) or moments.numel() != one.home.numel():
             raise UnsupportedError(

@@ -170,10 +170,12 @@ def _zero_3(engine: Any) -> FlatMasters:
 
 
 def _publish_partitions(optimizer: Any) -> None:
-    """As at the end of DeepSpeed's `step` of ZeRO 3."""
+    """As in DeepSpeed's `step` of ZeRO 3."""
     for number in range(len(optimizer.fp16_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
     if optimizer.persistent_parameters:
+        # What is there is not gathered again.
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 

@@ -43,8 +43,9 @@ def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
         console.print("[green]Nothing found.[/green]")
     named = {one.name for one in diagnosis.diagnostics}
     _print_list(console, "Looked at, and in order:", [r.summary for r in diagnosis.checked if r.name not in named])
+    few = f"below {diagnosis.case.limits.lines} measured steps"
     lines = [f"{rule.summary} (needs {', '.join(needs)})" for rule, needs in diagnosis.unchecked]
-    _print_list(console, "Not looked at, because it was not recorded:", lines)
+    _print_list(console, f"Not looked at, because it was not recorded, or too seldom ({few}):", lines)
 
 
 def _head(case: Case) -> str:

@@ -60,6 +60,9 @@ _SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
+_KEYS_OF_PARTS = frozenset(
+    {"method", "bits", "block_size", "density", "error_feedback", "hierarchy", "overrides", "rank"}
+)
 
 
 def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Diagnostic]:
@@ -166,13 +169,13 @@ def _ours(document: Document, path: Path) -> Path | None:
     key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
     if not isinstance(value, dict):
         return None
-    if key in _NAMES_OF_OURS or any(_has_method(value.get(part)) for part in _PARTS_OF_OURS):
+    if key in _NAMES_OF_OURS or any(_is_part(value.get(part)) for part in _PARTS_OF_OURS):
         return (OUR_SECTION,)
-    return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _has_method(value) else None
+    return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _is_part(value) else None
 
 
-def _has_method(value: object) -> bool:
-    return isinstance(value, dict) and "method" in value
+def _is_part(value: object) -> bool:
+    return isinstance(value, dict) and bool(value.keys() & _KEYS_OF_PARTS)
 
 
 def _ours_by_another_name(document: Document, path: Path) -> Diagnostic:

@@ -1,0 +1,195 @@
+"""What is alike in all islands when they begin, and again after one diverged, or was loaded."""
+
+import gc
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+import deepspeed_compress
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from tests.engine.test_islands import HEAD, SGD, apart, largest, section, train
+from tests.support.forks import run_forks
+from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
+
+
+@pytest.mark.parametrize("threshold", [40, 10**5])
+def test_parameters_that_zero_3_keeps_whole_are_those_of_the_mean(threshold: int) -> None:
+    kept = {"stage3_param_persistence_threshold": threshold}
+    whole = Job(3, zero=kept, extra=SGD, steps=4)
+    mean = section(size=2, sync_every=1, exchange={"method": "none"})
+    for plain, ours in run_forks(4, train, whole, Job(3, section=mean, zero=kept, extra=SGD, steps=4)):
+        assert largest(ours.parameters, plain.parameters) < 1e-6
+
+
+def sharded(rank: int) -> str:
+    job = Job(3, section=section(size=2))
+    deepspeed.init_distributed("gloo")
+    plain = {key: value for key, value in job.config().items() if key != "deepspeed_compress"}
+    with deepspeed.zero.Init(config_dict_or_path=plain):
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.Linear(32, 4))
+    return refusal(model, job)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(WIDTH, 8)
+        self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=1)
+
+
+def with_experts(rank: int) -> str:
+    deepspeed.init_distributed("gloo")
+    return refusal(Experts(), Job(0, section=section(size=2)))
+
+
+def refusal(model: torch.nn.Module, job: Job) -> str:
+    try:
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("work", "text"), [(sharded, "zero.Init does over the whole job"), (with_experts, "mixture-of-experts")]
+)
+def test_what_is_divided_over_the_whole_job_is_refused(work: Any, text: str) -> None:
+    for message in run_forks(4, work):
+        assert text in message
+
+
+def collected(rank: int, job: Job) -> tuple[int, int]:
+    """Ranks of the group of a second engine, during the making of which the garbage collector ends the first one."""
+    gc.disable()
+    engine = start(job)
+    run(engine, data(rank, job)[:2])
+    engine.destroy()
+    del engine
+    original = DeepSpeedEngine._configure_checkpointing
+
+    def collecting(engine: Any) -> None:
+        if rank == 0:
+            gc.collect()
+        original(engine)
+
+    DeepSpeedEngine._configure_checkpointing = collecting
+    engine = start(job)
+    return engine.seq_data_parallel_group.size(), engine.optimizer.dp_process_group.size()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_that_is_collected_late_leaves_the_division_of_the_next_one(stage: int) -> None:
+    assert run_forks(4, collected, Job(stage, section=section(size=2, sync_every=2))) == [(2, 2)] * 4
+
+
+def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> tuple[int, dict[str, list[float]]]:
+    """What is loaded, at step `first`, and the weights four steps later, when they are saved."""
+    engine = start(job)
+    if first:
+        engine.load_checkpoint(directory, tag=tag)
+    step = engine.global_steps
+    run(engine, data(rank, job)[first : first + 4])
+    engine.save_checkpoint(directory)
+    return step, weights(engine)
+
+
+@pytest.mark.parametrize("tag", [None, "global_step8"])
+def test_directories_of_islands_that_are_no_more_are_not_read(tag: str | None, tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=4), steps=12)
+    run_forks(4, phase, job, str(tmp_path), 0, None)
+    run_forks(2, phase, job, str(tmp_path), 4, None)
+    found = run_forks(4, phase, job, str(tmp_path), 8, tag)
+    assert [step for step, _ in found] == [8] * 4
+    assert all(one == found[0][1] for _, one in found)
+
+
+def test_islands_come_back_to_what_a_job_without_them_has_saved(tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=4), steps=12)
+    run_forks(2, phase, job, str(tmp_path), 0, None)
+    run_forks(1, phase, Job(1, steps=12), str(tmp_path), 4, None)
+    found = run_forks(2, phase, job, str(tmp_path), 8, None)
+    assert [step for step, _ in found] == [8] * 2
+    assert found[0][1] == found[1][1]
+
+
+def own_and_not(rank: int, mine: Job, shared: Job, directory: str) -> list[float]:
+    """Norms of a parameter that islands no longer keep for themselves, when it is loaded and after each exchange."""
+    engine = start(mine)
+    run(engine, data(rank, mine))
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    engine = start(shared)
+    engine.load_checkpoint(directory)
+    return [length(weights(engine)), *(run_and_measure(engine, batch) for batch in data(rank, shared))]
+
+
+def length(found: Mapping[str, list[float]]) -> float:
+    return float(torch.tensor(found["4.weight"]).norm())
+
+
+def run_and_measure(engine: Any, batch: Any) -> float:
+    run(engine, [batch])
+    return length(weights(engine))
+
+
+def test_what_islands_no_longer_keep_for_themselves_begins_with_the_first_one(tmp_path: Path) -> None:
+    shared = {"size": 1, "preset": "diloco", "sync_every": 2}
+    jobs = [Job(1, section=section(**shared, **more)) for more in ({"own": [HEAD]}, {})]
+    first, second = run_forks(2, own_and_not, *jobs, str(tmp_path))
+    assert first[0] == second[0]
+    assert first[2::2] == second[2::2]
+    assert max(first) < 1.2 * first[0]
+
+
+def frozen(rank: int, job: Job) -> dict[str, list[float]]:
+    """The weights that an island begins with, where ranks have made different ones."""
+    model = network()
+    torch.manual_seed(rank // 2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model[0].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
+    return weights(engine)
+
+
+@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (3, 0), (3, 10**5)])
+def test_what_is_not_trained_is_alike_too(stage: int, threshold: int) -> None:
+    zero = {"stage3_param_persistence_threshold": threshold}
+    first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero))
+    assert all(one == first for one in others)
+
+
+def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
+    """After every step whether the weights are finite, and what is warned of."""
+    engine, seen = start(job), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        for batch in data(rank, job):
+            run(engine, [batch])
+            seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
+    return seen, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+@pytest.mark.parametrize("moments", [None, {}])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_island_that_diverged_goes_on_with_the_others(stage: int, moments: Any) -> None:
+    shared = section(size=2, sync_every=3, second_moments=moments)
+    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra={"gradient_clipping": 0.0}))
+    for seen, texts in ranks[:2]:
+        assert all(seen)
+        assert not texts
+    for seen, texts in ranks[2:]:
+        assert all(seen[2:])
+        assert all(seen) or any("this island has diverged" in text for text in texts)
+    # Without ZeRO nothing keeps DeepSpeed from the step.
+    assert all(ranks[2][0]) == (stage > 0)
