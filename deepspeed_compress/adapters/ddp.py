@@ -61,8 +61,8 @@ def attach(
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
-            f"a {type(model).__name__} is no DistributedDataParallel: wrap it, or use fsdp2.attach for what fully_shard "
-            "has divided"
+            f"a {type(model).__name__} is no DistributedDataParallel: wrap it, or use fsdp2.attach for what "
+            "fully_shard has divided"
         )
     section, document = read_section(config)
     target = Target(_trained(model), model.process_group)

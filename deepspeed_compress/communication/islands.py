@@ -56,8 +56,8 @@ class Masters(Protocol):
 
 @dataclass
 class _Flight:
-    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count. `counts`: this
-    one does."""
+    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count. `counts`:
+    this one does."""
 
     partition: Partition
     begun: int

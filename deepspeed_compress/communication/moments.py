@@ -40,7 +40,8 @@ class Moments:
 
     def start(self, add_up: Callable[[Tensor], Any], weight: float) -> "Shared":
         """Begin to find the mean of the sums over the islands, in which this one counts by `weight`, unless a moment is
-        not finite or the optimizer has not stepped. `add_up` begins to add up a tensor over the ranks of equal place, in place; None where there is one.
+        not finite or the optimizer has not stepped. `add_up` begins to add up a tensor over the ranks of equal place,
+        in place; None where there is one.
         """
         own, corrections = self.sums()
         finite, stepped = torch.isfinite(own), corrections > 0

@@ -99,8 +99,8 @@ def attach(engine: Any) -> Any:
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise UnsupportedError(
-            f"a {type(engine).__name__} is no engine of DeepSpeed: use ddp.attach or fsdp2.attach for a model of torch, or "
-            "initialize for one that has no engine yet"
+            f"a {type(engine).__name__} is no engine of DeepSpeed: use ddp.attach or fsdp2.attach for a model of "
+            "torch, or initialize for one that has no engine yet"
         )
     return attach_section(engine, parse_section(engine.config))
 

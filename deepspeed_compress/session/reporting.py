@@ -111,7 +111,9 @@ class Reporter:
 
 
 def _total_ratio(sizes: Sizes) -> float | None:
-    """Of all traffic that could be counted."""
+    """Of all traffic that could be counted; None where islands exchange, which DeepSpeed alone does not."""
+    if sizes["bytes_islands"]:
+        return None
     sent = sum(sizes[kind] or 0 for kind in KINDS)
     ours = sizes["bytes_sent"] + sizes["bytes_islands"]
     alone = sent - ours + sizes["bytes_uncompressed"] + sizes["bytes_weights_saved"]

@@ -30,9 +30,11 @@ def _found(directory: Path) -> list[Checkpoint]:
 
 def _list(options: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("tag", "step", "ranks", "size", "written", "saved by", "state")
+    # A tag is what other commands are given.
+    tag = Column("tag", no_wrap=True)
+    table = Table(tag, "step", "ranks", "size", "written", "saved by", "state")
     latest = files.latest_tag(options.directory)
     sizes: dict[str, list[str]] = {}
     for one in _found(options.directory):

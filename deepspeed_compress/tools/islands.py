@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.services.rendezvous.client import status
 from deepspeed_compress.services.rendezvous.server import StateFile, island_server
 
@@ -59,7 +59,13 @@ def _log(text: str) -> None:
 def _status(options: argparse.Namespace) -> int:
     if re.fullmatch(r"[^:\s]+:[0-9]+", options.rendezvous) is None:
         raise ConfigError(f"{options.rendezvous}: no address (allowed: host:port); write localhost:29400")
-    found = {key: value for key, value in status(options.rendezvous).items() if key != "kind"}
+    try:
+        found = {key: value for key, value in status(options.rendezvous).items() if key != "kind"}
+    except OSError as error:
+        where = f"no coordinator answers at {options.rendezvous} ({error})"
+        raise IslandError(
+            f"{where}; start one with ds-compress islands serve, or look whether the port is open"
+        ) from error
     _tell(json.dumps(found, indent=2))
     return 0
 

@@ -88,9 +88,10 @@ def _total(lines: Sequence[Line]) -> dict[str, float | None]:
     """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
     if any("total_ratio" not in line for line in lines):
         return {}
-    known = [(line["total_ratio"], sum(line.get(kind) or 0 for kind in KINDS)) for line in lines]
-    sent = sum(size for _, size in known)
-    return {"compression_total_ratio": sum((ratio or 0) * size for ratio, size in known) / sent if sent else None}
+    known = [line for line in lines if line["total_ratio"] is not None]
+    sizes = [sum(line.get(kind) or 0 for kind in KINDS) for line in known]
+    ratios = (line["total_ratio"] * size for line, size in zip(known, sizes, strict=True))
+    return {"compression_total_ratio": sum(ratios) / sum(sizes) if any(sizes) else None}
 
 
 class Display(Protocol):

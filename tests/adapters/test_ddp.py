@@ -386,6 +386,55 @@ def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
     assert sums[1] == pytest.approx(sums[0], abs=1e-6)
 
 
+def load_of_another(rank: int, directory: str) -> list[str]:
+    """What is said where memories of other parameters are loaded, of larger ones of the same names, and of these."""
+    start()
+    smaller, found = Branches(), []
+    smaller.first = nn.Linear(WIDTH - 1, 31)
+    for network in (nn.Linear(8, 8), smaller, Branches()):
+        model = DistributedDataParallel(network)
+        optimizer = torch.optim.SGD(model.parameters())
+        attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+        found.append(loading(attached, directory))
+    return found
+
+
+def loading(attached: Any, directory: str) -> str:
+    try:
+        attached.load(directory)
+    except deepspeed_compress.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
+    run_forks(2, remembered_by, str(tmp_path), True)
+    for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
+        assert "this model has weight, bias: it is another one" in other
+        assert "of another model: of first.weight" in larger
+        assert same == ""
+
+
+def replaced(rank: int, back: bool) -> list[str]:
+    """What is warned of when the program goes on with an optimizer of its own; `back`: or restores weights, twice."""
+    start()
+    model, optimizer, _ = Setting(FOUR_BITS).build()
+    other = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", deepspeed_compress.CompressWarning)
+        for step in range(8):
+            plain(model, rank, step)
+            stepper = optimizer if step == 0 or (back and step not in (2, 3)) else other
+            stepper.step()
+            stepper.zero_grad()
+    return [str(one.message) for one in caught if "by the SGD that was attached" in str(one.message)]
+
+
+@pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
+def test_an_optimizer_that_took_the_place_of_the_attached_one_is_told_of(back: bool, times: int) -> None:
+    assert [len(texts) for texts in run_forks(2, replaced, back)] == [times] * 2
+
+
 def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
     start()
     _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
@@ -527,7 +576,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 def late_refusals(rank: int) -> list[str]:
     """What is seen only when it is done: each message, or ""."""
     start()
-    return [refusal(work) for work in (attach_twice, foreign_optimizer, doubles, sparse, join, momentum_twice)]
+    return [refusal(work) for work in LATE]
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -571,13 +620,31 @@ def momentum_twice() -> None:
     synchronising_twice(model, dist.get_rank(), 0)
 
 
+def not_wrapped() -> None:
+    model = Branches()
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))  # type: ignore
+
+
+def to_deepspeed() -> None:
+    deepspeed_compress.attach(Branches())
+
+
+LATE: Mapping[Callable[[], None], str] = {
+    attach_twice: "hook already",
+    foreign_optimizer: "steps none",
+    doubles: "in torch.float64 (allowed",
+    sparse: "sparse=False",
+    join: "join()",
+    momentum_twice: "in no_sync()",
+    not_wrapped: "is no DistributedDataParallel: wrap it",
+    to_deepspeed: "is no engine of DeepSpeed: use ddp.attach",
+}
+"""What is done, and what is said of it."""
+
+
 def test_what_is_seen_late_is_refused_by_name() -> None:
     for texts in run_forks(2, late_refusals):
-        for text, said in zip(
-            texts,
-            ["hook already", "steps none", "in torch.float64 (allowed", "sparse=False", "join()", "in no_sync()"],
-            strict=True,
-        ):
+        for text, said in zip(texts, LATE.values(), strict=True):
             assert said in text
 
 

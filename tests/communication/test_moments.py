@@ -126,3 +126,14 @@ def test_sixteen_bits_and_nothing_at_all() -> None:
     moments([view, torch.zeros(0)]).start(with_others((torch.tensor([9.0]), 1.0)), 1.0).apply()
     assert view.tolist() == [2.0, 4.0]
     assert moments([]).sums()[0].numel() == 0
+
+
+def test_one_that_has_not_stepped_yet_counts_for_nothing() -> None:
+    view, other = torch.zeros(4), torch.full((1,), 8.0)
+    shared = moments([view], correction=0.0).start(with_others((other, 1.0)), 1.0)
+    assert shared.total.tolist() == [8.0, 1.0]
+    shared.apply()
+    assert view.tolist() == [0.0] * 4
+    seen = torch.ones(4)
+    moments([seen]).start(with_others((torch.zeros(1), 0.0)), 1.0).apply()
+    assert seen.tolist() == [1.0] * 4

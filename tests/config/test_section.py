@@ -18,6 +18,7 @@ from deepspeed_compress.config import (
 )
 from deepspeed_compress.config import methods as m
 from deepspeed_compress.config import places as p
+from deepspeed_compress.config.islands import PRESETS
 from deepspeed_compress.config.planned import PLANNED_KEYS
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from tests.support.properties import properties
@@ -202,6 +203,7 @@ def test_models_are_frozen_and_hashable() -> None:
             ['"10 mins"', 'from 1, or a string such as "30 s"'],
         ),
         ({"islands": {"by_host": True, "sync_every": 0}}, "/islands/sync_every", ["0 is not", "from 1, or a string"]),
+        ({"islands": {"by_host": True, "preset": ["diloco"]}}, "/islands/preset", ['["diloco"] is not', '"diloco"']),
         ({"parallelism": {"partition": [3, -1]}}, "/parallelism/partition/1", ["-1 is not accepted", "from 0)"]),
         ({"parallelism": {"partition": [3]}}, "/parallelism/partition", ["[3]", '"uniform", or a list of 2 or more']),
         ({"parallelism": {"partition": "even"}}, "/parallelism/partition", ['"even"', '"uniform", or a list of 2']),
@@ -312,3 +314,28 @@ def test_any_section_either_parses_or_is_a_config_error(section: object) -> None
             return
         expand(ds_config, parse_section(ds_config))
     VALIDATOR.validate(section)
+
+
+def test_what_is_written_within_an_object_of_a_preset_wins_alone() -> None:
+    islands = parse_section(
+        {
+            SECTION: {
+                "islands": {
+                    "size": 1,
+                    "preset": "sparseloco",
+                    "exchange": {"density": 0.1},
+                    "outer": {"optimizer": "nesterov"},
+                }
+            }
+        }
+    ).islands
+    preset = PRESETS["sparseloco"]["exchange"]
+    assert islands is not None
+    assert islands.exchange == preset.model_copy(update={"density": 0.1})
+    assert (islands.outer.optimizer, islands.outer.lr) == ("nesterov", 1.0)
+    diloco = parse_section({SECTION: {"islands": {"size": 1, "preset": "diloco", "outer": {"lr": 0.5}}}}).islands
+    assert diloco is not None
+    assert (diloco.outer.optimizer, diloco.outer.lr) == ("nesterov", 0.5)
+    own = {"size": 1, "preset": "sparseloco", "exchange": {"method": "topk", "values": {"bits": 4}}}
+    values = parse_section({SECTION: {"islands": own}}).islands.exchange.values
+    assert values.bits == 4

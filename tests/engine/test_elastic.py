@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
@@ -14,7 +15,7 @@ import torch
 import deepspeed_compress
 from deepspeed_compress.communication import elastic as rounds
 from deepspeed_compress.engine.islands import elastic
-from deepspeed_compress.errors import ConfigError, IslandError, StateError
+from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
 from deepspeed_compress.services.rendezvous.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
@@ -391,6 +392,35 @@ def test_one_that_comes_late_has_the_schedule_of_the_others_and_data_of_its_own(
     files = list((tmp_path / "saved").rglob("*islands*.json"))
     assert files
     assert not [file for file in files if "hidden" in file.read_text()]
+
+
+def save_as_one_job(rank: int, job: Job, directory: str) -> None:
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+
+
+def load_of_one_job(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int, list[str]]:
+    become_island(rank, 1, ports)
+    engine = start(job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        engine.load_checkpoint(directory)
+    step = engine.global_steps
+    run(engine, data(rank, job))
+    engine.destroy()
+    return step, [str(one.message) for one in caught if "islands of one job" in str(one.message)]
+
+
+def test_what_islands_of_one_job_have_saved_is_loaded_without_their_memories(tmp_path: Path) -> None:
+    job = Job(1, section={**section("127.0.0.1:1"), "islands": {"size": 1, "sync_every": 2}})
+    run_forks(2, save_as_one_job, job, str(tmp_path))
+    with coordinator() as address, own_ports(1) as ports:
+        [(step, texts)] = run_forks(
+            1, load_of_one_job, Job(1, section=section(address, minimum=1)), ports, str(tmp_path)
+        )
+    assert step == 4
+    assert len(texts) == 1
 
 
 def refused(rank: int, job: Job, ports: list[int]) -> str:

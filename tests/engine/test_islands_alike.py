@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
-from tests.engine.test_islands import HEAD, SGD, apart, largest, section, train
+from tests.engine.test_islands import HEAD, SGD, largest, section, train
 from tests.support.forks import run_forks
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
 

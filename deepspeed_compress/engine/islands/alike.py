@@ -23,9 +23,9 @@ def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
     dist.all_gather_object(every, own)
     if len(set(every)) > len({place for place, _ in every}):
         raise UnsupportedError(
-            "/deepspeed_compress/islands: DeepSpeed has divided the parameters over other ranks than those of an island, "
-            "as deepspeed.zero.Init does over the whole job (allowed: within each island); make the model outside of it, "
-            "or remove the key"
+            "/deepspeed_compress/islands: DeepSpeed has divided the parameters over other ranks than those of an "
+            "island, as deepspeed.zero.Init does over the whole job (allowed: within each island); make the model "
+            "outside of it, or remove the key"
         )
 
 
@@ -71,5 +71,5 @@ def forget_not_finite(engine: Any, masters: FlatMasters) -> None:
         for kept in engine.basic_optimizer.state.get(home, {}).values():
             if isinstance(kept, Tensor) and kept.is_floating_point() and not torch.isfinite(kept).all():
                 kept.nan_to_num_(0.0, 0.0, 0.0)
-    text = "this island has diverged: it goes on with the weights of the others, and its optimizer without what is not finite"
+    text = "this island has diverged: it goes on with the others' weights, its optimizer without what is not finite"
     warnings.warn(text, CompressWarning, stacklevel=2)

@@ -170,7 +170,7 @@ class _Files:
         ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
         if ranks != self.position.groups:
             raise StateError(
-                f"{directory}: saved by islands of {ranks} ranks, and these have {self.position.groups} (allowed: as many)"
+                f"{directory}: saved by islands of {ranks} ranks, these have {self.position.groups} (allowed: as many)"
             )
         found = state.sources(directory, dist.get_rank(), self.position, _STEM)
         check_owners(found[0][1], self.config)
