@@ -1,5 +1,6 @@
 """Trainer in islands that are jobs of their own, and the order in which each reads its data."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, parse_section
@@ -48,6 +50,18 @@ def test_an_order_that_cannot_be_changed_is_told() -> None:
         read_by_itself(session(1, ISLANDS), DataLoader(DATA, batch_size=4))
 
 
+class Together(TrainerCallback):
+    """Islands begin when both are there: one that is slow to start would find the other one at its end."""
+
+    def __init__(self, directory: Path, rank: int, resumes: bool) -> None:
+        self._directory, self._rank, self._name = directory, rank, f"{'again' if resumes else 'first'}_"
+
+    def on_train_begin(self, *args: Any, **options: Any) -> None:
+        self._directory.joinpath(f"{self._name}{self._rank}").touch()
+        while len(list(self._directory.glob(f"{self._name}*"))) < 2:
+            time.sleep(0.02)
+
+
 def trained(rank: int, job: Job, ports: list[int]) -> tuple[list[int], list[str], int]:
     """First tokens of what was read, what became of exchanges, and steps. In a directory of its own."""
     become_island(rank, 1, ports)
@@ -59,6 +73,7 @@ def trained(rank: int, job: Job, ports: list[int]) -> tuple[list[int], list[str]
         return collate(rows)
 
     trainer.data_collator = keep
+    trainer.add_callback(Together(Path(job.directory), rank, job.resume))
     trainer.train(resume_from_checkpoint=job.resume or None)
     islands = trainer.model_wrapped.compression.islands
     trainer.model_wrapped.destroy()
