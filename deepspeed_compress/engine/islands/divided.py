@@ -117,7 +117,7 @@ class _Files:
         tag = given.get("tag") or _latest(base)
         islands = 1 if tag is None else _saved_islands(base / str(tag))
         place = {"load_dir": str(_directory(base, self.unit.number % islands)), "tag": given.get("tag")}
-        if self.engine.compression.saving is None:
+        if self.engine.compression.saving is None and not self.engine.load_universal_checkpoint():
             # Each directory has a `latest` of its own, and that of an island that was not there is older.
             place["tag"] = tag
         found = original(**{**given, **place})
