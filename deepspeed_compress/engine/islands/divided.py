@@ -116,11 +116,10 @@ class _Files:
         base = _base(given["load_dir"])
         tag = given.get("tag") or _latest(base)
         islands = 1 if tag is None else _saved_islands(base / str(tag))
-        place = {"load_dir": str(_directory(base, self.unit.number % islands)), "tag": given.get("tag")}
-        if self.engine.compression.saving is None and not self.engine.load_universal_checkpoint():
+        if not self.engine.load_universal_checkpoint():
             # Each directory has a `latest` of its own, and that of an island that was not there is older.
-            place["tag"] = tag
-        found = original(**{**given, **place})
+            given["tag"] = tag
+        found = original(**{**given, "load_dir": str(_directory(base, self.unit.number % islands))})
         self._check_loaded(found[0])
         if found[0] is not None:
             whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
