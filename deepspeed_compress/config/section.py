@@ -94,7 +94,7 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
     what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
-    parts = [str(key) for key, value in ds_config.items() if key in CompressConfig.model_fields and value != "auto"]
+    parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
     if parts and not meant:
         what = f"the section is missing, and here are keys of it: {listed(parts)}"
         return problem((), what, f'"{SECTION}": {{...}} around them')

@@ -622,7 +622,7 @@ def momentum_twice() -> None:
 
 def not_wrapped() -> None:
     model = Branches()
-    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))  # type: ignore
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
 
 
 def to_deepspeed() -> None:

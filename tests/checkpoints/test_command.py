@@ -34,6 +34,13 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     ]
 
 
+def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    files.publish(write(save(tmp_path, 123456)))
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "global_step123456 " in capsys.readouterr().out.split("loads on")[0]
+
+
 def test_what_is_not_there_is_said(tmp_path, capsys):
     assert main(["checkpoint", "list", str(tmp_path)]) == 1
     assert "has no checkpoints" in capsys.readouterr().err

@@ -316,6 +316,22 @@ def test_any_section_either_parses_or_is_a_config_error(section: object) -> None
     VALIDATOR.validate(section)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            {"gradients": {"bits": 4}, "guard": {}},
+            'here are keys of it: "gradients", "guard". Write "deepspeed_compress"',
+        ),
+        ({"seed": 1, "train_batch_size": 8}, 'the section is missing. Write "deepspeed_compress": {} for the defaults'),
+        ({"deepspeed_compres": {}, "gradients": {}}, 'did you mean it by "deepspeed_compres"?'),
+    ],
+)
+def test_a_section_that_is_missing_is_told_with_what_was_meant(file: dict[str, object], text: str) -> None:
+    [problem] = find_problems(file)
+    assert text in str(problem)
+
+
 def test_what_is_written_within_an_object_of_a_preset_wins_alone() -> None:
     islands = parse_section(
         {

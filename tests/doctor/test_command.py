@@ -24,6 +24,14 @@ def test_a_healthy_run_says_what_was_looked_at(capsys: pytest.CaptureFixture[str
     assert all(f"- {rule.summary}" in out for rule in RULES)
 
 
+def test_a_short_run_says_that_it_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (RUNS / "healthy-default" / "compression.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "compression.jsonl").write_text("\n".join(lines[:10]), encoding="utf-8")
+    main(["doctor", str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Not looked at, because it was not recorded, or too seldom (below 16 measured steps):" in out
+
+
 def test_a_finding_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(RUNS / "exempt")]) == 1
     out = " ".join(capsys.readouterr().out.split())

@@ -499,6 +499,21 @@ def test_the_division_stays_for_the_other_of_two_engines(first_ends: int) -> Non
         assert (inside, ranks) == (1, 2)
 
 
+def ratios(rank: int, job: Job) -> list[float | None]:
+    """Of all traffic, in every step."""
+    engine, found = start(job), []
+    engine.compression.subscribe(lambda figures: found.append(figures.total_ratio))
+    run(engine, data(rank, job))
+    return found
+
+
+def test_what_islands_send_is_compared_with_nothing() -> None:
+    """DeepSpeed alone does not send it: the ratio of a step with an exchange would be 0."""
+    job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
+    first, *_ = run_forks(4, ratios, job)
+    assert first == [1.0, 1.0, None, 1.0, None]
+
+
 def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
     """Of islands and of gradients, and whether islands were compared."""
     engine, found = start(job), []

@@ -332,6 +332,12 @@ def test_hjson_under_hugging_face_is_one_finding_a_kind() -> None:
             BATCH | {"zero_optimization": {"stage": 1}, "deepspeed_compress": SECTION},
         ),
         (BATCH | SECTION, "DSC102", BATCH | {"deepspeed_compress": SECTION}),
+        # The method is the default.
+        (
+            BATCH | {"gradients": {"bits": 4}},
+            "DSC102",
+            BATCH | {"deepspeed_compress": {"gradients": {"bits": 4}}},
+        ),
     ],
 )
 def test_our_section_is_renamed_or_moved_not_removed(config: dict[str, Any], code: str, result: dict[str, Any]) -> None:

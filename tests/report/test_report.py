@@ -90,6 +90,9 @@ def test_the_ratio_of_all_traffic_comes_before_that_of_gradients(tmp_path: Path)
     shown = [(title, value) for title, value, _ in tiles([alone(run)]) if "ratio" in title]
     assert shown == [("compression ratio of all traffic", "1.60"), ("compression ratio of gradients", "1.90")]
     assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
+    # A step in which islands exchanged.
+    lines.append({"step": 3, "bytes_sent": 1000, "bytes_uncompressed": 1000, "total_ratio": None, "ratio": 1.0})
+    assert compression_figures(lines)["compression_total_ratio"] == pytest.approx(1.6)
 
 
 def test_a_run_alone_has_no_change(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def _count(
 def _unless_alone(
     engine: Any, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
 ) -> None:
-    """DeepSpeed's `allreduce_and_copy` copies the gradients of a single rank too, there and back: of an island of one
-    rank, say, a tenth of its step on CPU. It has their mean already."""
+    """DeepSpeed's `allreduce_and_copy` copies the gradients of a single rank too, there and back, in every step
+    of an island of one rank, say. It has their mean already."""
     cast = small_bucket[0].dtype != engine.communication_data_type
     scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
     if dp_group.size() > 1 or cast or scaled:
