@@ -76,7 +76,8 @@ class PendingGather:
 class PendingMeans:
     """An all-reduce under way. Its second half begins with `send_back`, at the latest in `finish`.
 
-    `numbers`: of the messages of the second half, one a round. `bucket` must stay as it is until `send_back`.
+    `numbers`: of the messages of the second half, one a round. `bucket` must stay as it is until `send_back`, which
+    may leave anything in what this rank owns of it.
     """
 
     reducer: "PayloadReducer"
@@ -90,7 +91,7 @@ class PendingMeans:
         """Wait for the parts of the ranks, and send the means that this rank owns to all."""
         # One by one: the mean of a round is on its way before the parts of the next are waited for.
         for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
-            own = self.reducer.owned(self.bucket, sent.layout)
+            own = elements(self.bucket, self.reducer.owned(sent.layout))
             mean = self.reducer.sum(own, sent, self.scale, deliver=False)
             self.means.append(self.reducer.send_owned(mean, sent.layout, number, in_basis=True))
 
@@ -246,7 +247,7 @@ class PayloadReducer:
             sent = sum(layout.sizes[self._rank] for layout in layouts)
             self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
         rounds = [
-            self.send_owned(elements(bucket, self._own(layout)), layout, self._counter.next(), in_basis=False)
+            self.send_owned(elements(bucket, self.owned(layout)), layout, self._counter.next(), in_basis=False)
             for layout in layouts
         ]
         return PendingGather(self, bucket, rounds)
@@ -344,11 +345,8 @@ class PayloadReducer:
         spread = self.messages.channels[piece.channel].spread
         return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
 
-    def owned(self, bucket: Tensor, layout: MessageLayout) -> Tensor:
-        """The elements that this rank owns, in the order of its pieces: a new flat fp32 tensor."""
-        return gather(bucket, self._own(layout))
-
-    def _own(self, layout: MessageLayout) -> list[Segment]:
+    def owned(self, layout: MessageLayout) -> list[Segment]:
+        """What this rank owns of a bucket, in the order of its pieces."""
         return list(_segments(layout.pieces[self._rank]))
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:

@@ -61,21 +61,28 @@ class Codec:
     def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
         """`out` (flat fp32, coefficients) += `scale` * the sum of the decoded `payloads`, in their order."""
         if isinstance(self.compressor, FusedSum):
-            self.compressor.decompress_sum(payloads, out, scale)
+            self.compressor.decompress_sum(payloads, out, scale, add=True)
             return
         for payload in payloads:
             self.compressor.decompress_add(payload, out, scale)
+
+    def _set_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> Tensor:
+        """`out`, whatever is in it, = what `add_coefficients` adds."""
+        if isinstance(self.compressor, FusedSum):
+            self.compressor.decompress_sum(payloads, out, scale, add=False)
+        else:
+            self.add_coefficients(payloads, out.zero_(), scale)
+        return out
 
     def decode(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
         """`out` (flat fp32) = `scale` * the sum of the decoded `payloads`, in their order.
 
         The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
-        plain = isinstance(self.transform, Identity)
-        coefficients = out.zero_() if plain else torch.zeros_like(out)
-        self.add_coefficients(payloads, coefficients, scale)
-        if not plain:
-            self.transform.inverse(coefficients, segments, out)
+        if isinstance(self.transform, Identity):
+            self._set_coefficients(payloads, out, scale)
+            return
+        self.transform.inverse(self._set_coefficients(payloads, torch.empty_like(out), scale), segments, out)
 
     def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
         """`out` (flat fp32) += what `decode` gives."""

@@ -152,6 +152,11 @@ def test_messages_of_all_ranks(form: BlockFormat, ranks: int) -> None:
     cpu.dequantize_blocks_sum(messages, form, out, 1 / 3)
     reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
     assert same(out, expected)
+    # In place of what is there, whatever that is.
+    out, expected = torch.full_like(x, torch.nan), torch.zeros_like(x)
+    cpu.dequantize_blocks_sum(messages, form, out, 1 / 3, add=False)
+    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
+    assert same(out, expected)
 
 
 def test_scales_that_are_sums_differ_by_rounding_at_most() -> None:

@@ -237,10 +237,12 @@ def check_sums(device: torch.device, form: BlockFormat, ranks: int, offset: int)
         numbers.uniform_(generator=generator)
         codes.random_(generator=generator)
     spare = [(numbers, torch.cat((codes.new_zeros(offset), codes)).to(device)) for numbers, codes in messages]
-    out, expected = message(NUMEL).to(device), message(NUMEL)
-    gpu.dequantize_blocks_sum([(numbers.to(device), codes[offset:]) for numbers, codes in spare], form, out, 1 / 3)
-    reference.dequantize_blocks_sum(messages, form, expected, 1 / 3)
-    assert_same(out, expected)
+    there = [(numbers.to(device), codes[offset:]) for numbers, codes in spare]
+    for add in (True, False):
+        out, expected = message(NUMEL).to(device), message(NUMEL)
+        gpu.dequantize_blocks_sum(there, form, out, 1 / 3, add)
+        reference.dequantize_blocks_sum(messages, form, expected if add else expected.zero_(), 1 / 3)
+        assert_same(out, expected)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 3, 8, 9])

@@ -60,8 +60,8 @@ class FusedFeedback(Protocol):
 class FusedSum(Protocol):
     """A compressor that adds the messages of several ranks in one pass over the sum."""
 
-    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """As `decompress_add` of each of `payloads`, in their order."""
+    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
+        """As `decompress_add` of each of `payloads`, in their order; unless `add`, in place of what is in `out`."""
 
 
 def aligned(size: int) -> int:

@@ -100,12 +100,12 @@ class FormQuantizer(BlockQuantizer):
         kernels.quantize_blocks(x, self.form, numbers, code_field, seed, memory)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        self.decompress_sum([payload], out, scale)
+        self.decompress_sum([payload], out, scale, add=True)
 
-    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
         """See `FusedSum`."""
         messages = [self._message(payload, out.numel()) for payload in payloads]
-        for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale)
+        for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale, add)
 
     def _message(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """The numbers ([blocks]) and the codes of `payload`, as views."""

@@ -747,11 +747,13 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
     std::memset(codes + used, 0, code_bytes - used);
 }
 
-// Message after message of each block, while the block of `out` is in the first cache.
+// Message after message of each block, while the block of `out` is in the first cache. Unless `add`, to zeros.
 void compress_dequantize_add(const void* const* numbers, int number_type, const uint8_t* const* codes, int messages,
-                             int64_t n, int kind, int bits, int64_t block_size, float* out, float scale, int threads) {
+                             int64_t n, int kind, int bits, int64_t block_size, float* out, float scale, int add,
+                             int threads) {
     const Form form{kind, 0, bits, block_size};
     if (!fills_bytes(form)) {
+        if (!add) std::fill(out, out + n, 0.0f);
         for (int m = 0; m < messages; m++) add_straddling(form, numbers[m], number_type, codes[m], n, out, scale, threads);
         return;
     }
@@ -762,6 +764,7 @@ void compress_dequantize_add(const void* const* numbers, int number_type, const 
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * block_size, count = std::min(block_size, n - first);
+            if (!add) std::fill(out + first, out + first + count, 0.0f);
             for (int m = 0; m < messages; m++) {
                 const float number = load_number(numbers[m], number_type, block) * scale;
                 add_block(form, codes[m] + code_bytes(form, first), number, out + first, count, work.data());

@@ -74,7 +74,7 @@ _LIBRARY = _declared(
     ),
     (
         "compress_dequantize_add",
-        [_POINTERS, _INT, _POINTERS, _INT, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT],
+        [_POINTERS, _INT, _POINTERS, _INT, _LONG, _INT, _INT, _LONG, _POINTER, _FLOAT, _INT, _INT],
     ),
     ("compress_cast", [_POINTER, _LONG, _POINTER, _INT, _INT]),
     ("compress_add_cast", [_POINTER, _INT, _LONG, _POINTER, _FLOAT, _INT]),
@@ -156,16 +156,17 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 
 
 def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
     """See `reference.dequantize_blocks_sum`: one pass over `out`."""
     if not messages:
-        return
+        return reference.dequantize_blocks_sum(messages, form, out, scale, add)
     numbers, codes = zip(*messages, strict=True)
     _LIBRARY.compress_dequantize_add(
         *(_all_at(numbers), _TYPES[numbers[0].dtype], _all_at(codes), len(messages), out.numel()),
-        *(_KINDS[form.kind], form.bits, form.block_size, _at(out), scale, torch.get_num_threads()),
+        *(_KINDS[form.kind], form.bits, form.block_size, _at(out), scale, add, torch.get_num_threads()),
     )
+    return None
 
 
 def top_k_rows(rows: Tensor, k: int) -> Tensor:

@@ -178,11 +178,13 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 
 
 def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
     """See `reference.dequantize_blocks_sum`: one pass over `out` for 8 messages."""
     if not _covers(form) or not flat(out, *(field for message in messages for field in message)):
-        return reference.dequantize_blocks_sum(messages, form, out, scale)
+        return reference.dequantize_blocks_sum(messages, form, out, scale, add)
+    if not add:
+        out.zero_()
     group, tile = _group(form)
     for begin in range(0, len(messages), _TOGETHER):
         numbers, codes = zip(*messages[begin : begin + _TOGETHER], strict=True)

@@ -229,9 +229,12 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 
 
 def dequantize_blocks_sum(
-    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float
+    messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
-    """`dequantize_blocks_add` of each of `messages` (numbers and codes), in their order."""
+    """`dequantize_blocks_add` of each of `messages` (numbers and codes), in their order; unless `add`, to zeros in the
+    place of what is in `out`."""
+    if not add:
+        out.zero_()
     for numbers, codes in messages:
         dequantize_blocks_add(numbers, codes, form, out, scale)
 
