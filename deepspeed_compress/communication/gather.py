@@ -20,7 +20,7 @@ from deepspeed_compress.communication.messages import MessageLayout, Messages, P
 from deepspeed_compress.communication.reducer import LEVELS, MessageCounter, Run
 from deepspeed_compress.compression.codec import Codec
 from deepspeed_compress.compression.compressors.base import message_key
-from deepspeed_compress.compression.segments import gather, scatter
+from deepspeed_compress.compression.segments import elements, scatter, stretch
 
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
 
@@ -154,7 +154,7 @@ class DifferenceGather:
         with meter.phase("compress", held.device):
             for piece in layout.pieces[rank]:
                 key = message_key((self.run.seed, self.run.clock.step, _LEVEL, number, rank, piece.channel), rank)
-                difference = self._target(held, master, piece).sub_(_base(held, piece))
+                difference = self._target(held, master, piece) - _base(held, piece)
                 out = messages[rank][piece.begin : piece.end]
                 self._codec(piece).encode(difference, piece.segments, out, key)
         exact = sum(piece.numel for piece in layout.pieces[rank]) * held.itemsize
@@ -165,10 +165,10 @@ class DifferenceGather:
         return self.messages.channels[piece.channel].codec
 
     def _target(self, held: Tensor, master: Tensor, piece: Piece) -> Tensor:
-        """Where the weights of `piece` shall go: a new flat fp32 tensor on the device of `held`."""
+        """Where the weights of `piece` shall go: flat fp32 on the device of `held`, perhaps a view of `master`."""
         first = sum(self._numels[: self._rank])
         segments = [replace(segment, offset=segment.offset - first) for segment in piece.segments]
-        target = gather(master, segments).to(held.device)
+        target = elements(master, segments).to(held.device)
         return target.to(held.dtype).to(torch.float32) if piece.channel == EXACT else target
 
     def _start(self, messages: Sequence[Tensor], number: int) -> PendingExchange:
@@ -190,9 +190,11 @@ class DifferenceGather:
         with self.run.meter.phase("decompress", held.device):
             for payload, pieces in zip(sent.messages, sent.layout.pieces, strict=True):
                 for piece in pieces:
-                    values, encoded = _base(held, piece), payload[piece.begin : piece.end]
+                    place = None if piece.channel == EXACT else stretch(held, piece.segments)
+                    values, encoded = _base(held, piece) if place is None else place, payload[piece.begin : piece.end]
                     self._codec(piece).decode_add([encoded], piece.segments, values, 1.0)
-                    scatter(values, piece.segments, held)
+                    if place is None:
+                        scatter(values, piece.segments, held)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class PendingWeights:
 
 
 def _base(held: Tensor, piece: Piece) -> Tensor:
-    """What the message of `piece` is a difference to: a new flat fp32 tensor."""
+    """What the message of `piece` is a difference to: flat fp32, perhaps a view of `held`."""
     if piece.channel == EXACT:
         return torch.zeros(piece.numel, dtype=torch.float32, device=held.device)
-    return gather(held, piece.segments)
+    return elements(held, piece.segments)

@@ -59,6 +59,9 @@ class Gradients(Protocol):
     def partition(self, keys: tuple[Key, ...]) -> Partition:
         """How a bucket is cut."""
 
+    def side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """The same bucket in an order in which what an owner gets lies together, as far as that changes no message."""
+
     def complete_now(self) -> bool:
         """Whether the backward pass runs after which this engine reduces."""
 
@@ -197,9 +200,10 @@ class EarlyReductions:
 
     def _send(self, bucket: Bucket, step: _Step, reducer: PayloadReducer) -> None:
         source = self._gradients
-        flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in bucket.keys])
+        keys = source.side_by_side(bucket.keys)
+        flat = self._history.copy(bucket, [source.of(key).detach().to(bucket.held) for key in keys])
         number = self._numbers(reducer)[self._history.plan.index(bucket)]
-        partition = source.partition(bucket.keys)
+        partition = source.partition(keys)
         pending = self._session.start_early(flat, partition, source.scale, number, source.everywhere)
         step.sent[bucket] = (flat, pending)
 
@@ -229,7 +233,7 @@ class EarlyReductions:
     def _is_right(self, step: _Step) -> bool:
         planned = {key for bucket in self._history.plan for key in bucket.keys}
         return planned == set(self._gradients.due()) and all(
-            _same_bits(flat, [self._gradients.of(key) for key in bucket.keys])
+            _same_bits(flat, [self._gradients.of(key) for key in self._gradients.side_by_side(bucket.keys)])
             for bucket, (flat, _) in step.sent.items()
         )
 

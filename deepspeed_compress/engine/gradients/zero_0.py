@@ -154,6 +154,10 @@ class _Gradients:
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
                 yield self.key(parameter)
 
+    def side_by_side(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """A bucket is cut into even runs."""
+        return keys
+
     def complete_now(self) -> bool:
         return reduces_now(self._engine) and bool(self._engine.is_gradient_accumulation_boundary())
 

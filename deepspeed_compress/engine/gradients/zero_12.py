@@ -149,6 +149,7 @@ class _Gradients:
         self.group = engine.optimizer.dp_process_group
         self.scale = scale
         self.partition = partition_of
+        self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
         self._engine = engine
         self._optimizer = engine.optimizer
         self._keys = {id(parameter): key for key, parameter in self._parameters()}
@@ -173,6 +174,12 @@ class _Gradients:
         for key, parameter in self._parameters():
             if parameter.numel() and self._optimizer.get_gradient_for_reduction(parameter) is not None:
                 yield key
+
+    def _side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """By the first owner of each parameter: those of one owner stay in their order, and so do its messages."""
+        names = {key: self._optimizer.param_names[self._optimizer.bit16_groups[key[0]][key[1]]] for key in keys}
+        owners = {part.parameter: part.owner for part in reversed(self.partition(keys).segments)}
+        return tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
 
     def complete_now(self) -> bool:
         return reduces_now(self._engine) and bool(self._optimizer.is_gradient_accumulation_boundary())
