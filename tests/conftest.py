@@ -1,7 +1,7 @@
 """Which tests run, and when: shares of those that rotate, and turns of those that must be alone.
 
-Marks: `slow` (CI runs these too), `rotating(parts, *sources)` (resting but for one part a day, or when a source has
-changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
+Marks: `slow` (CI runs these too, a third a day), `rotating(parts, *sources)` (resting but for one part a day, or when a
+source has changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
 """
 
 import os
@@ -16,6 +16,7 @@ from tests.support.leftovers import own_port
 from tests.support.rotation import is_due, today
 from tests.support.turns import Turns
 
+SLOW = pytest.mark.rotating(3).mark
 DAY = "TESTS_DAY"
 """In the environment: the day by which tests rotate; the processes that run tests must agree on it."""
 
@@ -38,16 +39,17 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in out_of_turn(items):
-        item.add_marker(pytest.mark.resting)
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
+    for item in out_of_turn(items):
+        item.add_marker(pytest.mark.resting)
 
 
 def out_of_turn(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Slow ones have a share of the day too, where their mark says no other."""
     day = int(os.environ[DAY])
     for item in items:
-        mark = item.get_closest_marker("rotating")
+        mark = item.get_closest_marker("rotating") or (item.get_closest_marker("slow") and SLOW)
         if mark and not is_due(item.nodeid, mark.args[0], mark.args[1:], day):
             yield item
 
