@@ -53,7 +53,7 @@ PAIRS: Mapping[str, tuple[Section, Section]] = {
 def section_of(name: str) -> dict[str, Any]:
     """The section of a run: weights are on their way while forward begins, and ownership is balanced, for all."""
     gradients, weights = PAIRS[name]
-    adaptive = {"adaptive": {"probe_every": 50}} if name == ADAPTIVE else {}
+    adaptive: dict[str, Any] = {"adaptive": {}} if name == ADAPTIVE else {}
     return {"gradients": gradients, "weights": {**weights, "overlap": True}, "ownership": "balanced", **adaptive}
 
 
