@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.services.agent.signs import AGENT, HOSTS, MEMORY, RESUME
 from deepspeed_compress.tools.bench.hosts import Cluster
 from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
 from tests.support.hosts import measures_links, needs_hosts
@@ -53,6 +54,31 @@ def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"ip \(package iproute2\), .*apt-get install"):
         check_machine()
+
+
+def test_hosts_say_nothing_that_only_an_agent_says() -> None:
+    """Checkpoints in memory read from these where copies go."""
+    assert {AGENT, HOSTS, MEMORY, RESUME}.isdisjoint(Cluster(2).environment(0))
+
+
+LISTEN = (
+    "import socket; server = socket.create_server(('', 5000)); print(flush=True); [server.accept() for _ in range(2)]"
+)
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=3)"
+
+
+@needs_hosts
+def test_a_link_that_is_cut_carries_nothing_until_it_is_mended() -> None:
+    with Cluster(2) as cluster:
+        reach = cluster.on(0, [sys.executable, "-c", CONNECT, cluster.address(1)])
+        with subprocess.Popen(cluster.on(1, [sys.executable, "-c", LISTEN]), stdout=subprocess.PIPE) as listening:
+            assert listening.stdout is not None
+            listening.stdout.readline()
+            assert subprocess.run(reach).returncode == 0
+            cluster.cut(1)
+            assert subprocess.run(reach, stderr=subprocess.DEVNULL).returncode == 1
+            cluster.mend(1)
+            assert subprocess.run(reach).returncode == 0
 
 
 @measures_links

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.services.rendezvous.client import Client, status
-from deepspeed_compress.services.rendezvous.server import StateFile
+from deepspeed_compress.services.rendezvous.server import StateFile, island_server
 from tests.support.coordinators import coordinator
 
 JOIN = {"kind": "join", "name": "x", "terms": {"timeout": 1.0}, "store": "a:1", "addresses": []}
@@ -34,6 +34,15 @@ def test_what_is_no_message_ends_its_connection_alone(line: bytes) -> None:
         client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
         assert client.number == 0
         client.leave()
+
+
+def test_one_whose_address_another_one_has_can_be_stopped_as_any() -> None:
+    """As that of an agent on each host but one."""
+    with coordinator() as address:
+        second = island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
+        with pytest.raises(OSError, match="in use"):
+            second.run()
+        second.stop()
 
 
 def test_others_who_are_ready_again_at_once_are_heard_of() -> None:

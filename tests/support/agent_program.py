@@ -1,6 +1,9 @@
 """A program that has not heard of this package but for where it begins: trains, says so, and keeps what came out.
 
 python agent_program.py --deepspeed FILE DIRECTORY STEPS
+
+In the environment: PAUSE, seconds after each step; STAGES, of a pipeline; HOLD, a step after which this waits as long
+as there is DIRECTORY/hold.
 """
 
 import argparse
@@ -24,6 +27,7 @@ parser.add_argument("steps", type=int)
 options = parser.parse_args()
 RANK = int(os.environ["RANK"])
 PAUSE = float(os.environ.get("PAUSE", "0"))
+HOLD = int(os.environ.get("HOLD", "0"))
 STAGES = int(os.environ.get("STAGES", "1"))
 
 
@@ -65,6 +69,8 @@ for step in range(engine.global_steps, options.steps):
     loss = train(x[mine], y[mine])
     say(step=step + 1, loss=float(loss.detach()))
     time.sleep(PAUSE)
+    while step + 1 == HOLD and (options.directory / "hold").exists():
+        time.sleep(0.01)
 values = []
 for parameter in engine.module.parameters():
     with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):

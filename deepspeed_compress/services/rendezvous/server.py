@@ -123,17 +123,18 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Until `stop`. `ready` is called when islands can connect."""
+        """Until `stop`. `ready` is called when islands can connect. OSError where `host`:`port` cannot be had."""
         asyncio.run(self._run(ready))
 
     def stop(self) -> None:
-        """From any thread."""
+        """From any thread. Nothing where it does not run."""
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(self._connected, self._host, self.port, limit=LONGEST)
+        # Where somebody else has the address there is nothing to stop, and no loop any more.
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.port = server.sockets[0].getsockname()[1]
         self._deliver()
         ready()

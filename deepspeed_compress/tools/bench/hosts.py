@@ -104,7 +104,7 @@ class Cluster:
         link = ("link", "add", DEVICE, "mtu", str(MTU), "type", "veth")
         ip(namespace, *link, "peer", "name", port, "netns", self._bridge, "mtu", str(MTU))
         ip(self._bridge, "link", "set", port, "master", "br0", "up")
-        ip(namespace, "addr", "add", f"{NETWORK}{host + 1}/24", "dev", DEVICE)
+        ip(namespace, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
         ip(namespace, "link", "set", DEVICE, "up")
         # Fair between the flows of one bridge, and the same on every machine.
         run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
@@ -140,19 +140,39 @@ class Cluster:
         exit_codes = tuple(process.returncode for process in processes)
         return Run(exit_codes, outputs, time.monotonic() - begin, failure)
 
-    def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def cut(self, host: int) -> None:
+        """The link of `host` goes down, as if its cable were pulled. What runs there goes on."""
+        ip(self._bridge, "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """The link of `host` is up again, with its rate."""
+        ip(self._bridge, "link", "set", f"port{host}", "up")
+
+    def on(self, host: int, command: Sequence[str]) -> list[str]:
+        """What runs `command` on `host`, pinned to one core, for those who start other programs on other hosts. The
+        process becomes `command`, which wants `environment(host)`."""
         cores = sorted(os.sched_getaffinity(0))
+        pinned = ["taskset", "-c", str(cores[host % len(cores)]), *command]
+        return ["ip", "netns", "exec", self.namespaces[host], *pinned]
+
+    def address(self, host: int) -> str:
+        """By which other hosts reach `host`."""
+        return f"{NETWORK}{host + 1}"
+
+    def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespaces[host], "taskset", "-c", str(cores[host % len(cores)]), *command],
-            env=os.environ | self._environment(host) | dict(environment),
+            self.on(host, command),
+            env=os.environ | self.environment(host) | dict(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def _environment(self, host: int) -> dict[str, str]:
-        ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts), "MASTER_ADDR": f"{NETWORK}1", "MASTER_PORT": "29500"}
+    def environment(self, host: int) -> dict[str, str]:
+        """Of the process on `host`: what the deepspeed launcher sets, and what has libraries use its link."""
+        ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts)}
+        ranks |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29500"}
         local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", HOSTS_VARIABLE: self.prefix}

@@ -34,7 +34,7 @@ PREFIX = "dscompress"
 """Namespaces are PREFIX + process id + "-" + host number, or "-bridge"."""
 NAMESPACES = Path("/run/netns")
 UNLIMITED = "none"
-HOSTS_VARIABLE = "DS_COMPRESS_HOSTS"
+HOSTS_VARIABLE = "DS_COMPRESS_EMULATED"
 """Of the environment of a process on an emulated host: how the namespaces of its cluster begin."""
 
 TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "taskset": "util-linux"})
