@@ -8,9 +8,9 @@ from functools import partial
 __all__ = ["integer_from", "port", "positive_integer", "positive_number", "rate", "share"]
 
 
-def integer_from(least: int) -> Callable[[str], int]:
-    """A type of integers of at least `least`."""
-    return partial(_integer, least=least, wanted=f"an integer from {least} up")
+def integer_from(least: int, why: str = "") -> Callable[[str], int]:
+    """A type of integers of at least `least`; `why` goes into the error."""
+    return partial(_integer, least=least, wanted=f"an integer from {least} up{why and f': {why}'}")
 
 
 def positive_integer(text: str) -> int:
@@ -64,6 +64,6 @@ def rate(text: str) -> float:
         value = float(match[1]) * factor[match[2]] if match else 0.0
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 100mbit or 10gbit")
     return value

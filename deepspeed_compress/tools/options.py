@@ -79,7 +79,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     islands.add_argument("--model", required=True, metavar="N|FILE", help=what)
     what = "of the link of an island, such as 100mbit"
     islands.add_argument("--bandwidth", type=rate, required=True, metavar="RATE", help=what)
-    islands.add_argument("--hosts", type=positive_integer, required=True, metavar="N", help="islands")
+    several = integer_from(2, "one island alone exchanges nothing")
+    islands.add_argument("--hosts", type=several, required=True, metavar="N", help="islands, from 2 up")
     what = "seconds of an optimizer step without exchanges (default: 1)"
     islands.add_argument("--step", type=positive_number, default=1.0, metavar="SECONDS", help=what)
 

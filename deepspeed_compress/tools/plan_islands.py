@@ -6,13 +6,23 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from deepspeed_compress.config import Islands, MethodConfig, expand, parse_section, read_ds_config
+from deepspeed_compress.config import (
+    Communication,
+    Islands,
+    MethodConfig,
+    expand,
+    parse_section,
+    read_ds_config,
+)
+from deepspeed_compress.config.durations import bit_rate
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
 __all__ = ["Plan", "fitting", "plans", "run"]
 
-_OWN = "/deepspeed_compress/islands/own"
+_OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 LOST = 0.05
 """Part of a step that exchanges may cost on average."""
@@ -30,24 +40,32 @@ class Plan:
 
 
 def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, step_seconds: float) -> list[Plan]:
-    """A plan for each of the usual intervals. `bandwidth`: bits a second, each way, of the link of an island.
+    """A plan for each of the usual intervals and the written one. `bandwidth`: bits a second, each way, of the link of
+    an island.
 
     Raises ConfigError where the size of a message is not known before it is made.
     """
     vector = parameters * (_bits(settings) + _bits_of_moments(settings)) / 8
+    intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
-        return _pushes(vector, islands, bandwidth, step_seconds)
+        return _pushes(vector, islands, bandwidth, step_seconds, intervals)
     # As in an all-reduce: what others own goes out, and the mean of what is owned to all others.
     size = 2 * (islands - 1) / islands * vector
     seconds = 8 * size / bandwidth
-    return [Plan(every, size / every, seconds, _ratio(settings, every, seconds, step_seconds)) for every in CANDIDATES]
+    return [Plan(every, size / every, seconds, _ratio(settings, every, seconds, step_seconds)) for every in intervals]
 
 
-def _pushes(vector: float, islands: int, bandwidth: float, step: float) -> list[Plan]:
+def written_steps(settings: Islands, step: float) -> int:
+    """`sync_every`; of a time the steps of `step` seconds that come next to it."""
+    time = settings.sync_seconds
+    return settings.sync_steps or (1 if time is None else max(1, round(time / step)))
+
+
+def _pushes(vector: float, islands: int, bandwidth: float, step: float, intervals: Sequence[int]) -> list[Plan]:
     """A push goes out and an answer comes back, which nobody waits for; the link of the server carries those of all.
     Where that is busy all the time, pushes are rarer than planned, in place of steps that take longer."""
     seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
-    return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in CANDIDATES]
+    return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in intervals]
 
 
 def _bits(settings: Islands) -> float:
@@ -94,14 +112,20 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f'{options.config}: /deepspeed_compress/islands is missing; write "islands": {{"by_host": true}}'
         )
+    _check_batch(ds_config, settings, options.hosts)
     parameters = _parameters(options.model, settings.own)
-    found = plans(settings, options.hosts, parameters, options.bandwidth, options.step)
-    title = f"{options.hosts} islands, {parameters:,} parameters, {options.bandwidth / 1e6:g} Mbit/s"
-    table = Table(title=title, title_justify="left")
+    rate = _rate(section.communication, options.bandwidth)
+    # Turns and delays do not fit into shorter ones, which are refused.
+    least = max(settings.fragments, settings.delay + 1)
+    found = [
+        plan for plan in plans(settings, options.hosts, parameters, rate, options.step) if plan.sync_every >= least
+    ]
+    written = written_steps(settings, options.step)
+    table = Table(title=_title(options, parameters, rate), title_justify="left")
     for head in ("sync_every", "MB a step", "seconds an exchange", "step against none"):
         table.add_column(head, justify="right")
     for plan in found:
-        mark = " <- written" if plan.sync_every == settings.sync_every else ""
+        mark = f" <- {_written(settings)}" if plan.sync_every == written else ""
         figures = (f"{plan.bytes_a_step / 1e6:.3g}", f"{plan.exchange_seconds:.3g}", f"{plan.step_ratio:.2f}{mark}")
         table.add_row(str(plan.sync_every), *figures)
     Console().print(table)
@@ -114,10 +138,38 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _written(settings: Islands) -> str:
+    return "written" if settings.sync_seconds is None else f'"{settings.sync_every}"'
+
+
+def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
+    cap = "" if rate == options.bandwidth else " (communication.max_rate)"
+    return f"{options.hosts} islands, {parameters:,} parameters, {rate / 1e6:g} Mbit/s{cap}"
+
+
+def _rate(communication: Communication, bandwidth: float) -> float:
+    """Bits a second that islands may use of their link."""
+    return bandwidth if communication.max_rate is None else min(bandwidth, bit_rate(communication.max_rate))
+
+
+def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) -> None:
+    """Raises ConfigError where the batch that is written is not one of so many islands of `size`."""
+    batch, micro, steps = (ds_config.get(key) for key in _BATCH)
+    if settings.size is None or not (isinstance(batch, int) and isinstance(micro, int) and isinstance(steps, int)):
+        return
+    ranks = batch / (micro * steps)
+    if ranks != settings.size * hosts:
+        raise ConfigError(
+            f"{_SIZE}: {settings.size}, of a batch that is written for {ranks:g} ranks ({', '.join(_BATCH)}), with "
+            f"--hosts {hosts} (allowed: size times hosts are those ranks); write another size, or --hosts with the "
+            "islands that there are, from 2 up"
+        )
+
+
 def _parameters(model: str, own: Sequence[str]) -> int:
     """Those that are exchanged, of a number such as 124M, or of the model of a config.json: all but what a pattern of
     `own` is found in the name of. Ranks that share layers hold some alike, which are exchanged once."""
-    match = re.fullmatch(r"([0-9.]+)([kmb]?)", model.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([kmb]?)", model.strip().lower())
     if match and not Path(model).exists():
         if own:
             raise ConfigError(
@@ -125,12 +177,21 @@ def _parameters(model: str, own: Sequence[str]) -> int:
                 "(allowed with it: config.json of a model); write --model config.json, or the number of the others "
                 "and no own"
             )
-        return round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
+        return _positive(round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]]), model)
     from deepspeed_compress.models import read_model_config
     from deepspeed_compress.models.skeleton import build_skeleton
 
     skeleton = build_skeleton(read_model_config(Path(model)))
     return _shared({name: parameter.numel() for name, parameter in skeleton.named_parameters()}, own)
+
+
+def _positive(parameters: int, model: str) -> int:
+    if not parameters:
+        raise ConfigError(
+            f"--model {model}: no parameters, so nothing is exchanged (allowed: a number from 1 up, or config.json of "
+            "a model); write --model 124M, for instance"
+        )
+    return parameters
 
 
 def _shared(sizes: Mapping[str, int], own: Sequence[str]) -> int:

@@ -252,3 +252,9 @@ def test_programs_see_what_torchrun_shows_them_and_their_exit_codes_are_heard(tm
     with Job([*base, str(program), "3"], tmp_path / "log") as job:
         assert job.wait() == 1
     assert "has ended with exit code 3, and all 1 restarts are used" in job.log
+    base[base.index("--restarts") + 1] = "10"
+    with Job([*base, str(program), "3"], tmp_path / "log") as job:
+        assert job.wait() == 1
+    assert "has ended with exit code 3, as 3 starts in a row have without a new step: no restart cures that" in job.log
+    assert "restart 2 of 10" in job.log
+    assert "restart 3 of 10" not in job.log

@@ -2,6 +2,7 @@
 
 import pytest
 
+from deepspeed_compress.services.agent.failures import HOPELESS
 from deepspeed_compress.services.agent.placement import Host, Placement, place
 from deepspeed_compress.services.agent.sizes import why_not
 from deepspeed_compress.services.agent.supervisor import LOST_AFTER, Supervisor, Terms
@@ -30,10 +31,16 @@ class Job:
     def last(self, name: str) -> dict:
         return self.said[name][-1]
 
-    def fail(self, name: str, slot: int = 0, steps: int = 0) -> None:
+    def fail(self, name: str, slot: int = 0, steps: int = 0, code: int | None = None) -> None:
         start = self.last(name)["start"]
         rank = self.last(name)["first"] + slot
-        self.say(name, "failed", start=start, rank=rank, slot=slot, how="was ended by SIGKILL", steps=steps)
+        how = "was ended by SIGKILL" if code is None else f"has ended with exit code {code}"
+        self.say(name, "failed", start=start, rank=rank, slot=slot, how=how, code=code, steps=steps)
+
+    def fail_alone(self, slot: int = 0, steps: int = 0, code: int | None = 1) -> None:
+        """At the only host, whose ranks are gone then."""
+        self.fail("1", slot, steps, code)
+        self.stopped("1", steps=steps)
 
     def stopped(self, *names: str, steps: int = 0) -> None:
         for name in names:
@@ -249,6 +256,97 @@ def test_a_slot_without_another_place_is_kept():
         job.fail("1", slot=1)
         job.stopped("1")
     assert job.last("1")["slots"] == [0, 1]
+
+
+def test_what_no_restart_cures_ends_the_job():
+    """Of an error that all ranks run into any of them may be the first that is seen."""
+    job = Job(restarts=9)
+    job.join("1")
+    for slot in (0, 1, 1):
+        assert job.last("1")["kind"] == "start"
+        job.fail_alone(slot, steps=7)
+    assert (job.last("1")["kind"], job.last("1")["code"]) == ("over", 1)
+    assert job.last("1")["why"] == (
+        "rank 1 on 10.0.0.1 has ended with exit code 1, as 3 starts in a row have without a new step: no restart cures "
+        "that; see its output above"
+    )
+
+
+def test_it_is_so_before_the_first_step_where_there_is_no_other_place():
+    job = Job(restarts=9, why_not=lambda ranks: "no")
+    job.join("1")
+    for _ in range(HOPELESS):
+        job.fail_alone(slot=1)
+    assert job.last("1")["kind"] == "over"
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [(7, None), (7, None), (7, None), (7, None)],
+        [(7, 1), (7, 1), (7, None), (7, 1), (7, 1)],
+        [(7, 1), (7, 1), (7, 3), (7, 1), (7, 1)],
+        [(7, 1), (7, 1), (8, 1), (8, 1)],
+        [(7, 1), (8, 1), (9, 1), (10, 1)],
+    ],
+    ids=["by signals", "a signal in between", "another exit code", "a new step", "new steps"],
+)
+def test_what_a_restart_may_cure_uses_restarts(failures):
+    job = Job(restarts=9)
+    job.join("1")
+    for steps, code in failures:
+        job.fail_alone(steps=steps, code=code)
+        assert job.last("1")["kind"] == "start"
+
+
+def test_a_slot_is_left_out_before_a_job_is_given_up():
+    job = Job(restarts=9)
+    job.join("1", slots=3)
+    for slots in ([0, 1], [0, 2]):
+        for _ in range(3):
+            assert job.last("1")["slots"] == slots
+            job.fail_alone(slot=slots[1])
+    assert job.last("1")["slots"] == [0], "fewer, since nothing speaks against it"
+    for _ in range(3):
+        assert job.last("1")["kind"] == "start"
+        job.fail_alone()
+    assert job.last("1")["kind"] == "over"
+
+
+def test_counting_begins_anew_when_hosts_come_or_go():
+    job = Job(hosts=2, restarts=9)
+    job.join("1")
+    job.join("2")
+
+    def fail():
+        job.fail("1", steps=7, code=1)
+        job.stopped("1", "2", steps=7)
+
+    fail()
+    fail()
+    job.join("3")
+    fail()
+    assert job.last("1")["kind"] == "start"
+    job.supervisor.lost("3", job.now)
+    fail()
+    assert job.last("1")["kind"] == "start"
+    fail()
+    assert job.last("1")["kind"] == "start"
+    fail()
+    assert job.last("1")["kind"] == "over"
+
+
+def test_a_rank_that_raises_because_another_was_killed_is_not_given_up():
+    """Whose end is heard of first is chance."""
+    job = Job(hosts=2, restarts=9)
+    job.join("1")
+    job.join("2")
+    for _ in range(4):
+        start = job.last("2")["start"]
+        job.fail("1", steps=7, code=1)
+        job.say("2", "failed", start=start, rank=2, slot=0, how="was ended by SIGKILL", code=None, steps=7)
+        job.stopped("1", "2", steps=7)
+        assert job.last("1")["kind"] == "start"
 
 
 HOSTS = [Host(name, (0, 1, 2, 3)) for name in "abc"]

@@ -7,6 +7,7 @@ and writes it into tests/doctor/runs/NAME. Those with a `rate` need root and ipr
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -24,7 +25,7 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Recording:
-    """A run of two ranks. `finds`: what the doctor must name first; None for a healthy one."""
+    """A run of a few ranks. `finds`: what the doctor must name first; None for a healthy one."""
 
     finds: str | None
     section: Mapping[str, Any]
@@ -35,6 +36,7 @@ class Recording:
     batch: int = 256
     steps: int = 60
     lr: float = 1e-3
+    ranks: int = 2
     rate: str | None = None
     """Of the links of emulated hosts, such as 100mbit; None for processes of one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +73,12 @@ def _comes_late(rank: int, step: int, kept: list[Any]) -> None:
 
 def _sleeps(rank: int, step: int, kept: list[Any]) -> None:
     if rank == 1:
-        time.sleep(0.03)
+        time.sleep(0.1)
+
+
+def _sleeps_by_turns(rank: int, step: int, kept: list[Any]) -> None:
+    if step // 2 % 2 == rank:
+        time.sleep(0.1)
 
 
 def _keeps(rank: int, step: int, kept: list[Any]) -> None:
@@ -167,6 +174,27 @@ RECORDINGS: Mapping[str, Recording] = {
         lr=1e-2,
         every=1,
     ),
+    "momentum-too-far": Recording(
+        "sync-every-too-long",
+        _with(_islands(4), outer={"optimizer": "nesterov", "lr": 1.0}),
+        stage=1,
+        width=128,
+        batch=1024,
+        steps=34,
+        lr=1e-2,
+        every=1,
+    ),
+    "islands-in-full": Recording(
+        "other-traffic",
+        {"gradients": INT4, "islands": {"size": 2, "sync_every": 1, "exchange": {"method": "none"}}},
+        stage=0,
+        ranks=4,
+        width=1536,
+        batch=32,
+        steps=24,
+        every=1,
+        rate="200mbit",
+    ),
     "late-island": Recording(
         "late-island",
         {"gradients": {"method": "none"}, "islands": {"sync_every": 5, "exchange": INT4, "elastic": IMPATIENT}},
@@ -179,6 +207,16 @@ RECORDINGS: Mapping[str, Recording] = {
         jobs=True,
     ),
     "healthy-islands": Recording(None, _islands(5), stage=1, width=128, batch=1024),
+    "late-by-turns": Recording("uneven-ranks", {"gradients": INT4}, step=_sleeps_by_turns),
+    "costly-transform": Recording(
+        "compression-bound", {"gradients": {"method": "demo"}}, extra=NO_MOMENTUM, width=1024, batch=64, steps=40
+    ),
+    "bad-data": Recording(
+        "skipped-steps",
+        {"gradients": INT4, **GUARD},
+        steps=56,
+        scale=lambda step: math.inf if step % 9 == 8 else 1.0,
+    ),
     "leak": Recording("memory-grows", {"gradients": INT4}, step=_keeps),
     "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
     "healthy-default": Recording(None, {}, batch=1024),
@@ -252,7 +290,7 @@ def make(name: str) -> None:
 def _on_machine(name: str, recording: Recording, directory: Path) -> None:
     from tests.support.forks import run_forks
 
-    _write_metrics(directory, recording, run_forks(2, train, name, str(directory), timeout=300)[0])
+    _write_metrics(directory, recording, run_forks(recording.ranks, train, name, str(directory), timeout=300)[0])
 
 
 def _as_jobs(name: str, recording: Recording, directory: Path) -> None:
@@ -270,7 +308,7 @@ def _on_hosts(name: str, recording: Recording, directory: Path) -> None:
 
     assert recording.rate is not None, "a recording on hosts has the rate of their links"
     command = [sys.executable, "-m", "tests.doctor.recordings", "--rank-of", name, "--directory", str(directory)]
-    with signals_as_exceptions(), Cluster(2, recording.rate) as cluster:
+    with signals_as_exceptions(), Cluster(recording.ranks, recording.rate) as cluster:
         run = cluster.run(command, recording.environment, timeout=300)
     if run.failure is not None:
         raise SystemExit(f"{name}: {run.failure}\n{run.outputs[0][-2000:]}\n{run.outputs[1][-2000:]}")
@@ -284,7 +322,8 @@ def _write_metrics(directory: Path, recording: Recording, losses: list[float]) -
         for step in range(recording.every, recording.steps + 1, recording.every)
     ]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (directory / "summary.json").write_text(json.dumps({"steps": recording.steps, "world_size": 2}) + "\n")
+    summary = {"steps": recording.steps, "world_size": recording.ranks}
+    (directory / "summary.json").write_text(json.dumps(summary) + "\n")
 
 
 def _record(source: Path, target: Path, recording: Recording) -> None:

@@ -51,7 +51,7 @@ def test_every_patch_is_valid(name: str) -> None:
         assert one.patch is None or find_problems(apply(diagnosis.case.run.config, one.patch)) == []
 
 
-WITHOUT = {"slow-kernels", "straggler", "memory-grows"}
+WITHOUT = {"slow-kernels", "straggler", "uneven-ranks", "memory-grows"}
 """No setting helps there."""
 
 
@@ -61,12 +61,7 @@ def test_a_cause_that_a_setting_cures_comes_with_a_patch(name: str) -> None:
 
 
 def test_causes_of_every_kind_are_recorded() -> None:
-    assert {rule.name for rule in RULES} - {recording.finds for recording in RECORDINGS.values()} == {
-        "skipped-steps",
-        "compression-bound",
-        "other-traffic",
-        "uneven-ranks",
-    }
+    assert {rule.name for rule in RULES} == {recording.finds for recording in RECORDINGS.values() if recording.finds}
 
 
 @pytest.mark.parametrize("name", sorted(RECORDINGS))

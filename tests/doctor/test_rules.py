@@ -27,6 +27,8 @@ def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times th
 ELASTIC = {"rendezvous": "head:29400"}
 ISLANDS = {"sync_every": 4, "elastic": ELASTIC}
 MOMENTUM = {**ISLANDS, "outer": {"optimizer": "nesterov", "lr": 0.7}}
+OVERSHOOT = {**ISLANDS, "outer": {"lr": 2.0}}
+IN_FULL = {**ISLANDS, "exchange": {"method": "none"}}
 PUSHING = {"sync_every": 4, "elastic": {**ELASTIC, "parameter_server": {}}}
 
 
@@ -40,6 +42,11 @@ def exchanging(cosine: float, every: int = 4) -> Callable[[int], dict[str, Any]]
 def sawtooth(rise: float) -> Callable[[int], float]:
     """Losses about 3 that fall for four steps, and rise where islands exchange."""
     return lambda step: 3 + rise * (1 - ((step - 1) % 4) / 3)
+
+
+def climbing(step: int) -> float:
+    """Losses that rise more where islands exchange than they fall between."""
+    return sawtooth(0.4)(step) + max(0, step - 20) // 4 * 0.3
 
 
 def late(count: int, kind: str = "islands_left_out") -> tuple[Any, ...]:
@@ -105,7 +112,11 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
         )
     ],
     "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
-    "other-traffic": [(run({"bytes_tensor": 100_000_000}), None)],
+    "other-traffic": [
+        (run({"bytes_tensor": 100_000_000}), None),
+        (run({"bytes_islands": 100_000_000}, config(islands=IN_FULL)), None),
+        (run({"bytes_islands": 100_000_000}, config(islands=ISLANDS)), None),
+    ],
     "straggler": [(run({"busy_ms_median": 200.0, "busy_ms_max": 226.0, "slowest_rank": 3}), None)],
     "uneven-ranks": [
         (run(lambda step: {"busy_ms_median": 150.0, "busy_ms_max": 215.0, "slowest_rank": step % 3}), None)
@@ -122,6 +133,7 @@ FAULTY: dict[str, list[tuple[Run, Any]]] = {
     "sync-every-too-long": [
         (run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))), None),
         (run(exchanging(0.5), config(islands=MOMENTUM), losses=losses(sawtooth(0.4))), None),
+        (run(exchanging(0.5), config(islands=MOMENTUM), losses=losses(climbing)), None),
     ],
     "late-island": [
         (run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(3)), None),
@@ -154,8 +166,10 @@ NEAR: dict[str, list[Run]] = {
         run(events=events(5, 2), ds_config=config(schedule={"warmup_steps": 9})),
     ],
     "skipped-steps": [
-        run(events=events(4, 4, "loss not finite"), steps=100),
-        run(events=events(2, 19, "loss not finite")),
+        # What is known of a loss when the next step is over, which is not skipped for it.
+        run(events=(*events(2, 50, "grad_norm not finite"), *events(7, 9, "loss not finite")), steps=100),
+        run(events=events(4, 4, "grad_norm not finite"), steps=100),
+        run(events=events(2, 19, "grad_norm not finite")),
     ],
     "nothing-compressed": [run({"bytes_raw": 2_400_000})],
     "never-in-force": [
@@ -291,6 +305,52 @@ def test_loss_beside_the_baseline() -> None:
 def test_waiting_for_a_straggler_is_not_waiting_for_the_network() -> None:
     late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
     assert names(run(late)) == ["straggler"]
+
+
+def test_waiting_for_ranks_that_are_late_by_turns_is_not_waiting_for_the_network() -> None:
+    """What a step says of other ranks is of the measured step before; the first says nothing."""
+
+    def turns(step: int) -> dict[str, Any]:
+        waits = {"communicate_ms": 150.0, "busy_ms": 100.0} if step % 2 else {"communicate_ms": 10.0, "busy_ms": 240.0}
+        others = {"busy_ms_median": 170.0, "busy_ms_max": 240.0} if step > 1 else dict.fromkeys(OTHERS)
+        return {**waits, **others}
+
+    assert names(run(turns)) == ["uneven-ranks"]
+
+
+OTHERS = ("busy_ms_median", "busy_ms_max", "slowest_rank")
+
+
+def test_a_straggler_is_found_where_the_first_step_knows_of_no_other_rank() -> None:
+    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(lambda step: {**late, **(dict.fromkeys(OTHERS) if step == 1 else {})})) == ["straggler"]
+
+
+@pytest.mark.parametrize(
+    ("section", "islands"),
+    [(ISLANDS, {"sync_every": 2}), (MOMENTUM, {"outer": {"lr": 0.35}}), (OVERSHOOT, {"outer": {"lr": 1.0}})],
+)
+@pytest.mark.parametrize(("course", "severity"), [(sawtooth(0.4), "warning"), (climbing, "error")])
+def test_steps_of_islands_that_go_too_far(section: Any, islands: Any, course: Any, severity: str) -> None:
+    """Also where the loss rises for good: then it is not the optimizer's rate that is too high."""
+    [one] = examine(run(exchanging(0.5), config(islands=section), losses=losses(course))).diagnostics
+    assert (one.name, one.severity) == ("sync-every-too-long", severity)
+    assert one.patch == {"deepspeed_compress": {"islands": islands}}
+
+
+def test_a_loss_that_is_not_finite_is_told_whatever_islands_do() -> None:
+    ended = losses(lambda step: math.nan if step > 38 else climbing(step))
+    found = names(run(exchanging(0.5), config(islands=MOMENTUM), losses=ended))
+    assert found[0] == "diverging"
+
+
+@pytest.mark.parametrize(
+    ("section", "islands"),
+    [(IN_FULL, {"exchange": {"method": "blockwise", "bits": 4}}), (ISLANDS, {"sync_every": 8})],
+)
+def test_what_islands_send_is_their_own_to_make_less(section: Any, islands: Any) -> None:
+    [one] = examine(run({"bytes_islands": 100_000_000}, config(islands=section))).diagnostics
+    assert one.patch == {"deepspeed_compress": {"islands": islands}}
 
 
 def test_other_remedies_for_the_network() -> None:

@@ -1,6 +1,7 @@
 import argparse
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from deepspeed_compress.config import Islands
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.tools.arguments import rate
 from deepspeed_compress.tools.plan import Interval, intervals
-from deepspeed_compress.tools.plan_islands import fitting, plans
+from deepspeed_compress.tools.plan_islands import CANDIDATES, fitting, plans
 
 SECTION: dict[str, Any] = {
     "gradients": {"method": "topk", "density": 0.01, "values": {"bits": 4}},
@@ -96,13 +97,94 @@ def test_the_command_for_islands(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "/deepspeed_compress/islands is missing" in capsys.readouterr().err
 
 
+def planned(file: Path, islands: Any, *options: str, **rest: Any) -> int:
+    """The exit code; a later one of two equal options counts."""
+    section = {"islands": islands, **rest.pop("section", {})}
+    file.write_text(json.dumps({"deepspeed_compress": section, **rest}))
+    usual = ["--model", "1M", "--hosts", "2", "--bandwidth", "100mbit"]
+    return main(["plan", "islands", str(file), *usual, *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--hosts", "1"), "argument --hosts: '1' is not an integer from 2 up: one island alone exchanges nothing"),
+        (("--bandwidth", "1e400"), "'1e400' is no rate"),
+        (("--bandwidth=-5mbit",), "'-5mbit' is no rate"),
+        (("--step", "0"), "'0' is not a positive number"),
+    ],
+)
+def test_what_makes_no_plan_is_wrong_usage(
+    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planned(tmp_path / "ds.json", {"size": 1}, *options)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("0", "--model 0: no parameters, so nothing is exchanged (allowed: a number from 1 up"),
+        ("0.0001k", "--model 0.0001k: no parameters"),
+        ("1.2.3M", "--model 1.2.3M: cannot be read"),
+    ],
+)
+def test_models_without_parameters(model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(tmp_path / "ds.json", {"size": 1}, "--model", model) == 1
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "row"), [(7, "7 .*<- written"), ("30 s", '60 .*<- "30 s"'), ("0.1 s", '1 .*<- "0.1 s"')]
+)
+def test_the_written_interval_is_planned(
+    sync_every: int | str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = {"size": 1} if isinstance(sync_every, int) else {"elastic": {"rendezvous": "head:29400"}}
+    assert planned(tmp_path / "ds.json", {**kind, "sync_every": sync_every}, "--step", "0.5") == 0
+    assert re.search(row, capsys.readouterr().out)
+
+
+def test_intervals_that_would_be_refused_are_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sync_every` 1 would cost nothing here."""
+    for settings, first in (({"fragments": 4}, 5), ({"fragments": 2, "delay": 9}, 10)):
+        assert planned(tmp_path / "ds.json", {"size": 1, **settings}, "--bandwidth", "9e15") == 0
+        output = capsys.readouterr().out
+        assert f"sync_every {first} costs" in output
+        rows = re.findall(r"^│ +([0-9]+) │", output, re.MULTILINE)
+        assert [int(row) for row in rows] == [one for one in CANDIDATES if one >= first]
+
+
+def test_a_capped_link_carries_what_the_cap_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"communication": {"max_rate": "10 Mbit/s"}}
+    assert planned(tmp_path / "ds.json", {"size": 1, "exchange": {"method": "none"}}, section=section) == 0
+    output = capsys.readouterr().out
+    assert "10 Mbit/s (communication.max_rate)" in output
+    assert re.search(r"│ +1 │ +4 │ +3.2 │", output)
+
+
+def test_islands_that_the_written_batch_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 samples, 8 on each rank at once, are of 8 ranks: one island of 8, two of 4."""
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+    assert planned(tmp_path / "ds.json", {"size": 8}, **batch) == 1
+    assert "/deepspeed_compress/islands/size: 8, of a batch that is written for 8 ranks" in capsys.readouterr().err
+    assert planned(tmp_path / "ds.json", {"size": 4}, **batch) == 0
+
+
+def test_second_moments_take_four_bytes_of_each_block() -> None:
+    found = (plans(islands(second_moments={"block_size": size}), 2, 1_000_000, 1e8, 1.0)[0] for size in (1, 128))
+    assert [plan.bytes_a_step for plan in found] == pytest.approx([8e6, 4e6 * (1 + 1 / 128)])
+
+
 def test_what_islands_keep_for_themselves_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     model, file = tmp_path / "config.json", tmp_path / "ds.json"
     model.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
 
-    def planned(own: list[str], size: str = str(model)) -> tuple[int, str]:
+    def of_model(own: list[str], size: str = str(model)) -> tuple[int, str]:
         file.write_text(json.dumps({"deepspeed_compress": {"islands": {"size": 2, "own": own}}}))
         code = main(["plan", "islands", str(file), "--model", size, "--hosts", "2", "--bandwidth", "1mbit"])
         captured = capsys.readouterr()
@@ -110,15 +192,15 @@ def test_what_islands_keep_for_themselves_is_not_planned(tmp_path: Path, capsys:
 
     # Two layers of 32 x (32 + 16 + 16 + 32) in attention, 3 x 32 x 48 after it and two norms; a norm, embedding, head.
     layers = 2 * (32 * 96 + 3 * 32 * 48 + 64)
-    assert f"{layers + 32 + 2 * 64 * 32:,} parameters" in planned([])[1]
-    assert f"{layers + 32 + 64 * 32:,} parameters" in planned(["lm_head"])[1]
+    assert f"{layers + 32 + 2 * 64 * 32:,} parameters" in of_model([])[1]
+    assert f"{layers + 32 + 64 * 32:,} parameters" in of_model(["lm_head"])[1]
     with pytest.warns(CompressWarning, match="own/1: 'heads' matches none of the 21 parameters"):
-        assert f"{layers + 32:,} parameters" in planned(["lm_head|embed", "heads"])[1]
+        assert f"{layers + 32:,} parameters" in of_model(["lm_head|embed", "heads"])[1]
     for own, size, text in (
         (["."], str(model), "names all 21 parameters"),
         (["lm_head"], "124M", "--model 124M does not tell"),
     ):
-        code, output = planned(own, size)
+        code, output = of_model(own, size)
         assert code == 1
         assert f"/deepspeed_compress/islands/own: {own}" in output
         assert text in output
@@ -129,7 +211,7 @@ def test_rates(text: str, bits: float) -> None:
     assert rate(text) == bits
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-1mbit", "0"])
+@pytest.mark.parametrize("text", ["", "fast", "-1mbit", "0", "1e400"])
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         rate(text)

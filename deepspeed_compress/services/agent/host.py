@@ -229,17 +229,21 @@ class Agent:
             self._workers.signal(signal.SIGKILL)
         bad = [one for one in ended if one.status and one.rank in start.slots]
         if bad and not start.stopping and not start.passing:
-            self._say_failed(start, bad[0])
+            self._say_failed(start, bad)
         if not self._workers.living and not start.told:
             self._say_ended(start, bad)
 
-    def _say_failed(self, start: _Start, ended: Ended) -> None:
+    def _say_failed(self, start: _Start, bad: Sequence[Ended]) -> None:
+        ended = bad[0]
+        # Where one was killed others may have raised for that alone.
+        code = ended.status if all(one.status > 0 for one in bad) else None
         self._say(
             "failed",
             start,
             rank=ended.rank,
             slot=start.slots[ended.rank],
             how=how_ended(ended.status),
+            code=code,
             steps=start.steps,
         )
         # Nothing but to be stopped is left for this start.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed_compress.services.agent.failures import EARLY, HOPELESS, Failure, hopeless, lost_slot
 from deepspeed_compress.services.agent.placement import Host, Placement, place
 from deepspeed_compress.services.rendezvous.wire import Message
 
@@ -18,8 +19,6 @@ __all__ = ["LOST_AFTER", "Supervisor", "Terms"]
 
 LOST_AFTER = 10.0
 """Seconds of silence after which a host counts as lost; agents that hear nothing end their ranks in half of it."""
-EARLY = 3
-"""Starts in a row that fail at one slot before their first step, after which that slot is left out."""
 FAILED, SIGNALLED = 1, 128
 """Exit codes of the job: of a failure; and what is added to the number of a signal that ended it."""
 
@@ -54,15 +53,6 @@ class _Member:
 
 
 @dataclass
-class _Failure:
-    """Why a start has ended, and which slot it was, if it was one. `early`: before a step of any rank."""
-
-    why: str
-    slot: tuple[str, int] | None = None
-    early: bool = False
-
-
-@dataclass
 class _State:
     """`phase`: "waiting" for hosts, "running", "stopping", "over". `steps`: most that any start has made, by the ranks'
     count; `step_seen`: whether this start has made one. `code`, `why`: how the job has ended, once it is over."""
@@ -77,7 +67,7 @@ class _State:
     step_seen: bool = False
     code: int = 0
     why: str = ""
-    failures: list[_Failure] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 class Supervisor:
@@ -137,14 +127,14 @@ class Supervisor:
         member = self._members.pop(name, None)
         if member is not None:
             if self._runs(name) and not member.done:
-                self._stop(_Failure(f"host {member.address} cannot be reached"))
+                self._stop(Failure(f"host {member.address} cannot be reached"))
             self._settle(now)
 
     def tick(self, now: float) -> None:
         for name in [name for name, one in self._members.items() if now - one.heard > LOST_AFTER]:
             self.lost(name, now)
         if self._state.phase == "running" and self._silent(now) > self._terms.hang:
-            self._stop(_Failure(f"no rank has given a sign of life for {self._terms.hang:g} s"))
+            self._stop(Failure(f"no rank has given a sign of life for {self._terms.hang:g} s"))
         self._settle(now)
 
     # What agents say.
@@ -172,7 +162,10 @@ class Supervisor:
         if message["start"] == self._state.start and self._runs(name):
             self._count(message["steps"])
             why = f"rank {message['rank']} on {self._members[name].address} {message['how']}"
-            self._stop(_Failure(why, (name, message["slot"])))
+            self._stop(Failure(why, (name, message["slot"]), message["code"]))
+        elif message["start"] == self._state.start and self._state.phase == "stopping" and message["code"] is None:
+            # That a rank was killed may be why the first that was heard of has raised.
+            self._state.failures[-1].code = None
 
     def _done(self, name: str, message: Message, now: float) -> None:
         if message["start"] == self._state.start:
@@ -197,7 +190,8 @@ class Supervisor:
         if state.phase == "running" and placed and all(one.done for one in placed.values()):
             self._finish(SIGNALLED + state.signal if state.signal else 0, "")
         if state.phase == "stopping" and all(one.stopped for one in placed.values()):
-            state.failures[-1].early = not state.step_seen
+            failure = state.failures[-1]
+            failure.early, failure.steps, failure.hosts = not state.step_seen, state.steps, tuple(self._hosts())
             self._begin_again(now)
         if state.phase == "waiting":
             self._start_if_possible(now)
@@ -208,8 +202,10 @@ class Supervisor:
             self._finish(SIGNALLED + state.signal, "")
         elif state.restarts == self._terms.restarts:
             self._finish(FAILED, f"{failure.why}, and all {state.restarts} restarts are used")
+        elif not self._give_up_slot() and hopeless(state.failures):
+            text = f"as {HOPELESS} starts in a row have without a new step: no restart cures that; see its output above"
+            self._finish(FAILED, f"{failure.why}, {text}")
         else:
-            self._give_up_slot()
             state.restarts += 1
             state.phase, state.since = "waiting", now
 
@@ -259,26 +255,26 @@ class Supervisor:
         if state.restarts:
             self._tell(f"restart {state.restarts} of {self._terms.restarts}, with {placement.world} ranks")
 
-    def _stop(self, failure: _Failure) -> None:
+    def _stop(self, failure: Failure) -> None:
         state = self._state
         state.phase = "stopping"
         state.failures.append(failure)
         self._tell(f"{failure.why}; after {state.steps} steps")
         self._say_to_placed({"kind": "stop"})
 
-    def _give_up_slot(self) -> None:
+    def _give_up_slot(self) -> bool:
         """A slot where start after start fails before its first step is lost, if there is another place."""
-        last = self._state.failures[-EARLY:]
-        slot = last[0].slot
-        alike = len(last) == EARLY and all(one.early and one.slot == slot for one in last)
-        if slot is None or not alike or slot[0] not in self._members:
-            return
+        slot = lost_slot(self._state.failures)
+        if slot is None or slot[0] not in self._members:
+            return False
         without = {host.name: host for host in self._hosts()}
         without[slot[0]] = Host(slot[0], tuple(one for one in without[slot[0]].slots if one != slot[1]))
-        if self._place(list(without.values())) is not None:
-            member = self._members[slot[0]]
-            member.slots = without[slot[0]].slots
-            self._tell(f"slot {slot[1]} of {member.address} is left out: {EARLY} starts in a row have failed there")
+        if self._place(list(without.values())) is None:
+            return False
+        member = self._members[slot[0]]
+        member.slots = without[slot[0]].slots
+        self._tell(f"slot {slot[1]} of {member.address} is left out: {EARLY} starts in a row have failed there")
+        return True
 
     def _finish(self, code: int, why: str) -> None:
         if not code and not self._state.steps:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec
 
@@ -25,7 +26,7 @@ OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 class Times:
     """Median milliseconds of a step on the reporting rank.
 
-    `wait`: for messages, without what the rank waits for a straggler. `cost`: encoding and decoding.
+    `wait`: for messages, without what the rank waits for late ones. `cost`: encoding and decoding.
     """
 
     step: float
@@ -95,12 +96,19 @@ class Case:
         )
 
     def _wait(self, line: Line) -> float:
-        """Milliseconds in communication; on other ranks than a straggler, less those in which it let them wait."""
-        waited, late = float(line["communicate_ms"]), 0.0
+        """Milliseconds in communication, less those in which a straggler, or ranks that are late by turns, let this one
+        wait."""
         slowest = self.slowest
-        if slowest is not None and slowest.always and line.get("busy_ms") is not None:
-            late = line["busy_ms_max"] - line["busy_ms"]
-        return max(0.0, waited - late)
+        uneven = slowest is not None and (slowest.always or slowest.behind >= self.limits.noise)
+        return max(0.0, float(line["communicate_ms"]) - (self._ahead.get(line["step"], 0.0) if uneven else 0.0))
+
+    @cached_property
+    def _ahead(self) -> Mapping[int, float]:
+        """By step: milliseconds for which the slowest rank was busy longer than this one, which the measured step after
+        it tells."""
+        pairs = pairwise(self.run.steps)
+        told = [(line["step"], line.get("busy_ms"), after.get("busy_ms_max")) for line, after in pairs]
+        return {step: slowest - own for step, own, slowest in told if own is not None and slowest is not None}
 
     @cached_property
     def slowest(self) -> "Slowest | None":

@@ -119,8 +119,10 @@ def skipped_steps(case: Case) -> Iterator[Diagnostic]:
 
 
 def _skipped_steps(case: Case) -> list[int]:
-    """By events, and by a gradient norm that is missing where others are there."""
-    found = {event["step"] for event in case.run.events or () if event["kind"] == "anomaly" and _not_finite(event)}
+    """By events, and by a gradient norm that is missing where others are there. A loss that was not finite is told a
+    step later, and skips none."""
+    anomalies = [event for event in case.run.events or () if event["kind"] == "anomaly"]
+    found = {event["step"] for event in anomalies if "grad_norm not finite" in str(event.get("reason", ""))}
     if case.values("grad_norm", case.run.steps):
         found |= {line["step"] for line in case.run.steps if "grad_norm" in line and line["grad_norm"] is None}
     return sorted(step for step in found if step > case.limits.skipped_from)

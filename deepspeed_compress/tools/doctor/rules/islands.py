@@ -1,14 +1,15 @@
 """Islands: whether they move alike, exchange often enough, and are there when others exchange."""
 
-import math
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import SAMPLES, Case
+from deepspeed_compress.tools.doctor.exchanges import after_exchanges, rise_at_exchanges
 from deepspeed_compress.tools.doctor.patches import with_section
 from deepspeed_compress.tools.doctor.rule import rule
+from deepspeed_compress.tools.doctor.rules.learning import risen
 
 _LATE = frozenset({"islands_left_out", "islands_renewed"})
 
@@ -37,33 +38,28 @@ def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
 
 @rule(
     name="sync-every-too-long",
-    severity="warning",
+    severity=None,
     summary="whether the loss rises where islands exchange",
     needs=("islands", "losses"),
 )
 def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
-    """A mean of weights that have gone too far is worse than each. At the start all gain: in the later half."""
-    losses = dict(case.run.losses)
-    # Bytes of an exchange are counted with the step that follows it.
-    pairs = [(losses[step - 1], losses[step]) for step in _exchanges(case) if {step - 1, step} <= losses.keys()]
-    pairs = [(before, after) for before, after in pairs if math.isfinite(after - before)]
-    late = pairs[len(pairs) // 2 :]
-    if len(late) < SAMPLES:
-        return
-    rises = [after - before for before, after in late]
-    rise, usual = statistics.fmean(rises), statistics.median(before for before, _ in late)
-    # Not the noise of all losses, which would count how they fall again after an exchange.
-    error = statistics.stdev(rises) / math.sqrt(len(rises))
-    if rise < case.limits.rise * usual or rise < case.limits.sigmas * error:
+    """A mean of weights that have gone too far is worse than each, and so is a step beyond it."""
+    rise = rise_at_exchanges(case)
+    if rise is None:
         return
     yield Diagnostic(
         at_steps(*case.span),
-        f"The loss rises by {rise:.3g} where islands exchange: they have gone too far for a good mean",
+        f"The loss rises by {rise.mean:.3g} where islands exchange: they have gone too far for a good mean",
         "Exchange more often, or halve the learning rate: islands drift by about the product of the two. Where outer "
-        "has a momentum, halve its lr first.",
+        "goes beyond their mean, by a momentum or an lr above 1, halve its lr first.",
         patch=_smaller_steps(case) or _more_often(case),
-        evidence={"rise of the loss at an exchange": rise, "loss before": usual, "exchanges": len(rises)},
-        weight=min(1.0, rise / usual),
+        evidence={
+            "rise of the loss at an exchange": rise.mean,
+            "loss before": rise.before,
+            "exchanges": rise.exchanges,
+        },
+        severity="warning" if risen(case) is None else "error",
+        weight=min(1.0, rise.mean / rise.before),
     )
 
 
@@ -76,7 +72,7 @@ def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
 def late_island(case: Case) -> Iterator[Diagnostic]:
     late = [event for event in case.run.events or () if event["kind"] in _LATE]
     every = case.run.section.monitor.every if case.run.section is not None else 1
-    taken = every * len(_exchanges(case))
+    taken = every * len(after_exchanges(case))
     if len(late) < case.limits.anomalies or len(late) < case.limits.late * (len(late) + taken):
         return
     yield Diagnostic(
@@ -89,11 +85,6 @@ def late_island(case: Case) -> Iterator[Diagnostic]:
     )
 
 
-def _exchanges(case: Case) -> list[int]:
-    """Measured steps that follow an exchange."""
-    return [line["step"] for line in case.run.steps if line.get("bytes_islands")]
-
-
 def _more_often(case: Case) -> dict[str, Any] | None:
     islands = case.run.section.islands if case.run.section is not None else None
     every = islands.sync_steps if islands is not None else None
@@ -103,9 +94,9 @@ def _more_often(case: Case) -> dict[str, Any] | None:
 
 
 def _smaller_steps(case: Case) -> dict[str, Any] | None:
-    """Of a momentum between islands, which goes beyond what they have moved."""
+    """Between islands, where `outer` goes beyond what they have moved."""
     islands = case.run.section.islands if case.run.section is not None else None
-    if islands is None or islands.outer.optimizer != "nesterov":
+    if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
         return None
     return case.patch(with_section, {"islands": {"outer": {"lr": islands.outer.lr / 2}}})
 

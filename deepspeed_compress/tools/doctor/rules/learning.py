@@ -11,6 +11,7 @@ from deepspeed_compress.config.methods import SparseConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.diagnostics import Diagnostic, Severity, at_steps
 from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.exchanges import rise_at_exchanges
 from deepspeed_compress.tools.doctor.ladders import forgets, softer
 from deepspeed_compress.tools.doctor.patches import slower, with_gradients
 from deepspeed_compress.tools.doctor.rule import rule
@@ -148,7 +149,8 @@ _SIGNS = (_lost_for_ever, _withheld, _growing, _unlike, _behind)
     needs=("losses",),
 )
 def diverging(case: Case) -> Iterator[Diagnostic]:
-    found = _not_finite(case) or _risen(case)
+    """Where the loss rises at exchanges between islands `sync-every-too-long` says so: another rate is wrong there."""
+    found = _not_finite(case) or (risen(case) if rise_at_exchanges(case) is None else None)
     if found is None:
         return
     began, what, figures = found
@@ -173,7 +175,8 @@ def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
     return case.run.losses[-trailing][0], "is not finite", {"last finite loss": before}
 
 
-def _risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
+def risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
+    """From which step on the loss rises for good, in words, and figures; None where it does not."""
     points = [(step, loss) for step, loss in case.run.losses if math.isfinite(loss)]
     if len(points) < case.limits.lines:
         return None

@@ -1,6 +1,7 @@
 """What else a rank sends than compressed gradients."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from deepspeed_compress.diagnostics import Diagnostic, at_steps
 from deepspeed_compress.tools.doctor.case import OTHER_KINDS, Case
@@ -51,14 +52,32 @@ def other_traffic(case: Case) -> Iterator[Diagnostic]:
     share = sum(case.traffic.get(kind, 0.0) for kind in OTHER_KINDS) / (sum(case.traffic.values()) or 1.0)
     taken = _part_of_step(case, OTHER_KINDS)
     if share >= case.limits.most and taken >= case.limits.wait:
+        remedy, patch = _less_of_it(case)
         yield Diagnostic(
             at_steps(*case.span),
             f"{share:.0%} of what a rank sends is neither gradients nor weights, so compressing these more is no help",
-            "Put ranks that share layers on one node, or divide the model among fewer: parallelism.tensor and "
-            "parallelism.pipeline smaller, ZeRO in their place.",
+            remedy,
+            patch=patch,
             evidence={**_sizes(case), "time for it at the rate of the gradients, part of a step": taken},
             weight=taken,
         )
+
+
+def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
+    """Of what is most of it."""
+    islands = case.run.section.islands if case.run.section is not None else None
+    sizes = {kind: case.traffic.get(kind, 0.0) for kind in OTHER_KINDS}
+    if islands is None or max(sizes, key=sizes.__getitem__) != "bytes_islands":
+        return (
+            "Put ranks that share layers on one node, or divide the model among fewer: parallelism.tensor and "
+            "parallelism.pipeline smaller, ZeRO in their place.",
+            None,
+        )
+    if islands.exchange.method == "none":
+        what = "Let islands exchange 4 bits of each element, which costs no accuracy that could be measured, or rarely."
+        return what, case.patch(with_section, {"islands": {"exchange": {"method": "blockwise", "bits": 4}}})
+    rarely = None if islands.sync_steps is None else {"islands": {"sync_every": 2 * islands.sync_steps}}
+    return "Let islands exchange half as often.", None if rarely is None else case.patch(with_section, rarely)
 
 
 def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
