@@ -23,6 +23,7 @@ from deepspeed_compress.communication.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.islands.alike import check_masters_alike, forget_not_finite, share_frozen
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
@@ -97,7 +98,7 @@ class _Files:
         if not given["save_dir"]:
             return original(**given)
         self.exchange.finish()
-        base, tag = _base(given["save_dir"]), str(given.get("tag") or f"global_step{self.engine.global_steps}")
+        base, tag = _base(given["save_dir"]), tag_of(self.engine, given.get("tag"))
         mine = _directory(base, self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
         problems = on_all_ranks(partial(self._save_state, base / tag))
@@ -114,8 +115,8 @@ class _Files:
         given = inspect.signature(original).bind(*args, **options).arguments
         self.exchange.forget()
         base = _base(given["load_dir"])
-        tag = given.get("tag") or _latest(base)
-        islands = 1 if tag is None else _saved_islands(base / str(tag))
+        tag = _latest(base) if given.get("tag") is None else str(given["tag"])
+        islands = 1 if tag is None else _saved_islands(base / tag)
         if not self.engine.load_universal_checkpoint():
             # Each directory has a `latest` of its own, and that of an island that was not there is older.
             given["tag"] = tag
