@@ -224,6 +224,26 @@ def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
     assert run_forks(2, train_on, str(tmp_path), 0.0, timeout=60) == [(False, True)] * 2
 
 
+def save_much_of_the_program(rank: int, directory: str) -> bool:
+    """Whether the second checkpoint was on its way while the first was being written."""
+    engine, batches = start(job(1, max_rate="300 kB/s")), data(rank, job())
+    for step in (0, 1):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory, client_state={"seen": bytes(600_000)})
+    engine.compression.saving.before_step()
+    before = Path(directory, "latest").exists()
+    engine.destroy()
+    return before
+
+
+def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
+    """More than the connection to the process that writes holds, which reads of the next when it has written the
+    first."""
+    assert run_forks(2, save_much_of_the_program, str(tmp_path), timeout=60) == [False, False]
+    found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert found["seen"] == bytes(600_000)
+
+
 def die(rank: int, directory: str) -> None:
     one = job(1, max_rate="50 kB/s")
     batches, engine = data(rank, one), start(one)
