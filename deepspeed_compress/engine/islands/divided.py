@@ -5,10 +5,13 @@ goes wrong by itself is put right here: samplers, the first weights, and files t
 other.
 """
 
+import atexit
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +63,21 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     session.patches.wrap(engine, "save_checkpoint", files.save)
     session.patches.wrap(engine, "load_checkpoint", files.load)
     exchange.start()
+    # Most programs destroy nothing.
+    end = partial(_end, weakref.ref(exchange))
+    atexit.register(end)
+    session.patches.precede(engine, "destroy", end)
+    session.patches.on_undo(end)
     return exchange
+
+
+def _end(exchange: "weakref.ref[IslandExchange]") -> None:
+    """What is on its way is waited for: a slower island cannot take it from one that is gone."""
+    found = exchange()
+    if found is not None:
+        # Others may have failed, which they say themselves.
+        with suppress(RuntimeError):
+            found.forget()
 
 
 def _over_all_ranks(
