@@ -122,8 +122,12 @@ def write_list(place: Path, listed: FileList) -> None:
 
 
 def unlist(save: Save, rank: int) -> None:
-    """Before files of the same tag are replaced."""
+    """Before files of the same tag are replaced. The first rank does it for those that a save of more ranks had."""
     list_file(save.place, rank).unlink(missing_ok=True)
+    if not rank:
+        ours = {list_file(save.place, other) for other in range(save.world)}
+        for file in set(list_paths(save.place)) - ours:
+            file.unlink(missing_ok=True)
 
 
 def check_place(save: Save) -> None:
@@ -214,6 +218,9 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
 
     Of the lists, those numbered `part`, `part + parts` ... are compared with their files, so that ranks share the work.
     """
+    if not place.is_dir():
+        yield f"{place} is missing"
+        return
     try:
         lists = read_lists(place)
     except StateError as error:

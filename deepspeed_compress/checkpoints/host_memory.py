@@ -55,7 +55,7 @@ def job_directory(job: str) -> Path:
     """Where this host keeps what is in memory of `job`; nobody but this user may read it. Raises StateError where
     somebody else has made it, or may."""
     named = os.environ.get(ENVIRONMENT)
-    base = Path(named) if named else _SHARED_MEMORY / f"deepspeed_compress_{os.getuid()}"
+    base = Path(named).absolute() if named else _SHARED_MEMORY / f"deepspeed_compress_{os.getuid()}"
     for place in (base, base / job):
         _make_private(place)
     return base / job

@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,10 +51,11 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the process that writes is told of a snapshot: `size` bytes of memory, and the calls, each pickled."""
+    """What the process that writes is told of a snapshot: `size` bytes of memory, and in which of them each call is,
+    pickled. It may be reading of another one still, so this is short: whoever tells it would wait."""
 
     size: int
-    calls: tuple[bytes, ...]
+    calls: tuple[slice, ...]
 
 
 NOTHING = Kept(0, ())
@@ -138,7 +140,9 @@ class Snapshot:
 
     def copy(self) -> None:
         """Copy all tensors. They may be changed then, though copies may be under way until `finish`."""
-        memory = self._memory.reserve(self._end)
+        memory = self._memory.reserve(self._size)
+        for place, call in zip(self._places, self._calls, strict=True):
+            memory[place] = call
         self._copies.begin([(slot.tensor(memory), tensor) for slot, tensor in self._waiting])
         self._waiting.clear()
 
@@ -148,7 +152,17 @@ class Snapshot:
 
     def kept(self) -> Kept:
         """How the calls are read, when everything has been copied."""
-        return Kept(len(self._memory.reserve(self._end)), tuple(self._calls))
+        return Kept(len(self._memory.reserve(self._size)), tuple(self._places))
+
+    @property
+    def _size(self) -> int:
+        return self._end + sum(map(len, self._calls))
+
+    @property
+    def _places(self) -> list[slice]:
+        """Of the calls, behind all tensors."""
+        ends = list(accumulate(map(len, self._calls), initial=self._end))
+        return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def place(self, tensor: Tensor) -> _Slot:
         """Where `tensor` will lie; the same tensor lies in one place."""
@@ -191,4 +205,4 @@ def read_calls(kept: Kept, descriptor: int) -> Iterator[Call]:
     """The calls of a snapshot, in the process that writes."""
     if kept.calls:
         memory = mmap.mmap(descriptor, kept.size)
-        yield from (_Unpickler(io.BytesIO(pickled), memory).load() for pickled in kept.calls)
+        yield from (_Unpickler(io.BytesIO(memory[place]), memory).load() for place in kept.calls)

@@ -27,13 +27,18 @@ class Leaving:
         self.listens = False
         self.tell: Callable[[bool], None] = lambda listens: None
         """Hears when `listens` changes."""
+        self._former: Leaving | None = None
+        """Of an engine that was made before, and hears of it too."""
 
     def listen(self) -> None:
         """From now on SIGTERM does not end this process. A program that has its own way with it keeps that, and a
         CompressWarning says so; so does one whose engine is not made in its main thread."""
         if self.listens:
             return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        former = getattr(handler, "__self__", None)
+        self._former = former if isinstance(former, Leaving) else None
+        if (handler is not signal.SIG_DFL and self._former is None) or not _in_main_thread():
             what = (
                 "the program handles SIGTERM itself, or makes its engine in a thread: it saves by itself, or not at all"
             )
@@ -47,12 +52,20 @@ class Leaving:
     def listen_no_more(self) -> None:
         """SIGTERM is as before, unless the program has taken it over since."""
         if self.listens and _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._hear:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._before())
         self.listens = False
         self.tell(False)
 
+    def _before(self) -> "signal.Handlers | Callable[[int, FrameType | None], None]":
+        """Who heard of it before, and still listens."""
+        if self._former is None:
+            return signal.SIG_DFL
+        return self._former._hear if self._former.listens else self._former._before()
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        if self._former is not None:
+            self._former._hear(number, frame)
 
 
 def _in_main_thread() -> bool:

@@ -83,8 +83,12 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
         if section is None:
             return original(self, resume_from_checkpoint, *args, **options)
         with resuming_by_trainer(section) as asked:
-            unsaid = asked and resume_from_checkpoint is None
-            chosen = last_whole(Path(self.args.output_dir)) if unsaid else resume_from_checkpoint
+            chosen = resume_from_checkpoint
+            if chosen is True and section.get("checkpointing") is not None:
+                # The newest may have been on its way when training was ended. Trainer says where there is none at all.
+                chosen = last_whole(Path(self.args.output_dir)) or True
+            elif chosen is None and asked:
+                chosen = last_whole(Path(self.args.output_dir))
             result = original(self, chosen, *args, **options)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, CompressionCallback):

@@ -46,6 +46,13 @@ def test_the_same_tag_again_is_not_whole_before_all_have_written_again(tmp_path)
     assert any("of 2 saves" in problem for problem in find_problems(again.place))
 
 
+def test_the_same_tag_again_from_fewer_ranks_is_whole(tmp_path):
+    write(replace(save(tmp_path, 4), world=3), ranks=(0, 1, 2))
+    again = write(Save(tmp_path, "global_step4", "other", 1, 4, WORLD))
+    assert find_missing(again) == []
+    assert list(find_problems(again.place)) == []
+
+
 def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_path):
     first = write(save(tmp_path, 4), ranks=(0,))
     second = replace(first, number=5)

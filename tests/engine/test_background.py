@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -223,6 +224,26 @@ def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
     assert run_forks(2, train_on, str(tmp_path), 0.0, timeout=60) == [(False, True)] * 2
 
 
+def save_much_of_the_program(rank: int, directory: str) -> bool:
+    """Whether the second checkpoint was on its way while the first was being written."""
+    engine, batches = start(job(1, max_rate="300 kB/s")), data(rank, job())
+    for step in (0, 1):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory, client_state={"seen": bytes(600_000)})
+    engine.compression.saving.before_step()
+    before = Path(directory, "latest").exists()
+    engine.destroy()
+    return before
+
+
+def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
+    """More than the connection to the process that writes holds, which reads of the next when it has written the
+    first."""
+    assert run_forks(2, save_much_of_the_program, str(tmp_path), timeout=60) == [False, False]
+    found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert found["seen"] == bytes(600_000)
+
+
 def die(rank: int, directory: str) -> None:
     one = job(1, max_rate="50 kB/s")
     batches, engine = data(rank, one), start(one)
@@ -439,3 +460,67 @@ def test_another_job_that_saves_there_is_refused_on_all_ranks(tmp_path):
         run_forks(2, start_and_end, str(tmp_path))
     assert str(raised.value).count("ConfigError: /deepspeed_compress/checkpointing/directory: ") == 2
     run_forks(2, start_and_end, str(tmp_path))
+
+
+def save_the_same_tag(rank: int, directory: str, checkpointing: bool) -> None:
+    section = SECTION if checkpointing else {"gradients": SECTION["gradients"]}
+    engine = start(Job(1, section))
+    if Path(directory, "latest").exists():
+        engine.load_checkpoint(directory)
+    run(engine, data(rank, job())[:1])
+    engine.save_checkpoint(directory, tag="last")
+    engine.destroy()
+
+
+def load_the_same_tag(rank: int, directory: str) -> str:
+    return str(start(job()).load_checkpoint(directory)[0])
+
+
+def test_a_tag_that_other_ranks_and_other_settings_have_saved_is_saved_again(tmp_path):
+    """By fewer ranks, and by a run without `checkpointing`: both leave lists of files that are no more."""
+    for ranks, checkpointing in ((3, True), (2, True), (2, False)):
+        run_forks(ranks, save_the_same_tag, str(tmp_path), checkpointing)
+        found = run_forks(2, load_the_same_tag, str(tmp_path))
+        assert all(path.startswith(str(tmp_path / "last")) for path in found)
+
+
+def lose_what_latest_names(rank: int, directory: str) -> tuple:
+    engine, batches = start(job()), data(rank, job())
+    for tag in (0, 1):
+        run(engine, batches[tag : tag + 1])
+        engine.save_checkpoint(directory, tag=tag)
+    assert engine.load_checkpoint(directory, tag=1)[0] is not None
+    dist.barrier()
+    if not rank:
+        shutil.rmtree(Path(directory, "1"))
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = engine.load_checkpoint(directory)[0]
+    return Path(path).parent.name, [str(one.message) for one in caught if "1 is missing" in str(one.message)]
+
+
+def test_a_checkpoint_that_was_removed_is_told_of_and_the_one_before_taken(tmp_path):
+    """Tags are numbers, which DeepSpeed takes."""
+    for tag, told in run_forks(2, lose_what_latest_names, str(tmp_path)):
+        assert tag == "0"
+        assert len(told) == 1
+
+
+def go_elsewhere(rank: int, directory: str) -> list[str]:
+    os.chdir(Path(directory, "first"))
+    engine, batches = start(job(every=2, directory="own", keep=1)), data(rank, job())
+    os.chdir(Path(directory, "second"))
+    run(engine, batches[:2])
+    engine.save_checkpoint("asked for")
+    engine.compression.saving.wait()
+    engine.destroy()
+    return [str(found.relative_to(directory)) for found in sorted(Path(directory).rglob("latest"))]
+
+
+def test_relative_directories_are_those_of_the_program(tmp_path):
+    """That of the section is where the engine was made."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    expected = ["first/own/latest", "second/asked for/latest"]
+    assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]

@@ -128,12 +128,12 @@ def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
 
 
 def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
-    """The second island saves later than the first one."""
+    """The second island saves later than the first one. The tag is a number."""
     become_island(rank, 1, ports)
     engine, batches = start(job), cycle(data(rank, job))
     exchange = engine.compression.islands.exchange
     run_until(engine, batches, 2 + rank)
-    engine.save_checkpoint(directories[rank])
+    engine.save_checkpoint(directories[rank], tag=0)
     version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
     run_until(engine, batches, 1 + len(directories))
     engine.destroy()

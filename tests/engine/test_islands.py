@@ -1,5 +1,7 @@
 """Islands of ranks that train by themselves: against DeepSpeed alone and data parallelism, saved and resumed."""
 
+import atexit
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +16,7 @@ from deepspeed.utils import groups
 
 import deepspeed_compress
 from deepspeed_compress.config import SECTION, find_problems, parse_section
+from deepspeed_compress.engine.islands import divided
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
@@ -374,6 +377,48 @@ def test_islands_may_be_more_or_fewer_when_resumed(saved: int, loaded: int, tmp_
     run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
     ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
     assert all(one == ranks[0] for one in ranks)
+
+
+def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
+    engine = start(job)
+    engine.save_checkpoint(directory, tag=0)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory, tag=1)
+    path, _ = engine.load_checkpoint(directory, tag=0)
+    return [Path(path).parent.name, str(engine.global_steps)]
+
+
+def test_a_tag_may_be_zero(tmp_path: Path) -> None:
+    assert run_forks(2, save_by_epoch, Job(1, section=section(size=1)), str(tmp_path)) == [["0", "0"]] * 2
+    assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
+
+
+def be_slower(rank: int, job: Job, ending: str) -> int:
+    """Each island by itself: the second one takes longer, and both end with an exchange on its way."""
+    ends: list[Any] = []
+    atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
+    engine = start(job)
+    for batch in data(rank, job):
+        time.sleep(0.4 * rank)
+        run(engine, [batch])
+    match ending:
+        case "destroy":
+            engine.destroy()
+        case "detach":
+            deepspeed_compress.detach(engine)
+        case "exit":
+            # As programs do, and then the interpreter, but not in a process that was forked.
+            dist.destroy_process_group()
+            for work in ends:
+                if getattr(work, "func", None) is divided._end:
+                    work()
+    return int(engine.global_steps)
+
+
+@pytest.mark.parametrize("ending", ["destroy", "detach", "exit"])
+def test_an_island_that_is_done_first_waits_for_what_is_on_its_way(ending: str) -> None:
+    job = Job(1, section=section(size=1, sync_every=4, delay=3, exchange={"method": "blockwise", "bits": 4}))
+    assert run_forks(2, be_slower, job, ending) == [job.steps] * 2
 
 
 def from_plain(rank: int, alone: Job, divided: Job, directory: str) -> list[dict[str, list[float]]]:

@@ -113,5 +113,10 @@ def test_checkpoints_written_beside_training(stage: int, tmp_path: Path) -> None
     # One more than asked for: the newest is not whole yet when Trainer removes others.
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
     assert list(find_problems(tmp_path / "checkpoint-8" / "global_step8")) == []
-    resumed = run_forks(2, train, replace(job, resume=True, args={**options, "max_steps": 10}))
+    longer = replace(job, resume=True, args={**options, "max_steps": 10})
+    resumed = run_forks(2, train, longer)
     assert len(resumed[0][0].of("loss")) == 10
+    # As a run leaves it that is killed while the newest is written.
+    (tmp_path / "checkpoint-10" / "latest").unlink()
+    again = run_forks(2, train, longer)
+    assert [outcomes[0].parameters for outcomes in again] == [outcomes[0].parameters for outcomes in resumed]

@@ -36,6 +36,7 @@ from deepspeed_compress.engine.checkpoints.host_memory import HostMemory
 from deepspeed_compress.engine.checkpoints.lane import Interval, Lane
 from deepspeed_compress.engine.checkpoints.recovery import find_whole, gathered
 from deepspeed_compress.engine.checkpoints.side_stream import copies_for_device
+from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.leaving import Leaving, saves_on_sigterm
 from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
 from deepspeed_compress.session.observer import new_run
@@ -95,6 +96,8 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._engine, self._settings = engine, settings
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._run, self._count, self._start = new_run(), 0, start_of_all()
+        self._directory = None if settings.directory is None else Path(settings.directory).absolute()
+        """Of checkpoints of `every`, wherever the program goes."""
         self._alone = alone_in(settings.directory, self._start)
         self._agreement = Agreement(dist.new_group(backend="gloo"))
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
@@ -194,18 +197,19 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             # DeepSpeed says what is wrong with it.
             return original(*args, **options)
         self._count += 1
-        step, tag = int(self._engine.global_steps), given.get("tag")
+        # The process that writes is where the program was when it made the engine.
+        directory = Path(given["save_dir"]).absolute()
         save = Save(
-            directory=Path(given["save_dir"]),
-            tag=f"global_step{step}" if tag is None else str(tag),
+            directory=directory,
+            tag=tag_of(self._engine, given.get("tag")),
             run=self._run,
             number=self._count,
-            step=step,
+            step=int(self._engine.global_steps),
             world=self._world,
             latest=bool(given.get("save_latest", True)),
             automatic=self._automatic,
         )
-        return self._keep(save, partial(original, *args, **options))
+        return self._keep(save, partial(original, **{**given, "save_dir": str(directory)}))
 
     def load_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """DeepSpeed's `load_checkpoint`, of a checkpoint that is whole. Collective.
@@ -219,7 +223,9 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             return original(**given)
         directory, tag = given["load_dir"], given.get("tag")
         memory = self._memory if self._memory is not None and self._memory.is_of(directory) else None
-        found = find_whole(Path(directory), tag, memory, self._agreement.group)
+        # DeepSpeed takes numbers too.
+        named = None if tag is None else str(tag)
+        found = find_whole(Path(directory), named, memory, self._agreement.group)
         if self._memory is not None:
             self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
         if found is None:
@@ -310,7 +316,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
     def _claimed(self, save: Save, in_memory: bool) -> Claim:
         """The directories that are this job's alone were claimed when the engine was made; others have one for each
         tag. The files of all ranks are sent after a collective that follows."""
-        if in_memory or save.directory.absolute() == Path(self._settings.directory or os.devnull).absolute():
+        if in_memory or save.directory == self._directory:
             return Claim(save.directory, self._start)
         claim = Claim(save.place, self._start)
         if not self._rank:
@@ -335,7 +341,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         try:
             if lane is self._disk or self._memory is None:
                 self._saved = int(self._engine.global_steps)
-                self._engine.save_checkpoint(self._settings.directory, client_state=self.client_state())
+                self._engine.save_checkpoint(str(self._directory), client_state=self.client_state())
             else:
                 directory = str(self._memory.directory)
                 self._engine.save_checkpoint(directory, client_state=self.client_state(), save_latest=False)

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_compress.checkpoints.files import unlist_all
 from deepspeed_compress.checkpoints.snapshot import Call
 from deepspeed_compress.compression import state
 from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.engine.checkpoints.background import BackgroundSaving, check_saving
 from deepspeed_compress.engine.checkpoints.sizes import other_size
+from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.groups import find_position
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.norms import loss_scale
@@ -51,8 +53,7 @@ def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, *
     if not given["save_dir"]:
         # DeepSpeed says what is wrong with it, before anything is written.
         return save(*args, **options)
-    tag = given.get("tag")
-    directory = Path(given["save_dir"]) / str(f"global_step{engine.global_steps}" if tag is None else tag)
+    directory = Path(given["save_dir"]).absolute() / tag_of(engine, given.get("tag"))
     session.renew_weights()
     # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
     save_on_all(partial(_save_state, engine, _place(engine), directory))
@@ -130,6 +131,9 @@ def _island(engine: Any) -> tuple[int, ...] | None:
 
 def _save_state(engine: Any, place: Place, directory: Path) -> None:
     session: Session = engine.compression
+    if session.saving is None and not engine.global_rank:
+        # They are of files that were written beside training, and are replaced now.
+        unlist_all(directory)
     if _remembers(session):
         stage = int(engine.zero_optimization_stage())
         write = state.write if session.saving is None else partial(_write_later, session.saving)

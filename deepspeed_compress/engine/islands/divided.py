@@ -5,10 +5,13 @@ goes wrong by itself is put right here: samplers, the first weights, and files t
 other.
 """
 
+import atexit
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from deepspeed_compress.communication.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.islands.alike import check_masters_alike, forget_not_finite, share_frozen
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
@@ -59,7 +63,21 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     session.patches.wrap(engine, "save_checkpoint", files.save)
     session.patches.wrap(engine, "load_checkpoint", files.load)
     exchange.start()
+    # Most programs destroy nothing.
+    end = partial(_end, weakref.ref(exchange))
+    atexit.register(end)
+    session.patches.precede(engine, "destroy", end)
+    session.patches.on_undo(end)
     return exchange
+
+
+def _end(exchange: "weakref.ref[IslandExchange]") -> None:
+    """What is on its way is waited for: a slower island cannot take it from one that is gone."""
+    found = exchange()
+    if found is not None:
+        # Others may have failed, which they say themselves.
+        with suppress(RuntimeError):
+            found.forget()
 
 
 def _over_all_ranks(
@@ -97,7 +115,7 @@ class _Files:
         if not given["save_dir"]:
             return original(**given)
         self.exchange.finish()
-        base, tag = _base(given["save_dir"]), str(given.get("tag") or f"global_step{self.engine.global_steps}")
+        base, tag = _base(given["save_dir"]), tag_of(self.engine, given.get("tag"))
         mine = _directory(base, self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
         problems = on_all_ranks(partial(self._save_state, base / tag))
@@ -114,8 +132,8 @@ class _Files:
         given = inspect.signature(original).bind(*args, **options).arguments
         self.exchange.forget()
         base = _base(given["load_dir"])
-        tag = given.get("tag") or _latest(base)
-        islands = 1 if tag is None else _saved_islands(base / str(tag))
+        tag = _latest(base) if given.get("tag") is None else str(given["tag"])
+        islands = 1 if tag is None else _saved_islands(base / tag)
         if not self.engine.load_universal_checkpoint():
             # Each directory has a `latest` of its own, and that of an island that was not there is older.
             given["tag"] = tag

@@ -27,6 +27,7 @@ from deepspeed_compress.communication.team import Team
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
+from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.islands.asynchronous import Pushes
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
@@ -163,7 +164,7 @@ class ElasticIsland:
         if given["save_dir"]:
             self.way.before_saving()
             self._team.share(partial(self._take_directory, Path(given["save_dir"])))
-            tag = str(given.get("tag") or f"global_step{self._engine.global_steps}")
+            tag = tag_of(self._engine, given.get("tag"))
             save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
         return original(**given)
 
