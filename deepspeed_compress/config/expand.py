@@ -42,7 +42,7 @@ def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
     return (
         section.gradients.method != "none"
         and isinstance(zero, dict)
-        and zero.get("stage") == 2
+        and STAGE.effective(ds_config, Parallelism()) == 2
         and zero.get("contiguous_gradients", True) is True
         and pipeline == 1
         and not zero.get("offload_optimizer")

@@ -72,6 +72,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             f"{name}: line {error.lineno}, column {error.colno}: {error.msg}. Correct the syntax there; JSON "
             "and HJSON are accepted."
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
     _refuse(duplicates, config, name)

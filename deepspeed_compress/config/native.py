@@ -16,6 +16,7 @@ class Native:
     section: str
     key: str
     off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
+    on: int | None = None  # what `true` in place of DeepSpeed's section means
 
     @property
     def ours(self) -> Path:
@@ -33,13 +34,15 @@ class Native:
     def native(self, ds_config: Mapping[str, Any]) -> object:
         """The value in DeepSpeed's own key; None when absent or "auto", which DeepSpeed drops."""
         section = ds_config.get(self.section)
+        if section is True:
+            return self.on
         value = section.get(self.key) if isinstance(section, dict) else None
         return None if value == "auto" else value
 
     def effective(self, ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
-        """The value that holds; what is not an integer is left for DeepSpeed to refuse."""
+        """The value that holds; what is not a number is left for DeepSpeed to refuse."""
         given, native = self.given(parallelism), self.native(ds_config)
-        value = native if given is None else given
+        value = _number(native) if given is None else given
         return max(value, self.off) if isinstance(value, int) else self.off
 
     def place(self, parallelism: Parallelism) -> Path:
@@ -47,6 +50,15 @@ class Native:
         return self.theirs if self.given(parallelism) is None else self.ours
 
 
-STAGE = Native("zero_stage", "zero_optimization", "stage", 0)
+def _number(value: object) -> object:
+    """DeepSpeed takes "2" and 2.0 for 2."""
+    try:
+        number = float(value) if isinstance(value, str | float) else 0.5
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
+
+
+STAGE = Native("zero_stage", "zero_optimization", "stage", 0, on=1)
 TENSOR = Native("tensor", "tensor_parallel", "autotp_size", 1)
 NATIVES = (STAGE, TENSOR)

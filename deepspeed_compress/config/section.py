@@ -142,12 +142,17 @@ def _instead(node: dict[str, Any], value: object) -> str:
     close = difflib.get_close_matches(str(value), texts, n=1) if isinstance(value, str) else []
     if close:
         return f"{show(texts[close[0]])}, if you meant that"
-    if isinstance(node.get("default"), dict) or (node.get("type") == "object" and "required" not in node):
+    # A place whose default is no compression has another default within {}.
+    off = node.get("default") == {"method": "none"}
+    if (isinstance(node.get("default"), dict) and not off) or (node.get("type") == "object" and "required" not in node):
         return "{} for its defaults"
     if "default" in node:
         return f"an allowed value, or leave the key out for its default {show(node['default'])}"
-    examples = node.get("examples", list(texts.values()))
-    return f"{show(examples[0])}, for instance" if examples else "such an object"
+    least = [node["minimum"]] if "minimum" in node else []
+    examples = node.get("examples", list(texts.values()) or least)
+    if examples:
+        return f"{show(examples[0])}, for instance"
+    return "such an object" if "object" in describe(node) else "an allowed value"
 
 
 def _bad_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic:

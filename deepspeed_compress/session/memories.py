@@ -59,6 +59,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     "reset" a CompressWarning, and every memory starts empty: None.
     """
     steps: list[int] = []
+    decided = session.decisions()
 
     def restore() -> None:
         found = state.sources(directory, place.rank, place.position)
@@ -74,6 +75,8 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     if not text:
         return steps[0]
     session.reset()
+    # Ranks whose own files were whole would decide otherwise than the others.
+    session.load_decisions(decided)
     if session.config.on_missing_state == "error":
         raise StateError(
             f'{text}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '

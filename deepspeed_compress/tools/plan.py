@@ -51,7 +51,8 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
         raise ConfigError("--steps: needed, because the configuration has phases and does not say how long training is")
     found = timeline(Scheduled(section, total))
     ends: Sequence[int | None] = [*(first - 1 for first, *_ in found[1:]), total - 1 if total else None]
-    raw = 16 if any(dict(ds_config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")) else 32
+    halves = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
+    raw = 16 if any(half.get("enabled") for half in halves if isinstance(half, dict)) else 32
     made = [
         Interval(first, last, _named(section, settings, weights), _bits(settings, raw))
         for (first, settings, weights), last in zip(found, ends, strict=True)
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 def draw(found: Sequence[Interval], file: Path) -> None:
     """Bits an element against optimizer steps, as a PNG; the last interval of an endless schedule is a tenth of it."""
-    check_plotting("--output")
+    check_plotting("--output", file)
     from matplotlib.figure import Figure
 
     end = found[-1].last

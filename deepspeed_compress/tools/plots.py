@@ -25,10 +25,15 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_plotting(option: str) -> None:
-    """Raises UnsupportedError when matplotlib, which `option` needs, is missing."""
+def check_plotting(option: str, file: Path | None = None) -> None:
+    """Raises UnsupportedError when matplotlib, which `option` needs, is missing, or does not know what `file` is."""
     if not can_plot():
         raise UnsupportedError(f"{option} needs matplotlib; write: {INSTALL}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if file is not None and file.suffix.removeprefix(".").lower() not in FigureCanvasBase.filetypes:
+        kinds = ", ".join(sorted(f".{kind}" for kind in FigureCanvasBase.filetypes))
+        raise UnsupportedError(f"{option} {file}: no picture (allowed: {kinds}); write {file.with_suffix('.png')}")
 
 
 def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:

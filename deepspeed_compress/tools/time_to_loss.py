@@ -182,7 +182,7 @@ def main() -> int:
         runs = [read_run(directory) for directory in options.runs]
         print_table(runs, options.title)
         if options.picture:
-            check_plotting("--picture")
+            check_plotting("--picture", options.picture)
             draw(runs, options.title, options.picture)
     except CompressError as error:
         print(f"error: {error}", file=sys.stderr)

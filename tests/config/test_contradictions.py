@@ -137,6 +137,10 @@ def test_a_section_that_the_file_contradicts(
     [
         ({"weights": {}}, {"zero_optimization": {"stage": 1}}),
         ({"weights": {}, "parallelism": {"zero_stage": 2}}, {}),
+        # DeepSpeed reads the first as stage 1, its older form, and numbers in these ways.
+        ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": True}),
+        ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": {"stage": "2"}}),
+        ({"weights": {}, "ownership": "balanced"}, {"zero_optimization": {"stage": 2.0}}),
         # A pipeline in bf16 has an optimizer that gathers weights under stage 0 as well.
         ({"weights": {}, "parallelism": {"pipeline": 2}}, {"bf16": {"enabled": True}}),
         ({"weights": {"method": "none"}}, {"zero_optimization": {"stage": 3}}),

@@ -44,6 +44,7 @@ UNMANAGED = {"managed_gradient_accumulation": False}
             {"zero_optimization": {"contiguous_gradients": False, "stage": 2}},
         ),
         ({"zero_optimization": {"stage": 2}}, {"zero_stage": 2}, {"zero_optimization": {"stage": 2, **OVERLAP}}),
+        ({"zero_optimization": {"stage": "2"}}, {}, {"zero_optimization": {"stage": "2", **OVERLAP}}),
         ({"zero_optimization": {"stage": "auto"}}, {"zero_stage": 1}, {"zero_optimization": {"stage": 1}}),
         (UNMANAGED, {"zero_stage": 2}, {**UNMANAGED, "zero_optimization": {"stage": 2}}),
         ({}, {"tensor": 2}, {"tensor_parallel": {"autotp_size": 2}}),

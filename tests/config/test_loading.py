@@ -37,6 +37,7 @@ def test_dict_and_base64() -> None:
         ('{"a": 1, "a": 2}', "duplicate keys /a\\."),
         ('{"x": [{"a": 1, "b": 1, "a": 2}], "y": {"c/": 1, "c/": 2}}', "duplicate keys /x/0/a, /y/c~1\\."),
         ('{"x": {"a": 1, "a": 2}, "x": {}}', "duplicate keys /x\\."),
+        ('{"x": ' * 100_000, "nested too deep"),
     ],
 )
 def test_unusable_text_names_the_file_and_the_place(tmp_path: Path, text: str, message: str) -> None:

@@ -222,6 +222,11 @@ def test_models_are_frozen_and_hashable() -> None:
         ({"monitor": {"path": "auto"}}, "/monitor/path", ['"auto"', "Accelerate", "leave the key out"]),
         ({"gradients": {"bits": "auto"}}, "/gradients/bits", ['"auto"', "Accelerate"]),
         (None, "", ["null is not accepted", "{} for its defaults"]),
+        # {} would be another setting than the default: 4 bits.
+        ({"weights": "none"}, "/weights", ['"none" is not', 'leave the key out for its default {"method": "none"}.']),
+        ({"gradients": {"hierarchy": {}}}, "/gradients/hierarchy/ranks_per_node", ['Write "ranks_per_node": 2, for']),
+        ({"schedule": {"ramp": {"steps": 0}}}, "/schedule/ramp/steps", ["0 is not accepted", "Write 1, for instance"]),
+        ({"lint": {"ignore": [3]}}, "/lint/ignore/0", ["3 is not accepted", "Write an allowed value."]),
         ([], "", ["[] is not accepted", "an object"]),
     ],
 )

@@ -166,6 +166,36 @@ def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_pa
         assert after == {"gradients": [], "means": []}
 
 
+GUARDED = {**INT4, "guard": {}, "on_missing_state": "reset"}
+
+
+def poisoned(rank: int, directory: str) -> str:
+    """A NaN in the last step: the guard sends uncompressed from now on."""
+    job = Job(2, GUARDED, steps=2, poison=(1, 0))
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+    return engine.compression.settings
+
+
+def go_on_from(rank: int, directory: str) -> tuple[str, dict]:
+    job = Job(2, GUARDED, steps=2)
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    settings = engine.compression.settings
+    run(engine, data(rank, job))
+    return settings, weights(engine)
+
+
+def test_ranks_decide_alike_after_a_state_that_one_of_them_has_lost(tmp_path):
+    assert run_forks(2, poisoned, str(tmp_path)) == ["none", "none"]
+    assert [settings for settings, _ in run_forks(2, go_on_from, str(tmp_path))] == ["none", "none"]
+    remove(tmp_path)
+    one, other = run_forks(2, go_on_from, str(tmp_path))
+    assert one == other
+    assert one[0] == "blockwise bits=4"
+
+
 def totals(per_rank: list[dict[str, list]], name: str) -> dict[tuple[str, int], float]:
     """By element of a parameter, the sum of a memory over the ranks."""
     found: dict[tuple[str, int], float] = {}

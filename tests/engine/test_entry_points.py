@@ -94,6 +94,13 @@ def stage_of_engine(rank: int) -> int:
     return int(engine.zero_optimization_stage())
 
 
+def test_the_older_form_of_zero_1():
+    section = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4}}
+    jobs = [Job(section=section, extra={"zero_optimization": zero}) for zero in ({"stage": 1}, True)]
+    for new, old in run_forks(2, train, *jobs):
+        assert new == old
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -1,5 +1,6 @@
 """Weights on their way while forward begins: the bits of a step that waits for them, whoever reads them and when."""
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -43,11 +44,12 @@ class Layers(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
         self.blocks[3].requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
-        x = self.blocks[0](self.blocks[0](self.first(x)))
+        x = self.blocks[0](self.blocks[0](self.first(x) + self.shift))
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
         if self.calls % 3:
             x = self.blocks[2](x)
@@ -86,12 +88,19 @@ def loading(engine: Any, x: Tensor) -> None:
     )
 
 
+def copied(engine: Any, x: Tensor) -> list[float]:
+    """A copy of the model, and what it computes; the parameter of the model itself is copied before its hooks."""
+    twin = copy.deepcopy(engine.module)
+    values = torch.cat([one.detach().flatten() for one in twin.parameters()])
+    return [*values.tolist(), *twin(x).flatten().tolist()]
+
+
 def exact(engine: Any, x: Tensor) -> None:
     engine.compression.synchronise()
 
 
 BETWEEN: Mapping[str, Callable[[Any, Tensor], Any]] = MappingProxyType(
-    {one.__name__: one for one in (nothing, state, state_of_a_part, evaluation, outside, loading, exact)}
+    {one.__name__: one for one in (nothing, state, state_of_a_part, evaluation, outside, loading, copied, exact)}
 )
 
 

@@ -51,6 +51,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "schedule", str(file), "--steps", "10000", "--output", str(picture)]) == 0
     assert "topk density=0.02" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "schedule", str(file), "--steps", "10000", "--output", f"{tmp_path}/plan.xyz"]) == 1
+    assert "plan.xyz: no picture (allowed: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("half", "bits"), [({"bfloat16": {"enabled": True}}, 16), ({"bf16": "auto"}, 32), ({}, 32)])
+def test_bits_of_what_is_not_compressed(half: dict[str, Any], bits: float) -> None:
+    """DeepSpeed has two names for bf16; what is no object is for the linter to tell."""
+    [interval] = intervals({**half, "deepspeed_compress": {"gradients": {"method": "none"}}}, 5)
+    assert interval.bits == bits
 
 
 def islands(**settings: Any) -> Islands:

@@ -10,7 +10,7 @@ closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed r
 DeepSpeed reduces when backward is over, reductions begin early (`early`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -41,7 +41,7 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     if session.config.gradients.method == "none":
         _count_only(optimizer, session)
         return partial(_weight_bytes, optimizer)
-    if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
+    if "reduce_bucket_size" not in _written(engine):
         # DeepSpeed's half a billion would send most models at once, when backward is over.
         size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
         patches.replace(optimizer, "reduce_bucket_size", size)
@@ -55,6 +55,12 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
     if buckets.early is not None:
         patches.replace(optimizer, "reduce_gradients", buckets.early.reduce)
     return partial(_weight_bytes, optimizer)
+
+
+def _written(engine: Any) -> Mapping[str, Any]:
+    """The file's section of ZeRO; the older form of it, `true`, has no keys."""
+    found = engine.config.get("zero_optimization")
+    return found if isinstance(found, dict) else {}
 
 
 class _Buckets:
@@ -136,7 +142,7 @@ def _may_wait(optimizer: Any) -> bool:
 def _waits_for_backward(engine: Any) -> bool:
     """Whether DeepSpeed reduces nothing before backward is over, and nobody wants it so: ZeRO 1 where `overlap_comm` is
     not in the file."""
-    optimizer, written = engine.optimizer, engine.config.get("zero_optimization", {}).get("overlap_comm")
+    optimizer, written = engine.optimizer, _written(engine).get("overlap_comm")
     return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
 
 

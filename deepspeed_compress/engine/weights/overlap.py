@@ -37,6 +37,7 @@ class ArrivingWeights:
 
     def __init__(self, engine: Any, gathers: Iterable[DifferenceGather], patches: Patches) -> None:
         _check(engine)
+        self._module: nn.Module = engine.module
         self._under_way: dict[int, PendingWeights] = {}
         rounds = {
             name: (group, last) for group, gather in enumerate(gathers) for name, last in gather.last_rounds().items()
@@ -66,6 +67,14 @@ class ArrivingWeights:
         for pending in self._under_way.values():
             pending.finish()
         self._under_way.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ArrivingWeights":
+        """A module is copied with its hooks, and the copy has all weights, also those that were copied before them."""
+        self.finish()
+        for parameter in self._module.parameters():
+            if id(parameter) in memo:
+                memo[id(parameter)].data.copy_(parameter.data)
+        return self
 
     def _hooks(self, module: nn.Module, needs: _Needs) -> Iterator[Any]:
         if needs:
