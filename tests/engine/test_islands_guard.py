@@ -11,7 +11,9 @@ import pytest
 
 from deepspeed_compress.tools.run_directory import read_directory
 from tests.engine import test_islands_tensor as tensor
+from tests.engine.test_elastic import section as elastic
 from tests.engine.test_guard import FAULT, GUARD, Disturb, exploding, live, not_a_number, poison, train_one
+from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, train, weights
 
@@ -65,6 +67,15 @@ def test_the_island_with_the_fault_acts_and_the_other_does_not(
     assert math.isfinite(first.final)
     assert told(tmp_path) == first.events
     assert not (tmp_path / "island_0001").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_island_of_one_rank_skips_too(stage: int) -> None:
+    islands = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
+    first, second = run_forks(2, live, Job(stage, section(islands=islands), steps=FAULT + 6), not_a_number)
+    assert (first.events, first.skipped, second.skipped) == ([], 0, 1)
+    assert second.events[0].startswith(f"{FAULT + 1} anomaly")
+    assert math.isfinite(second.final)
 
 
 def of_rank_3(engine: Any, rank: int, step: int) -> float:
@@ -123,6 +134,31 @@ def test_islands_that_were_not_saved_decide_as_the_first_ones(tmp_path: Path) ->
     ranks = [events for _, events, _ in run_forks(4, resume, job, str(tmp_path))]
     assert len(ranks[0]) == 2
     assert ranks == [ranks[0]] * 4
+
+
+def live_elastic(rank: int, job: Job, ports: list[int]) -> tuple[list[str], list[tuple[int, dict[str, list[float]]]]]:
+    """What the guard did, and version and weights after every exchange. The loss of rank 3 is none in one step."""
+    place = become_island(rank, 2, ports)
+    engine, seen = start(job), []
+    islands = engine.compression.islands
+    for step, (x, y) in enumerate(data(10 * islands.number + place, job)):
+        train_one(engine, x, y, math.nan if (rank, step) == (3, 2) else 1.0)
+        if len(islands.history) > len(seen):
+            seen.append((islands.exchange.version, weights(engine)))
+        if len(seen) == 3:
+            break
+    events = [f"{event.step} {event.kind}" for event in engine.compression.events if event.kind == "anomaly"]
+    engine.destroy()
+    return events, seen
+
+
+def test_islands_that_come_and_go_decide_alone() -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        islands = elastic(address)["islands"]
+        first, second, third, fourth = run_forks(4, live_elastic, Job(1, section(islands=islands), steps=40), ports)
+    assert (first[0], second[0]) == ([], [])
+    assert third[0] == fourth[0] != []
+    assert first[1] == second[1] == third[1] == fourth[1]
 
 
 def live_split(rank: int, job: Job) -> tuple[list[str], int, dict[str, list[float]]]:
