@@ -322,6 +322,18 @@ BUGS: Mapping[str, Bug] = {
         "        groups._DATA_PARALLEL_GROUP = unit.job",
         ("engine/test_islands_tensor.py",),
     ),
+    "an island is judged by the losses of all": Bug(
+        "engine/losses.py",
+        "Losses(engine.device, deciding_group(engine))",
+        "Losses(engine.device)",
+        ("engine/test_islands_guard.py",),
+    ),
+    "an exchange of islands counts as waiting for gradients": Bug(
+        "session/session.py",
+        '["communicate"] - self._met_ms',
+        '["communicate"]',
+        ("engine/test_islands_adaptive.py",),
+    ),
     "islands read data in one order": Bug(
         "engine/islands/elastic.py",
         "seed=SEEDS * self.number",

@@ -20,10 +20,7 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
     if islands.outer.optimizer == "average" and "momentum" in islands.outer.model_fields_set:
         what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
         yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
-    for key in ("guard", "adaptive"):
-        if getattr(section, key) is not None:
-            what = "decides alike on all ranks, which islands do not before they meet (allowed with islands: null)"
-            yield problem((key,), what, f"nothing: remove {key}, or islands")
+    yield from _of_all_ranks(section)
     pipeline = (section.parallelism or Parallelism()).pipeline
     if pipeline > 1:
         what = (
@@ -33,6 +30,14 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
     if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
         what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
         yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
+
+
+def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
+    """An island decides by itself, but nothing that moves weights which it shares with the others."""
+    rollback = None if section.guard is None else section.guard.rollback
+    if rollback is not None and rollback.checkpoint:
+        what = "true takes the weights of one island back, and the others go on (allowed with islands: false)"
+        yield problem(("guard", "rollback", "checkpoint"), what, "false, or remove islands")
 
 
 def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:

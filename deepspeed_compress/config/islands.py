@@ -11,7 +11,7 @@ from deepspeed_compress.config.methods import BlockwiseConfig, Model
 from deepspeed_compress.config.overrides import Pattern
 from deepspeed_compress.config.places import BlockwiseGradients, ErrorFeedbackConfig, GradientsConfig, TopKGradients
 
-__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMoments"]
+__all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMoments", "island_directory"]
 
 
 class Outer(Model):
@@ -135,3 +135,9 @@ def _within(preset: Any, given: Any) -> Any:
     written = preset.model_dump(exclude_unset=True)
     same = all(given.get(kind, written.get(kind)) == written.get(kind) for kind in ("method", "optimizer"))
     return {**written, **given} if same else given
+
+
+def island_directory(number: int) -> str:
+    """Where island `number` has files of its own, below the directory of the job, in which those of the first one are.
+    Empty for that."""
+    return f"island_{number:04d}" if number else ""

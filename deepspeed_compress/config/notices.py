@@ -42,6 +42,13 @@ def _idle_policy(section: CompressConfig) -> Iterator[Diagnostic]:
         yield notice(("guard",), 'has no effect, because method "none" never compresses (allowed: null)', "null")
 
 
+def _alone(section: CompressConfig) -> Iterator[Diagnostic]:
+    islands = section.islands
+    if islands is not None and islands.size == 1 and section.adaptive is not None:
+        what = "has no effect in islands of size 1, which send neither gradients nor weights (allowed: null)"
+        yield notice(("adaptive",), what, "null, or larger islands")
+
+
 def _seed_unused(section: CompressConfig) -> Iterator[Diagnostic]:
     random = any(
         part.draws_random_numbers if isinstance(part, MethodConfig) else isinstance(part, PowerSGDGradients)
@@ -163,6 +170,7 @@ _CHECKS = (
     _idle_memory,
     _nothing_compressed,
     _idle_policy,
+    _alone,
     _seed_unused,
     _density,
     _density_warmup,

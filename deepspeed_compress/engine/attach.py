@@ -33,7 +33,7 @@ from deepspeed_compress.engine.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.engine.gradients.zero_12 import attach_zero_12
 from deepspeed_compress.engine.groups import make_groups
 from deepspeed_compress.engine.islands.divided import attach_islands
-from deepspeed_compress.engine.islands.division import IslandUnit
+from deepspeed_compress.engine.islands.division import IslandUnit, deciding_group
 from deepspeed_compress.engine.islands.elastic import attach_elastic
 from deepspeed_compress.engine.limits import (
     engine_kind,
@@ -53,7 +53,7 @@ from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Available, Policy
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
-from deepspeed_compress.session.observer import largest_of_all, new_run
+from deepspeed_compress.session.observer import largest_of_all, new_run, of_first
 from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.records import make_records
@@ -117,10 +117,11 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
             "deepspeed_compress.initialize or install, or remove the key"
         )
     check_ownership(engine, config, dealt)
+    _warn_of_lonely_ranks(config, unit)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
-    session = _session(engine, config, parameters, run)
+    session = _session(engine, config, parameters, run, None if unit is None else unit.number)
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, session.patches)
@@ -215,6 +216,17 @@ def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dty
         warnings.warn(text, CompressWarning, stacklevel=4)
 
 
+def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> None:
+    """Of islands by host; where the section says their size, it is told as the section is read."""
+    by_host = config.islands is not None and config.islands.by_host
+    if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
+        text = (
+            f"/{SECTION}/adaptive: has no effect, because a host has one data-parallel rank, which sends neither "
+            "gradients nor weights (allowed: null); remove the key"
+        )
+        warnings.warn(text, CompressWarning, stacklevel=4)
+
+
 def _warn_uncounted(reasons: Sequence[str]) -> None:
     """Only method "none" comes as far: nothing is changed, and figures that nobody knows are not made up."""
     text = f"{SECTION}: bytes of gradients and weights are not counted in this engine, and written as 0: "
@@ -245,10 +257,12 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run) -> Session:
+def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run, island: int | None) -> Session:
     reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
-    records = make_records(reporter, journal, engine.global_rank == 0, engine.monitor)
+    # Each island tells its decisions, and all tell of one run.
+    journal.part = of_first(journal.part)
+    records = make_records(reporter, journal, dist.get_rank(deciding_group(engine)) == 0, engine.monitor, island)
     policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
     patches = Patches()
     return Session(
@@ -266,7 +280,8 @@ def _available(engine: Any, config: CompressConfig) -> Available:
     """What may be chosen where the section is adaptive: under ZeRO 3 no rank keeps the weights that it gathers."""
     if config.adaptive is None:
         return Available()
-    return Available(low_rank=equal_machines(engine.device), weights=engine_kind(engine) != "zero_3")
+    alike = equal_machines(engine.device, deciding_group(engine))
+    return Available(low_rank=alike, weights=engine_kind(engine) != "zero_3")
 
 
 def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches) -> Watch | None:
@@ -274,8 +289,9 @@ def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches
         return None
     prober = None
     if policy.adaptation is not None:
-        prober = Prober(policy.adaptation.adaptive, parameters, engine.device)
-    return Watch(follow_losses(engine, patches), functools.partial(largest_of_all, device=engine.device), prober)
+        prober = Prober(policy.adaptation.adaptive, parameters, engine.device, deciding_group(engine))
+    largest = functools.partial(largest_of_all, device=engine.device, group=deciding_group(engine))
+    return Watch(follow_losses(engine, patches), largest, prober)
 
 
 def _reductions(

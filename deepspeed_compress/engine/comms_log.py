@@ -39,12 +39,12 @@ def listens() -> bool:
 
 
 def log_traffic(session: Session, device: torch.device) -> None:
-    """Record the step that has just ended, if it is measured and the logger listens. Collective then.
+    """Record the step that has just ended, if it is measured and the logger listens. Collective then, in all islands.
 
     Sizes are those of the rank that sends most: the logger's own summary reduces over the ranks, record by record, and
     hangs when their sizes differ. The meter times communication as a whole; two kinds share it by their bytes.
     """
-    names = _wanted(session, comm.comms_logger) if session.meter.timed else {}
+    names = _wanted(session, comm.comms_logger) if session.reports else {}
     if not names:
         return
     sizes = _largest([getattr(session.meter, kind) for kind in names], device)

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_compress.engine.islands.division import deciding_group
 from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.session.observer import Losses
 from deepspeed_compress.session.patches import Patches
@@ -17,7 +18,7 @@ SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwa
 
 def follow_losses(engine: Any, patches: Patches) -> Losses:
     """The losses of `engine`, from now on until `patches` are undone."""
-    losses = Losses(engine.device)
+    losses = Losses(engine.device, deciding_group(engine))
     patches.on_undo(losses.wait)
     if isinstance(engine, PipelineEngine):
         patches.wrap(engine, "train_batch", partial(_train_batch, losses))

@@ -19,6 +19,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
+from deepspeed_compress.engine.islands.division import deciding_group
 from deepspeed_compress.engine.limits import engine_kind
 from deepspeed_compress.engine.seams import Seam
 
@@ -180,7 +181,7 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
 
     def step_if_wanted(*args: Any, **options: Any) -> Any:
         # The engine reads `overflow` after the step, and counts what was skipped.
-        optimizer.overflow = judge(_everywhere(norms[-1] if norms else _norm(engine), engine.device))
+        optimizer.overflow = judge(_everywhere(norms[-1] if norms else _norm(engine), engine))
         return None if optimizer.overflow else step(*args, **options)
 
     with ExitStack() as stack:
@@ -195,10 +196,10 @@ def _norm(engine: Any) -> torch.Tensor:
     return torch.nn.utils.get_total_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in grads])
 
 
-def _everywhere(norm: Any, device: Any) -> float:
+def _everywhere(norm: Any, engine: Any) -> float:
     """The largest of all ranks', so that stages of a pipeline, which have other parameters, decide alike."""
-    value = torch.as_tensor(norm, dtype=torch.float32, device=device).nan_to_num(math.inf, math.inf).reshape(1)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    value = torch.as_tensor(norm, dtype=torch.float32, device=engine.device).nan_to_num(math.inf, math.inf).reshape(1)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=deciding_group(engine))
     return float(value)
 
 

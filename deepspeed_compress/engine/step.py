@@ -49,8 +49,7 @@ class Steps:
         log_traffic(session, engine.device)
         if session.finish(done):
             load_last(engine)
-        if session.islands is not None:
-            session.islands.step_ended(engine.global_steps)
+        session.meet(engine.global_steps)
         if session.saving is not None:
             session.saving.step_ended(engine.global_steps, applied)
         self.ended()

@@ -4,9 +4,11 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import masked
+from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.config.numbers import finite
 from deepspeed_compress.monitor.journal import Journal
 
@@ -40,11 +42,12 @@ class Event:
 
 class EventLog:
     """Keeps the `events` of this process, and on one rank (`writes`) appends them to events.jsonl of `journal` and to
-    Python's log."""
+    Python's log. `island`: the number of the one that decides by itself, in a file of its own; None without islands."""
 
-    def __init__(self, journal: Journal, writes: bool) -> None:
+    def __init__(self, journal: Journal, writes: bool, island: int | None = None) -> None:
         self._journal = journal
         self._writes = writes
+        self._island = island
         self.events: list[Event] = []
 
     def record(self, event: Event) -> None:
@@ -52,9 +55,12 @@ class EventLog:
         if not self._writes:
             return
         level = logging.WARNING if event.evidence else logging.INFO
-        logging.getLogger("deepspeed_compress").log(level, "%s", event)
+        whose = "" if self._island is None else f"island {self._island}: "
+        logging.getLogger("deepspeed_compress").log(level, "%s%s", whose, event)
         evidence = {name: finite(value) for name, value in event.evidence.items()}
-        self._journal.add(EVENTS, {**asdict(event), "evidence": evidence})
+        island = {} if self._island is None else {"island": self._island}
+        file = Path(island_directory(self._island or 0), EVENTS)
+        self._journal.add(str(file), {**asdict(event), "evidence": evidence, **island})
 
 
 def write_configuration(journal: Journal, ds_config: Mapping[str, Any]) -> None:

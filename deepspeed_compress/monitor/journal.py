@@ -21,9 +21,9 @@ LONGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Part:
-    """What a line is of. `id`: the run, which keeps it when it is resumed. `started`: when its process did (UTC).
-    `since`: the optimizer step that the process, or a checkpoint loaded in it, went on from: what lines of other
-    processes say of later steps is abandoned."""
+    """What a line is of. `id`: the run, which keeps it when it is resumed. `started`: when its process did (UTC), or
+    the first one of its job. `since`: the optimizer step that the process, or a checkpoint loaded in it, went on from:
+    what lines of other processes say of later steps is abandoned."""
 
     id: str
     started: str

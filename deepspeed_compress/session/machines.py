@@ -4,19 +4,21 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from deepspeed_compress.errors import CompressWarning
 
 __all__ = ["equal_machines"]
 
 
-def equal_machines(device: torch.device) -> bool:
-    """Whether what PyTorch chooses its kernels by is alike on all ranks; a CompressWarning on all where it is not.
+def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
+    """Whether what PyTorch chooses its kernels by is alike on all ranks of `group`, all of the job if None; a
+    CompressWarning on all where it is not.
 
     PowerSGD needs it: every rank computes the mean of matrices for itself. Collective.
     """
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _machine(device))
+    found: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, _machine(device), group=group)
     kinds = sorted(set(map(str, found)))
     if len(kinds) > 1:
         warnings.warn(

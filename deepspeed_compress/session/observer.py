@@ -1,17 +1,22 @@
-"""What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them."""
+"""What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them.
+
+All ranks are those of a group: the ranks that decide alike, all of the job where it is None.
+"""
 
 import contextlib
 import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["BusyTimes", "Losses", "StepMeans", "largest_of_all", "new_run"]
+__all__ = ["BusyTimes", "Losses", "StepMeans", "largest_of_all", "new_run", "of_first"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ def _means(sums: list[float]) -> StepMeans:
 class Losses:
     """Mean loss over ranks and micro-steps. It is summed while the next step runs, so it is known one step late."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, group: ProcessGroup | None = None) -> None:
+        self._group = group
         self._waits: list[Callable[[], object]] = []
         # What is under way when the interpreter ends may abort it.
         weakref.finalize(self, _wait, self._waits)
@@ -76,7 +82,7 @@ class Losses:
         former, sums = self._under_way, self._sums
         self._sums = torch.zeros_like(sums)
         means = StepMeans() if former is None else _means(former.figures())
-        self._under_way = _summed(sums)
+        self._under_way = _summed(sums, self._group)
         self._waits[:] = [self._under_way.wait]
         return means
 
@@ -133,15 +139,20 @@ def _wait(waits: list[Callable[[], object]]) -> None:
             wait()
 
 
-def largest_of_all(value: float, device: Any) -> float:
+def largest_of_all(value: float, device: Any, group: ProcessGroup | None = None) -> float:
     """The largest `value` of all ranks, inf where one is not finite. Collective."""
     found = torch.tensor([value], dtype=torch.float64, device=device).nan_to_num(float("inf"))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return float(found)
 
 
 def new_run(group: ProcessGroup | None = None) -> str:
     """A name for a run that no other has, the same on all ranks of `group`, all of the job if None. Collective."""
-    found = [uuid.uuid4().hex[:8]]
+    return of_first(uuid.uuid4().hex[:8], group)
+
+
+def of_first(value: T, group: ProcessGroup | None = None) -> T:
+    """`value` of the first rank of `group`. Collective."""
+    found = [value]
     dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]

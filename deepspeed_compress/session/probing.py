@@ -89,14 +89,18 @@ class WeightTraffic:
 
 
 class Prober:
-    """Sees the buckets of a step, and measures when it is over."""
+    """Sees the buckets of a step, and measures when it is over. `everyone`: the ranks that decide alike; None for all
+    of the job."""
 
-    def __init__(self, adaptive: Adaptive, parameters: Parameters, device: torch.device) -> None:
+    def __init__(
+        self, adaptive: Adaptive, parameters: Parameters, device: torch.device, everyone: ProcessGroup | None = None
+    ) -> None:
         self.weights = WeightTraffic()
         """Of weights whose settings are chosen."""
         self._adaptive = adaptive
         self._parameters = parameters
         self._device = device
+        self._everyone = everyone
         self._samples = self._fresh()
         self._buckets: list[_Seen] = []
         self._last: AlphaBeta | None = None
@@ -137,7 +141,7 @@ class Prober:
         norms = [weighted(x, weights) for x, weights in joined]
         tried = [self._try(settings, joined, sent, norms, buckets) for settings in self._adaptive.candidates]
         sums = self._reduced([waited, step, *norms, *(x for one in tried for x in (*one.errors, *one.sizes))], "SUM")
-        count, world = len(samples), dist.get_world_size()
+        count, world = len(samples), dist.get_world_size(self._everyone)
         rows = [sums[start : start + count] for start in range(2, len(sums), count)]
         return Measurement(
             errors=tuple(map(tuple, rows[1::2])),
@@ -252,9 +256,9 @@ class Prober:
         return fit(sizes, seconds)
 
     def _reduced(self, values: Sequence[float], operation: str) -> list[float]:
-        """Sum or maximum over all ranks, those of other stages too."""
+        """Sum or maximum over all ranks that decide alike, those of other stages too."""
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation))
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=self._everyone)
         return list(tensor.tolist())
 
 

@@ -17,9 +17,12 @@ class Records:
     log: EventLog
 
 
-def make_records(reporter: Reporter, journal: Journal, writes: bool, sink: EventSink | None = None) -> Records:
-    """Those of a rank: what `reporter` reports goes to `journal` and `sink`; decisions too if this rank `writes`."""
+def make_records(
+    reporter: Reporter, journal: Journal, writes: bool, sink: EventSink | None = None, island: int | None = None
+) -> Records:
+    """Those of a rank: what `reporter` reports goes to `journal` and `sink`; decisions too, those of `island` if there
+    are several, if this rank `writes`."""
     writer = StatisticsWriter(journal, sink)
     if writer.active:
         reporter.sinks.append(writer.write)
-    return Records(reporter, journal, EventLog(journal, writes))
+    return Records(reporter, journal, EventLog(journal, writes, island))

@@ -141,6 +141,8 @@ class Session:
         self.remembered = Remembered(stores, config)
         """Residuals and momenta."""
         self._plan = StepPlan(config.gradients, config.weights)
+        self._met_ms = 0.0
+        """What a step that is measured has waited for other islands."""
         self._scale: float | None = None
         """Of the sums that all ranks get, as they were last reduced."""
         self._reducer: Reducer | None = None
@@ -190,6 +192,11 @@ class Session:
     def weights(self) -> WeightsConfig:
         """Settings of weights in the running step; of uncompressed ones where nothing is compressed."""
         return NoCompression() if self.dense else self._plan.weights
+
+    @property
+    def reports(self) -> bool:
+        """Whether the running step is measured for those who listen: in all islands or in none, as no other is."""
+        return self._records.reporter.due(self.clock.step + 1)
 
     @property
     def synchronises(self) -> bool:
@@ -329,12 +336,21 @@ class Session:
         self.begin(step, finished.scale_after)
         return actions.load_checkpoint
 
+    def meet(self, step: int) -> None:
+        """After optimizer step `step`, from 1, exchange with other islands, if it is time."""
+        if self.islands is None:
+            return
+        self.islands.step_ended(step)
+        if self._plan.probe:
+            # The meter has begun the next step, whose gradients were not waited for yet.
+            self._met_ms = self.meter.milliseconds()["communicate"]
+
     def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
         """Choose by this step, unless it was skipped or its time is not known: the next one is measured then."""
         if step_ms is None or not finished.applied:
             prober.forget()
             return
-        waited = self.meter.milliseconds()["communicate"]
+        waited = self.meter.milliseconds()["communicate"] - self._met_ms
         self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
         # The measurement is part of no step.
         self._records.reporter.step_ended()
@@ -376,6 +392,7 @@ class Session:
         if self._plan.changed and isinstance(self._plan.settings, PowerSGDGradients) and self._scale is not None:
             self.remembered.hand_over_means(self._scale)
         self._reducer = self._in_force(step)
+        self._met_ms = 0.0
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
 
     def _in_force(self, step: int) -> Reducer | None:

@@ -40,7 +40,8 @@ Line = Mapping[str, Any]
 class RunDirectory:
     """A run, finished or not. `monitor`: the directory of the statistics, which may be another one. None: not there.
 
-    `statistics`: one line a measured step. `events`: in their order; None for runs of a version that wrote none.
+    `statistics`: one line a measured step. `events`: in their order, those of each island ("island") for themselves;
+    None for runs of a version that wrote none.
     `trainer`: state of Hugging Face Trainer at the end of the run, or at its newest checkpoint.
     """
 
@@ -66,7 +67,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
         (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
     )
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    lines, events = _whole(monitor / STATISTICS), _whole(monitor / EVENTS)
+    lines, events = _whole(monitor / STATISTICS), _events(monitor)
     run = (summary or {}).get("run") or _run(lines[-1] if lines else {})
     statistics = _standing(lines, [*lines, *events], run)
     # The file is made with the first event, so a run that tells its settings and has none had no event.
@@ -85,8 +86,14 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
     """The lines of compression.jsonl in `directory` that count: of `run`, else of the last run."""
-    lines, events = _whole(directory / STATISTICS), _whole(directory / EVENTS)
+    lines, events = _whole(directory / STATISTICS), _events(directory)
     return in_order(_standing(lines, [*lines, *events], run or _run(lines[-1] if lines else {})))
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
+    """Of all islands, those of the first one first; each of the others has a file of its own."""
+    files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
+    return [line for file in files for line in _whole(file)]
 
 
 def read_metrics(directory: Path) -> tuple[Line, ...]:

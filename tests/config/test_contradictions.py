@@ -245,3 +245,16 @@ def test_a_guard_needs_norms() -> None:
     assert "/zero_optimization/compute_grad_norm: false" in problem.message
     assert find_mismatches(native, parse_section({SECTION: {}})) == []
     assert find_mismatches(zero(stage=1), parse_section({SECTION: {"guard": {}}})) == []
+
+
+JOB_ISLANDS = {"size": 2}
+ELASTIC_ISLANDS = {"elastic": {"rendezvous": "head.example.org:29400"}}
+
+
+@pytest.mark.parametrize("islands", [JOB_ISLANDS, ELASTIC_ISLANDS])
+def test_no_island_goes_back_to_a_checkpoint_alone(islands: dict[str, Any]) -> None:
+    section = {"gradients": {"bits": 4}, "islands": islands, "adaptive": {}, "guard": {"rollback": {}}}
+    assert find_problems({SECTION: section}) == []
+    [problem] = find_problems({SECTION: {**section, "guard": {"rollback": {"checkpoint": True}}}})
+    assert problem.pointer == f"/{SECTION}/guard/rollback/checkpoint"
+    assert "allowed with islands: false" in problem.message

@@ -237,6 +237,14 @@ def test_a_line_that_was_cut_short_gives_way_to_the_next(tmp_path: Path) -> None
     assert [line["step"] for line in read(tmp_path)] == [3, 5]
 
 
+def test_events_of_islands_have_files_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for island in (0, 2):
+        EventLog(Journal(str(tmp_path), "run"), writes=True, island=island).record(EVENT)
+    first, other = (json.loads((tmp_path / place / "events.jsonl").read_text()) for place in ("", "island_0002"))
+    assert (first["island"], other["island"]) == (0, 2)
+    assert [text.partition("step")[0] for text in caplog.messages] == ["island 0: ", "island 2: "]
+
+
 def write_all(journal: Journal, *steps: int) -> None:
     for step in steps:
         StatisticsWriter(journal, None).write(replace(STATISTICS, step=step))

@@ -9,6 +9,7 @@ import pytest
 from deepspeed_compress.monitor import Journal
 from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.report import load_runs
+from deepspeed_compress.tools.report.timeline import event_rows
 from deepspeed_compress.tools.run_directory import read_directory, read_statistics
 from deepspeed_compress.tools.tune.trials import MONITOR, steps_done
 from tests.doctor.synthetic import HEALTHY
@@ -26,8 +27,9 @@ class Process:
         for step in steps:
             self.journal.add("compression.jsonl", {"step": step, **HEALTHY, **more})
 
-    def tell(self, step: int, kind: str) -> None:
-        self.journal.add("events.jsonl", {"step": step, "kind": kind, "reason": ""})
+    def tell(self, step: int, kind: str, **more: Any) -> None:
+        file = "island_0001/events.jsonl" if more.get("island") else "events.jsonl"
+        self.journal.add(file, {"step": step, "kind": kind, "reason": "", **more})
 
 
 def steps(directory: Path) -> list[int]:
@@ -65,6 +67,19 @@ def test_a_run_that_was_resumed_is_one_without_what_it_abandoned(tmp_path: Path)
     resumed.measure(30, 40)
     assert steps(tmp_path) == [*range(1, 21), 30, 40]
     assert kinds(tmp_path) == ["full_sync"]
+
+
+def test_events_of_islands_are_those_of_the_run(tmp_path: Path) -> None:
+    """The report shows all of them; the doctor judges by the figures of the first island, and by its events."""
+    killed, resumed = Process(tmp_path, "a", 0), Process(tmp_path, "a", 10, since=20)
+    killed.measure(*range(1, 31))
+    killed.tell(15, "return", island=0)
+    for step in (12, 25):
+        killed.tell(step, "anomaly", island=1)
+    resumed.measure(30)
+    [run] = load_runs(tmp_path, None)
+    assert [row[:2] for row in event_rows(run)] == [["12", "island 1: anomaly"], ["15", "island 0: return"]]
+    assert [event["step"] for event in read_run(tmp_path).events or ()] == [15]
 
 
 def test_two_processes_from_one_checkpoint(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from deepspeed_compress.communication.reduction import Groups, Parameters, Site
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.islands.alike import check_masters_alike, forget_not_finite, share_frozen
 from deepspeed_compress.engine.islands.division import IslandUnit
@@ -209,7 +210,7 @@ _ISLAND = re.compile(r"island_\d{4}")
 
 
 def _directory(base: Path, island: int) -> Path:
-    return base / f"island_{island:04d}" if island else base
+    return base / island_directory(island)
 
 
 def _latest(base: Path) -> str | None:

@@ -25,7 +25,15 @@ from deepspeed_compress.engine.seams import Seam
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.session.patches import Patches
 
-__all__ = ["SEAMS", "IslandUnit", "check_undivided", "divide_call", "make_divided", "make_unit"]
+__all__ = [
+    "SEAMS",
+    "IslandUnit",
+    "check_undivided",
+    "deciding_group",
+    "divide_call",
+    "make_divided",
+    "make_unit",
+]
 
 _POINTER = "/deepspeed_compress/islands"
 _TENSOR_POINTER = "/tensor_parallel/autotp_size"
@@ -103,6 +111,11 @@ class IslandUnit:
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def deciding_group(engine: Any) -> ProcessGroup | None:
+    """The ranks that decide alike: those of the island that this one is of; None for all of the job."""
+    return engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else None
 
 
 class _BatchUnit(IslandUnit):

@@ -28,7 +28,8 @@ class Run:
     directory: Path
     steps: tuple[Line, ...]
     events: tuple[Line, ...] | None = None
-    """None where the run is of a version that wrote none."""
+    """Those of the ranks that the figures are of, the first island's; None where the run is of a version that wrote
+    none."""
     losses: Points = ()
     held_out: Points = ()
     step_times: tuple[float, ...] = ()
@@ -53,7 +54,7 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
     return Run(
         directory,
         found.statistics,
-        found.events,
+        _of_first_island(found.events),
         max((_points(lines, key) for lines, key in logged), key=len),
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
         tuple(1e3 * line["step_time_s"] for line in found.metrics if "step_time_s" in line),
@@ -61,6 +62,10 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         found.ds_config,
         _section(found.ds_config),
     )
+
+
+def _of_first_island(events: Sequence[Line] | None) -> tuple[Line, ...] | None:
+    return None if events is None else tuple(event for event in events if not event.get("island"))
 
 
 def _section(config: Line | None) -> CompressConfig | None:

@@ -89,7 +89,8 @@ def event_rows(run: Run) -> list[list[str]]:
 
 
 def _kind(event: Mapping[str, Any]) -> str:
-    return str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
+    island = f"island {event['island']}: " if "island" in event else ""
+    return island + str(event["kind"]).replace("_", " ") + (" (dry run)" if event.get("dry_run") else "")
 
 
 def _what(event: Mapping[str, Any]) -> str:
