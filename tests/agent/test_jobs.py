@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.services.agent.directory import job_directory
+from deepspeed_compress.services.rendezvous.client import status
 from tests.agent.standstill import Layout
 from tests.support import agents
 from tests.support.agents import Job, at_step, begun, command, kill, result, steps, told, until, write_config
@@ -207,14 +208,19 @@ def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str
 @pytest.mark.slow
 def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batches(tmp_path):
     directory = place(tmp_path / "hosts")
+    # Until the spare is there.
+    (directory / "hold").touch()
+    pace = {"PAUSE": "0.1", "HOLD": "5"}
     with own_port() as port:
         arguments = hosts(directory, port, "--spares", "1")
-        with Job(arguments, directory / "log_0", PAUSE="0.1") as first:
+        with Job(arguments, directory / "log_0", **pace) as first:
             until(lambda: "nothing" if port_is_open(port) else None, first)
-            with Job(arguments, directory / "log_1", PAUSE="0.1") as second:
+            with Job(arguments, directory / "log_1", **pace) as second:
                 until(lambda: begun(directory, 1), second)
-                with Job(arguments, directory / "log_2", PAUSE="0.1") as third:
+                with Job(arguments, directory / "log_2", **pace) as third:
+                    until(lambda: len(status(f"127.0.0.1:{port}")["hosts"]) == 3, third)
                     until(at_step(directory, 1, 5), third)
+                    (directory / "hold").unlink()
                     second.process.kill()
                     until(lambda: len(begun(directory, 1)) == 2, third)
                     until(lambda: [one for one in steps(directory, 1) if one["step"] >= 10], third)
