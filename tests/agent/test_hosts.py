@@ -70,7 +70,6 @@ def check_lost(directory: Path) -> None:
     assert 0 <= most_lost(directory) <= EVERY
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @needs_hosts
 def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
@@ -85,7 +84,6 @@ def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
     check_lost(directory)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @needs_hosts
 def test_a_rank_hangs_then_its_host_is_cut_off_and_fewer_ranks_train_the_same_batches(tmp_path, undisturbed):
@@ -106,7 +104,6 @@ def test_a_rank_hangs_then_its_host_is_cut_off_and_fewer_ranks_train_the_same_ba
     check_lost(directory)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @needs_hosts
 def test_a_link_that_comes_back(tmp_path, undisturbed):
@@ -132,7 +129,6 @@ def test_a_link_that_comes_back(tmp_path, undisturbed):
     check_lost(directory)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @needs_hosts
 def test_a_host_is_loaded_from_its_neighbours_memory_and_both_from_the_disk(tmp_path, undisturbed):

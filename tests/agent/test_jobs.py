@@ -67,7 +67,6 @@ def lost_steps(directory: Path) -> list[int]:
     return found
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_killed_rank_costs_one_interval_and_no_bit(tmp_path, undisturbed, stage):
@@ -84,7 +83,6 @@ def test_a_killed_rank_costs_one_interval_and_no_bit(tmp_path, undisturbed, stag
     assert "restart 2 of 5, with 2 ranks" in job.log
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [Layout(0, memory=True), Layout(3, weights=True), Layout(1, 4, pipeline=2, weights=True)], ids=str
@@ -104,7 +102,6 @@ def test_layouts_go_on_with_the_same_bits(tmp_path, layout):
     assert [len(begun(directory, 0)) for directory in places] == [2, 1]
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_are_killed_at_any_instant(tmp_path, undisturbed, stage):
@@ -124,7 +121,6 @@ def test_ranks_that_are_killed_at_any_instant(tmp_path, undisturbed, stage):
     assert all(lost <= 2 * EVERY for lost in lost_steps(directory)), lost_steps(directory)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_noticed(tmp_path):
     directory = place(tmp_path / "hangs")
@@ -137,7 +133,6 @@ def test_a_rank_that_hangs_is_noticed(tmp_path):
     assert "no rank has given a sign of life for 3 s" in job.log
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_sigterm_saves_and_ends(tmp_path, undisturbed):
     directory = place(tmp_path / "ended", deepspeed_compress=section(tmp_path / "ended", resume=True))
@@ -159,7 +154,6 @@ def section(directory: Path, **checkpointing) -> dict:
     return {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": saving}
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_a_killed_rank_goes_on_from_memory(tmp_path, undisturbed):
     """Where the disk has no checkpoint yet."""
@@ -172,7 +166,6 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path, undisturbed):
     assert [0 <= lost <= 4 for lost in lost_steps(directory)] == [True], lost_steps(directory)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_restarts_come_to_an_end_and_checkpoints_of_others_are_not_taken(tmp_path):
     directory = place(tmp_path / "job")
@@ -185,7 +178,6 @@ def test_restarts_come_to_an_end_and_checkpoints_of_others_are_not_taken(tmp_pat
     assert not [one for one in told(directory) if one.get("first")]
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_two_jobs_of_one_user_do_not_meet(tmp_path):
     directories = [place(tmp_path / name) for name in ("one", "two")]
@@ -204,7 +196,6 @@ def hosts(directory: Path, port: int, *options: str, ranks: int = 1) -> list[str
     return command(directory, "--hosts", "2", "--rendezvous", f"127.0.0.1:{port}", *options, steps=STEPS, ranks=ranks)
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_a_spare_host_takes_over_and_without_one_fewer_ranks_train_the_same_batches(tmp_path):
     directory = place(tmp_path / "hosts")
@@ -246,7 +237,6 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 def test_programs_see_what_torchrun_shows_them_and_their_exit_codes_are_heard(tmp_path):
     program = tmp_path / "program.py"

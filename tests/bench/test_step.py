@@ -196,7 +196,6 @@ def bench(output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subp
     return subprocess.run([*command, *size], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.rotating(3)
 @measures_links
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -222,7 +221,6 @@ def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:
     assert f"in {output} already" in again.stdout
 
 
-@pytest.mark.rotating(3)
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -238,7 +236,6 @@ def test_a_run_that_fails_says_why_and_the_next_one_goes_on(tmp_path: Path) -> N
     assert list(by_name(json.loads(output.read_text()))) == ["good"]
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_processes_of_a_launcher_are_measured(tmp_path: Path, torchrun: tuple[str, ...]) -> None:

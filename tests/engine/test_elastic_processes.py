@@ -32,7 +32,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
     return found
 
 
-@pytest.mark.rotating(3)
 def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
     random_, kills = random.Random(3), 20
     with sea(tmp_path, VERSIONS) as found:
@@ -52,7 +51,6 @@ def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, un
     assert found.loss() < undisturbed.loss() * 1.005
 
 
-@pytest.mark.rotating(3)
 def test_one_is_slow_one_is_stopped_for_a_while_and_one_comes_late(tmp_path: Path, undisturbed: Sea) -> None:
     with sea(tmp_path, VERSIONS, islands=2) as found:
         slow = len(found.islands)

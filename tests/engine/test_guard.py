@@ -276,7 +276,6 @@ def learn(rank: int, disturb: Disturb) -> tuple[float, list[str]]:
     return language.evaluate(engine), [str(event) for event in engine.compression.events]
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_language_model_ends_within_one_per_cent_of_undisturbed_training() -> None:

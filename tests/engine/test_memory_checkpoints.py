@@ -103,7 +103,6 @@ CASES = {
 }
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp_path, name):

@@ -40,7 +40,6 @@ def bits(settings: str) -> int:
     return 32 if settings == "none" else int(settings.rpartition("bits=")[2])
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @measures_links

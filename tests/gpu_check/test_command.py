@@ -103,7 +103,6 @@ def test_kernels_and_speed_need_torch_and_triton_alone() -> None:
     assert not {"deepspeed", "pydantic", "hjson", "transformers"} & set(done.stdout.split())
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(600)

@@ -40,7 +40,6 @@ def tune(directory: Path, port: str) -> str:
     return done.stdout
 
 
-@pytest.mark.rotating(3)
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(600)
