@@ -419,7 +419,7 @@ def largest_bits(width: int, density: float, value_bits: float) -> float:
 
 def kept_of(width: int, density: float) -> int:
     """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
-    return min(width, math.ceil(density * width - 1e-9))
+    return min(width, max(1, math.ceil(density * width - 1e-9)))
 
 
 class HadamardConfig(Model):

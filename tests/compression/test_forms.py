@@ -196,6 +196,11 @@ def test_topk_counts_by_exact_arithmetic(density: str) -> None:
         assert TopK(float(density), 640).kept(numel) == expected
 
 
+@pytest.mark.parametrize("density", [1e-10, 1e-30, 5e-324])
+def test_the_smallest_densities_keep_one_of_a_block(density: float) -> None:
+    assert [TopK(density, 640).kept(numel) for numel in (0, 1, 640, 641)] == [0, 1, 1, 2]
+
+
 @pytest.mark.parametrize("inner", [Cast(torch.bfloat16), Blockwise(4, 32), Blockwise(8, 32, True)], ids=repr)
 @properties
 @given(x=vectors())

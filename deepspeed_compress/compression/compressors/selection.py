@@ -35,7 +35,7 @@ class Selection:
 
     def _of(self, width: int) -> int:
         """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
-        return min(width, math.ceil(self.density * width - 1e-9))
+        return min(width, max(1, math.ceil(self.density * width - 1e-9)))
 
     @property
     def kept(self) -> int:
