@@ -25,9 +25,9 @@ def section(**changes: Any) -> Mapping[str, Any]:
     islands = {"size": 2, "sync_every": 4, "exchange": {"method": "none"}}
     adaptive = {"candidates": [{"bits": 4}], "probe_every": 6}
     return {
-        "gradients": {"bits": 4},
+        "gradients": {"bits": 8},
         "adaptive": adaptive,
-        "monitor": {"announce": False},
+        "monitor": {"announce": False, "every": 5},
         "islands": islands,
         **changes,
     }
@@ -63,6 +63,7 @@ def test_islands_choose_by_their_own_links_and_all_finish(stage: int, extra: Map
     assert first[:2] == second[:2]
     assert third[:2] == fourth[:2]
     assert set(first[0][LATE + 1 :]) == {"none"}
+    assert {text.split()[0] for text in third[1] if "adapt" in text}.isdisjoint(first[1][0].split())
     assert third[0][-1] == "blockwise bits=4"
     assert first[2] == second[2] == third[2] == fourth[2]
 
