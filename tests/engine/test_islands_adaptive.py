@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,20 +34,27 @@ def section(**changes: Any) -> Mapping[str, Any]:
     }
 
 
-def link_of(rank: int) -> Any:
-    """Of the first island nothing takes time; of the second one a byte takes 0.1 ms."""
+@contextmanager
+def measured_links(rank: int) -> Iterator[None]:
+    """Of the first island nothing takes time; of the second one a byte takes 10 ms, and all of it is waited for. What
+    the machine does besides is little against that."""
+    measure = probing.Prober.measure
 
     def seconds(group: Any, device: Any, sizes: Sequence[int]) -> list[float]:
         assert group.size() == 2
-        return [size * (1e-4 if rank >= 2 else 1e-12) for size in sizes]
+        return [size * (1e-2 if rank >= 2 else 1e-12) for size in sizes]
 
-    return mock.patch.object(probing, "link_seconds", seconds)
+    def waiting(self: Any, group: Any, waited: float, step: float) -> Any:
+        return measure(self, group, 1e3, step)
+
+    with mock.patch.object(probing, "link_seconds", seconds), mock.patch.object(probing.Prober, "measure", waiting):
+        yield
 
 
 def choose(rank: int, job: Job) -> tuple[list[str], list[str], dict[str, list[float]]]:
     """Settings by step, kinds of events, weights at the end. Islands measure in other steps."""
     engine, settings = start(job), []
-    with link_of(rank):
+    with measured_links(rank):
         for step, (x, y) in enumerate(data(rank, job)):
             train_one(engine, x, y, math.nan if (rank, step) == (2, LATE) else 1.0)
             settings.append(engine.compression.settings)
@@ -97,7 +105,7 @@ def test_what_an_exchange_takes_is_no_time_of_gradients() -> None:
 
 def saved(rank: int, job: Job, directory: str) -> dict[str, Any]:
     engine = start(job)
-    with link_of(rank):
+    with measured_links(rank):
         run(engine, data(rank, job))
         engine.save_checkpoint(directory)
     return engine.compression.decisions()["policy"]
