@@ -28,7 +28,7 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage."""
+    """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage, 130 Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((command for command in COMMANDS if [command.name] == given[:1]), None)
     options, unknown = _parser(command).parse_known_args(_separated(given, command))
@@ -44,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"ds-compress: error: this needs {error.name}; write: {INSTALL_TO_TRAIN}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("ds-compress: stopped", file=sys.stderr)
+        # As a shell counts SIGINT.
+        return 130
     return code
 
 

@@ -71,6 +71,17 @@ def test_check_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no_such_file.json: no such file" in capsys.readouterr().err
 
 
+def test_ctrl_c_stops_without_a_traceback(
+    write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepspeed_compress.tools.check.read_ds_config", pressed)
+    assert main(["check", write({})]) == 130
+    assert capsys.readouterr().err == "ds-compress: stopped\n"
+
+
 @pytest.mark.parametrize(
     ("options", "baseline", "output"),
     [([], None, "run"), (["--baseline", "b", "--output", "o"], "b", "o")],

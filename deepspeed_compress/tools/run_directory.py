@@ -171,7 +171,8 @@ def _farthest(statistics: Sequence[Line]) -> float:
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Objects of a .jsonl file, none when it is missing; a last line cut short by a crash is left out."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    # What a disk has damaged is told by its line.
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:

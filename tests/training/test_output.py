@@ -79,9 +79,12 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"st')
     assert read_lines(file) == [{"step": 1}]
-    file.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not JSON"):
-        read_lines(file)
+    file.write_bytes(b'{"step": 1}\n\xff\xfe')
+    assert read_lines(file) == [{"step": 1}]
+    for damaged in (b'{"st', b"\xff\xfe"):
+        file.write_bytes(damaged + b'\n{"step": 1}\n')
+        with pytest.raises(DataError, match=r"metrics\.jsonl:1: not JSON"):
+            read_lines(file)
 
 
 def test_summaries(tmp_path: Path) -> None:
