@@ -179,7 +179,9 @@ class Checkout:
     def start(self, *arguments: str, link: bool) -> str:
         """What the quickstart prints."""
         command = ["bash", "launch/quickstart.sh", *arguments]
-        environment = {**os.environ, "LINK": "yes" if link else "no"}
+        # Not the virtual environment that the tests run in.
+        kept = {name: value for name, value in os.environ.items() if name != "DS_COMPRESS_VENV"}
+        environment = {**kept, "LINK": "yes" if link else "no"}
         process = subprocess.run(
             command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
