@@ -24,6 +24,8 @@ from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 
+pytestmark = pytest.mark.rotating(3, "deepspeed_compress/adapters", "tests/adapters/test_ddp.py")
+
 FOUR_BITS = {
     "gradients": {
         "method": "blockwise",

@@ -41,6 +41,8 @@ from tests.adapters.test_ddp import (
 from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 
+pytestmark = pytest.mark.rotating(3, "deepspeed_compress/adapters", "tests/adapters/test_fsdp2.py")
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
 WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}

@@ -19,6 +19,8 @@ from deepspeed_compress.config import SECTION
 from tests.support.forks import run_forks
 from tests.support.megatron import Gpt, Options, checkpointing, on_cpu, start
 
+pytestmark = pytest.mark.rotating(3, "deepspeed_compress/adapters", "tests/adapters/test_megatron_layouts.py")
+
 FEEDBACK = {"error_feedback": {"dtype": "fp32"}}
 FOUR_BITS = {"gradients": {"method": "blockwise", "bits": 4, "block_size": 64, **FEEDBACK}}
 BOTH_WAYS = {**FOUR_BITS, "weights": {"method": "blockwise", "bits": 4, "block_size": 64}}

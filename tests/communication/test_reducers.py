@@ -32,6 +32,8 @@ from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.properties import properties
 from tests.support.threads import TIMEOUT, run_threads
 
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/communication", "tests/communication/test_reducers.py")
+
 FP32 = Cast(torch.float32)
 INT4 = Blockwise(4, 32)
 TOPK = TopK(0.1, 64)

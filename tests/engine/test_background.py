@@ -394,6 +394,7 @@ def train_until(rank: int, directory: str, stage: int, resumed: bool, killed: tu
     return [done, found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp_path, stage):
     undisturbed = run_forks(2, train_until, str(tmp_path / "whole"), stage, False, None)

@@ -12,6 +12,8 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/engine/checkpoints", "tests/engine/test_checkpoint.py")
+
 INT4 = {"gradients": {"bits": 4, "block_size": 32, "rounding": "stochastic"}}
 HIERARCHY = {"ranks_per_node": 2, "inside": {"method": "blockwise", "block_size": 32}}
 SMALL_BUCKETS = {"reduce_bucket_size": 600}

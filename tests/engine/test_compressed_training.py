@@ -8,6 +8,8 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/engine", "tests/engine/test_compressed_training.py")
+
 
 def outcomes(ranks: int, **job) -> list:
     return [outcome for (outcome,) in run_forks(ranks, train, Job(**job))]

@@ -19,6 +19,7 @@ def unexpected(directory, stage: int, sections: tuple[str, ...]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [1])
 def test_uncompressed_exchange(tmp_path, stage):

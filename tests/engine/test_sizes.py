@@ -13,6 +13,8 @@ from deepspeed_compress import CompressWarning, StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, run, start, weights
 
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/engine/checkpoints", "tests/engine/test_sizes.py")
+
 INT8 = {"gradients": {"bits": 8, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
 SAVED = 3
 GLOBAL = 4

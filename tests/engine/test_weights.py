@@ -28,6 +28,8 @@ from deepspeed_compress.monitor import Meter
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, network, run, run_pipeline, start, weights
 
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/engine/weights", "tests/engine/test_weights.py")
+
 NONE = {"gradients": {"method": "none"}}
 INT8 = Blockwise(bits=8, block_size=32)
 INT4_STOCHASTIC = Blockwise(bits=4, block_size=32, stochastic=True)
