@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from deepspeed_compress.communication.buckets import partition_by_sizes
 from deepspeed_compress.engine.gradients import early as early_module
+from deepspeed_compress.engine.gradients import zero_12
 from deepspeed_compress.engine.gradients.early import EarlyReductions
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, weights
@@ -242,3 +245,16 @@ def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
     bf16 = Job(1, INT4, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
     found = run_forks(2, chosen, Job(0, INT4), Job(1, INT4), Job(2, INT4), *written, *none, bf16)
     assert found == [[True, True, False, False, False, False, False, False]] * 2
+
+
+def test_owners_lie_side_by_side_only_where_no_message_changes():
+    parts = {"a": [(0, 4)], "b": [(1, 4)], "c": [(0, 2), (1, 2)]}
+    names = list(parts)
+    gradients = object.__new__(zero_12._Gradients)
+    gradients.partition = lambda keys: partition_by_sizes([(names[key[1]], parts[names[key[1]]]) for key in keys], 2)
+    gradients._optimizer = SimpleNamespace(bit16_groups=[names], param_names={name: name for name in names})
+    a, b, c = ((0, index, index) for index in range(3))
+    assert gradients._side_by_side((b, a)) == (a, b)
+    assert gradients._side_by_side((c, b, a)) == (c, a, b)
+    # The second part of c would come before b in the message to rank 1.
+    assert gradients._side_by_side((b, c, a)) == (b, c, a)

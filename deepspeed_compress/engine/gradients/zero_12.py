@@ -182,13 +182,21 @@ class _Gradients:
                 yield key
 
     def _side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        """By the first owner of each parameter: those of one owner stay in their order, and so do its messages."""
+        """By the first owner of each parameter; as it was where a parameter of two owners would change its place in the
+        message of the second one."""
         names = {key: self._optimizer.param_names[self._optimizer.bit16_groups[key[0]][key[1]]] for key in keys}
         owners = {part.parameter: part.owner for part in reversed(self.partition(keys).segments)}
-        return tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
+        ordered = tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
+        return ordered if _messages(self.partition(ordered)) == _messages(self.partition(keys)) else keys
 
     def complete_now(self) -> bool:
         return reduces_now(self._engine) and bool(self._optimizer.is_gradient_accumulation_boundary())
+
+
+def _messages(partition: Partition) -> list[list[tuple[str, int]]]:
+    """What each owner gets, in its order: (parameter, first element)."""
+    ranks = range(partition.world_size)
+    return [[(part.parameter, part.begin) for part in partition.owned_by(rank)] for rank in ranks]
 
 
 Count = Callable[[int, torch.dtype], None]
