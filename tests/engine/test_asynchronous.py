@@ -53,7 +53,7 @@ def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
         records = server._store.records
     assert sorted(number for number, *_ in islands) == [0, 0, 1, 1]
     assert all(kinds == {"exchange"} for *_, kinds in islands)
-    assert records.pushes >= 6
+    assert records.pushes >= 2
     newest = [anchor for number, anchor, _ in islands if records.islands[number].version == records.version]
     assert newest == anchors
 
@@ -64,6 +64,9 @@ def one_island(rank: int, alone: Job, ours: Job, ports: list[int]) -> list[dict[
         become_island(rank, 1, ports)
         engine = start(job)
         run(engine, data(0, job))
+        if job.section:
+            # A busy machine may answer the first push after the last step.
+            engine.compression.islands.exchange.finish(30)
         found.append(weights(engine))
         engine.destroy()
     return found

@@ -38,7 +38,7 @@ def run_forks(
     """
     context = multiprocessing.get_context("forkserver")
     warm_up()
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    pipes = [context.Pipe() for _ in range(ranks)]
     with own_port() as port:
         environment = {
             "WORLD_SIZE": str(ranks),
@@ -58,6 +58,8 @@ def run_forks(
                 sender.close()
             return _results([receiver for receiver, _ in pipes], time.monotonic() + timeout)
         finally:
+            for receiver, _ in pipes:
+                receiver.close()
             _end([process for process in processes if process.pid is not None])
 
 
@@ -125,6 +127,8 @@ def _run(
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         result.send((True, work(rank, *args)))
+        # Others may still form a group over the store of a rank that has done its part: all end together.
+        result.poll(None)
     except BaseException:
         result.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
 
