@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.engine.builds import warn_of_abandoned_locks
@@ -21,7 +20,7 @@ from deepspeed_compress.training.export import check_export, export_model, sampl
 from deepspeed_compress.training.loop import Identity, Loop, first_step, give_state
 from deepspeed_compress.training.options import Options, parse_options
 from deepspeed_compress.training.output import Metrics, check_new, display, final_figures
-from deepspeed_compress.training.ranks import AgreedError, Ranks, start_ranks
+from deepspeed_compress.training.ranks import AgreedError, Ranks, end_ranks, start_ranks
 from deepspeed_compress.training.setup import Data, RunConfig, Training, prepare_data, read_run_config, start_training
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
@@ -46,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     except CompressError as error:
         _report(error, ranks)
         status = 2
-    # A process that ends with threads of a group alive may be aborted, which is another status.
-    dist.destroy_process_group()
+    end_ranks()
     return status
 
 
@@ -71,6 +69,8 @@ def _train(options: Options, ranks: Ranks) -> None:
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)
     _finish(options, config, training, data, ranks, share.batch_size, loss)
+    # It holds groups, and hooks of its parameters hold it.
+    training.engine.destroy()
 
 
 def _headline(options: Options, ranks: Ranks, parameters: int, first: int) -> str:

@@ -3,6 +3,7 @@
 An error of one process becomes the error of all, so that no process waits for one that has stopped.
 """
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -74,6 +75,15 @@ def start_ranks(local_rank: int) -> Ranks:
     get_accelerator().set_device(here)
     deepspeed.init_distributed()
     return Ranks(dist.get_rank(), dist.get_world_size(), here)
+
+
+def end_ranks() -> None:
+    """Leave them, with DeepSpeed's references to groups too: a process that ends while threads of a group live may be
+    aborted, although it has done its work. Engines that are not destroyed keep theirs alive."""
+    import deepspeed
+
+    gc.collect()
+    deepspeed.comm.destroy_process_group()
 
 
 def _free_port() -> int:

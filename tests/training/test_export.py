@@ -75,6 +75,24 @@ def held_out_loss(model: Any, directory: Path, summary: dict[str, Any]) -> float
         return float(model(tokens, labels=tokens).loss)
 
 
+def threads_of_groups(rank: int, argv: list[str]) -> tuple[int, list[str]]:
+    """Exit status, and the names of gloo's threads that outlive the program."""
+    status, _ = train(rank, argv)
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return status, [name for name in names if "gloo" in name]
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": {"method": "sign"}}], ids=["gradients", "weights"])
+def test_no_thread_of_a_group_outlives_the_program(weights: dict[str, Any], tmp_path: Path) -> None:
+    """The process would be aborted now and then, after all that it had to do."""
+    argv = arguments(tmp_path, {"zero_stage": 1})
+    file = tmp_path / "ds.json"
+    ds_config = json.loads(file.read_text())
+    ds_config["deepspeed_compress"] |= weights
+    file.write_text(json.dumps(ds_config))
+    assert run_forks(2, threads_of_groups, [*argv, "--steps", "2"]) == [(0, [])] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "parallelism"),
