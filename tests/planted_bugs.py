@@ -119,7 +119,7 @@ BUGS: Mapping[str, Bug] = {
         ("compression/test_kernels.py", "compression/test_cpu_kernels.py"),
     ),
     "off by one where codes are unpacked in C++": Bug(
-        "compression/kernels/cpu.cpp",
+        "compression/kernels/packing.h",
         "    unpack_any(packed + whole, n - done, BITS, codes + done);",
         "    unpack_any(packed + whole, n - done - 1, BITS, codes + done);",
         ("compression/test_cpu_kernels.py",),

@@ -70,9 +70,10 @@ def _pip(directory: Path, python: str, *arguments: str) -> None:
 
 
 def test_both_archives_hold_what_the_package_needs(installed: Installed) -> None:
-    files = [file for suffix in ("py", "cpp", "json") for file in (ROOT / "deepspeed_compress").rglob(f"*.{suffix}")]
+    kinds = {"py", "cpp", "h", "json"}
+    files = [file for kind in kinds for file in (ROOT / "deepspeed_compress").rglob(f"*.{kind}")]
     needed = {file.relative_to(ROOT).as_posix() for file in files}
-    assert {file.rpartition(".")[2] for file in needed} == {"py", "cpp", "json"}
+    assert {file.rpartition(".")[2] for file in needed} == kinds
     with zipfile.ZipFile(installed.wheel) as wheel, tarfile.open(installed.sdist) as sdist:
         assert needed - set(wheel.namelist()) == set()
         assert needed - {name.partition("/")[2] for name in sdist.getnames()} == set()

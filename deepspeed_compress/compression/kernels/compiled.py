@@ -19,7 +19,8 @@ import torch
 
 __all__ = ["load_library"]
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "transforms.cpp"))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-std=c++17"),
     # The bits of the reference: no fused multiply-add where it has two roundings.
@@ -50,7 +51,8 @@ def _cache_path() -> Path:
 def _fingerprint() -> str:
     """Of everything that the library depends on: a home directory may be shared by machines of several kinds."""
     parts = [*_FLAGS, os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
-    return hashlib.sha256("\0".join([*parts, *(source.read_text() for source in _SOURCES)]).encode()).hexdigest()[:16]
+    texts = (file.read_text() for file in (*_SOURCES, *_HEADERS))
+    return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
 
 
 def _processor_features() -> str:

@@ -1,0 +1,93 @@
+// Vectors to other types and back, their norms, random numbers, and integers of any width; as in reference.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace {
+
+template <typename M>
+void cast_all(const float* x, int64_t n, typename M::Stored* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < n; i++) out[i] = M::store(x[i]);
+}
+
+template <typename M>
+void add_all(const typename M::Stored* values, int64_t n, float* out, float scale, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        const float product = M::load(values[i]) * scale;
+        out[i] += product;
+    }
+}
+
+// Sums of a block in fp32 that are independent of each other, so that they are one vector; blocks in fp64.
+template <typename M>
+double sum_squares(const typename M::Stored* values, int64_t n) {
+    constexpr int64_t LANES = 16, BLOCK = 1024;
+    double total = 0;
+    for (int64_t start = 0; start < n; start += BLOCK) {
+        float lanes[LANES] = {};
+        const int64_t end = std::min(n, start + BLOCK), whole = start + (end - start) / LANES * LANES;
+        for (int64_t i = start; i < whole; i += LANES)
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                const float x = M::load(values[i + lane]);
+                lanes[lane] += x * x;
+            }
+        for (int64_t i = whole; i < end; i++) lanes[0] += M::load(values[i]) * M::load(values[i]);
+        for (const float lane : lanes) total += lane;
+    }
+    return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) out[i] = uniform_number(uint32_t(i), key);
+}
+
+void compress_cast(const float* x, int64_t n, void* out, int type, int threads) {
+    if (type == FP32) std::memcpy(out, x, n * sizeof(float));
+    if (type == BF16) cast_all<Bf16>(x, n, static_cast<uint16_t*>(out), threads);
+    if (type == FP16) cast_all<Fp16>(x, n, static_cast<uint16_t*>(out), threads);
+}
+
+void compress_add_cast(const void* values, int type, int64_t n, float* out, float scale, int threads) {
+    if (type == FP32) add_all<Fp32>(static_cast<const float*>(values), n, out, scale, threads);
+    if (type == BF16) add_all<Bf16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
+    if (type == FP16) add_all<Fp16>(static_cast<const uint16_t*>(values), n, out, scale, threads);
+}
+
+void compress_square_norm(const void* values, int type, int64_t n, double* out) {
+    if (type == FP32) *out = sum_squares<Fp32>(static_cast<const float*>(values), n);
+    if (type == BF16) *out = sum_squares<Bf16>(static_cast<const uint16_t*>(values), n);
+    if (type == FP16) *out = sum_squares<Fp16>(static_cast<const uint16_t*>(values), n);
+}
+
+void compress_pack_bits(const int64_t* values, int64_t count, int width, uint8_t* out, int64_t bytes) {
+    uint64_t pending = 0;
+    int held = 0;
+    uint8_t* end = out + bytes;
+    for (int64_t i = 0; i < count; i++) {
+        pending |= uint64_t(values[i]) << held;
+        for (held += width; held >= 8; held -= 8, pending >>= 8) *out++ = uint8_t(pending);
+    }
+    if (held) *out++ = uint8_t(pending);
+    std::memset(out, 0, end - out);
+}
+
+void compress_unpack_bits(const uint8_t* packed, int width, int64_t count, int64_t* values) {
+    uint64_t pending = 0;
+    int held = 0;
+    for (int64_t i = 0; i < count; i++) {
+        for (; held < width; held += 8) pending |= uint64_t(*packed++) << held;
+        values[i] = int64_t(pending & ((uint64_t(1) << width) - 1));
+        pending >>= width, held -= width;
+    }
+}
+}

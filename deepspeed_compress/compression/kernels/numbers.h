@@ -1,0 +1,109 @@
+// Types of numbers as they are stored and sent, and the numbers that rounding draws.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+enum Type { NONE, FP32, BF16, FP16 };
+constexpr int LANES = 16;  // elements that are computed together
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
+
+// Rounded to nearest even; NaN stays NaN.
+inline uint16_t to_bf16(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint16_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    return magnitude(x) > 0x7F800000u ? 0x7FC0 : rounded;
+}
+
+// As `to_bf16`, but what is finite stays finite.
+inline uint16_t to_bf16_saturating(float x) {
+    const uint16_t rounded = to_bf16(x);
+    return ((rounded & 0x7FFF) == 0x7F80 && magnitude(x) < 0x7F800000u) ? rounded - 1 : rounded;
+}
+
+inline float from_bf16(uint16_t x) { return float_of(uint32_t(x) << 16); }
+
+inline uint16_t to_fp16_saturating(float x) {
+    const float largest = 65504.0f;
+    const float value = std::fabs(x) > largest && magnitude(x) < 0x7F800000u ? std::copysign(largest, x) : x;
+    const _Float16 half = _Float16(value);
+    uint16_t raw;
+    std::memcpy(&raw, &half, 2);
+    return raw;
+}
+
+inline float from_fp16(uint16_t raw) {
+    _Float16 half;
+    std::memcpy(&half, &raw, 2);
+    return float(half);
+}
+
+struct Fp32 {
+    using Stored = float;
+    static float load(float x) { return x; }
+    static float store(float x) { return x; }
+};
+
+struct Bf16 {
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return from_bf16(x); }
+    static uint16_t store(float x) { return to_bf16_saturating(x); }
+};
+
+struct Fp16 {
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return from_fp16(x); }
+    static uint16_t store(float x) { return to_fp16_saturating(x); }
+};
+
+float load_number(const void* numbers, int type, int64_t i) {
+    if (type == FP32) return static_cast<const float*>(numbers)[i];
+    const uint16_t raw = static_cast<const uint16_t*>(numbers)[i];
+    return type == BF16 ? from_bf16(raw) : from_fp16(raw);
+}
+
+// Stores a scale rounded to `type`, a finite one at most `limit` (forms.fitted), and returns it as the receiver sees it.
+template <typename Real>
+float store_number(void* numbers, int type, int64_t i, Real scale, double limit) {
+    const Real value = std::isfinite(scale) && scale > Real(limit) ? Real(limit) : scale;
+    if (type == FP32) return static_cast<float*>(numbers)[i] = float(value);
+    uint16_t raw;
+    if (type == BF16) {
+        raw = to_bf16(float(value));
+    } else {
+        const _Float16 half = _Float16(value);
+        std::memcpy(&raw, &half, 2);
+    }
+    static_cast<uint16_t*>(numbers)[i] = raw;
+    return load_number(numbers, type, i);
+}
+
+// The i-th number of `uniform`: a counter through the 32-bit mixer "lowbias32".
+inline float uniform_number(uint32_t counter, uint64_t key) {
+    uint32_t x = (counter + uint32_t(key)) ^ uint32_t(key >> 32);
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    x ^= x >> 16;
+    return float(int32_t(x >> 8)) * 0x1p-24f;
+}
+
+}  // namespace
