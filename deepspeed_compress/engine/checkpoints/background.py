@@ -9,7 +9,6 @@ import atexit
 import inspect
 import os
 import signal
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -27,18 +26,18 @@ from deepspeed.utils import logger
 from deepspeed_compress.checkpoints.claim import Claim
 from deepspeed_compress.checkpoints.files import Save
 from deepspeed_compress.checkpoints.snapshot import NOTHING, Call, Memory, Snapshot
-from deepspeed_compress.checkpoints.writer import Outcome, Task, write_torch
+from deepspeed_compress.checkpoints.writer import Task, write_torch
 from deepspeed_compress.config import Checkpointing
 from deepspeed_compress.config.durations import byte_rate, seconds
-from deepspeed_compress.engine.checkpoints.agreement import Agreement
 from deepspeed_compress.engine.checkpoints.alone import alone_in, start_of_all
 from deepspeed_compress.engine.checkpoints.host_memory import HostMemory
 from deepspeed_compress.engine.checkpoints.lane import Interval, Lane
-from deepspeed_compress.engine.checkpoints.recovery import find_whole, gathered
+from deepspeed_compress.engine.checkpoints.progress import Progress
+from deepspeed_compress.engine.checkpoints.recovery import find_whole
 from deepspeed_compress.engine.checkpoints.side_stream import copies_for_device
 from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.leaving import Leaving, saves_on_sigterm
-from deepspeed_compress.errors import CompressWarning, StateError, UnsupportedError
+from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.observer import new_run
 from deepspeed_compress.session.session import Session
 
@@ -99,7 +98,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._directory = None if settings.directory is None else Path(settings.directory).absolute()
         """Of checkpoints of `every`, wherever the program goes."""
         self._alone = alone_in(settings.directory, self._start)
-        self._agreement = Agreement(dist.new_group(backend="gloo"))
+        self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
         self._lanes = [Lane(Interval(settings.every), rate)]
         self._memory = self._begin_memory(settings)
@@ -113,7 +112,8 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._saved = -1
         """Step of the last checkpoint of `every`."""
         self._leaving = Leaving() if saves_on_sigterm(settings) else None
-        self._leaves = False
+        stops = settings.on_error == "stop"
+        self._progress = Progress(self._lanes, self._memory, self._leaving, stops, self._group)
         self._leave: Callable[[], None] = self._save_and_leave
         # Programs end without `engine.destroy` too. An engine that nobody holds must not live until then.
         self._at_exit = partial(_clean_up, weakref.ref(self))
@@ -152,16 +152,9 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         if self._leaving is not None:
             self._leaving.listen_no_more()
         self.before_step()
-        for lane in self._lanes:
-            lane.close()
-        # Others may be gone, or the group.
-        with suppress(RuntimeError):
-            if self._agreement.work is not None:
-                self._agreement.finish()
+        self._progress.close()
         if self._alone is not None:
             self._alone.close()
-        for failure in self._disk.take_failures():
-            warnings.warn(self._told(failure), CompressWarning, stacklevel=2)
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -225,7 +218,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         memory = self._memory if self._memory is not None and self._memory.is_of(directory) else None
         # DeepSpeed takes numbers too.
         named = None if tag is None else str(tag)
-        found = find_whole(Path(directory), named, memory, self._agreement.group)
+        found = find_whole(Path(directory), named, memory, self._group)
         if self._memory is not None:
             self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
         if found is None:
@@ -242,18 +235,13 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
 
     def step_ended(self, step: int, applied: bool) -> None:
         """Hear what has become of checkpoints, and save what is due."""
-        if self._agreement.work is not None:
-            self._hear(*self._agreement.finish())
-        for lane in self._lanes:
-            lane.collect(wait=False)
+        self._progress.hear()
         for lane in self._lanes:
             if (applied and lane.interval.says(step)) or (lane.interval.due and not lane.in_flight):
                 self._save_automatically(lane)
-        if self._leaves:
+        if self._progress.leaves:
             self._leave()
-        sending = self._memory is not None and self._memory.shelf.sending
-        if sending or self._leaving is not None or any(lane.in_flight or lane.interval.by_time for lane in self._lanes):
-            self._ask()
+        self._progress.ask_where_needed()
 
     def leave_by(self, leave: Callable[[], None]) -> None:
         """Once SIGTERM has come `leave` is called on all ranks, after one step, in place of saving and ending."""
@@ -276,12 +264,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         Raises StateError on all ranks where something could not be written and `on_error` is "stop".
         """
         self.before_step()
-        for lane in self._lanes:
-            lane.finish()
-        if self._agreement.work is not None:
-            self._agreement.finish()
-        self._ask()
-        self._hear(*self._agreement.finish())
+        self._progress.settle()
 
     @property
     def _disk(self) -> Lane:
@@ -290,7 +273,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
     def _begin_memory(self, settings: Checkpointing) -> HostMemory | None:
         if settings.memory is None:
             return None
-        memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._agreement.group)
+        memory = HostMemory(settings.memory, Path(str(settings.directory)), self._start, self._group)
         self._lanes.append(Lane(Interval(settings.memory.every), private=True))
         return memory
 
@@ -363,42 +346,6 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             # No directory has the files of all ranks, so that nobody waits for them.
             return self._memory.task(Task(save, self._rank, self._claim, NOTHING, False, patience))
         return Task(save, self._rank, self._claim, NOTHING, self._rank == 0, patience, keep)
-
-    def _ask(self) -> None:
-        lanes = [(not self._rank and lane.interval.has_passed(), -lane.ended) for lane in self._lanes]
-        failed = any(lane.failed for lane in self._lanes)
-        asked = self._leaving is not None and self._leaving.asked
-        self._agreement.begin(asked, failed, -self._lanes[-1].copied, *(number for one in lanes for number in one))
-
-    def _hear(self, leaves: int, failed: int, copied: int, *lanes: int) -> None:
-        self._leaves |= bool(leaves)
-        for lane, due, ended in zip(self._lanes, lanes[::2], lanes[1::2], strict=True):
-            lane.interval.due |= bool(due)
-            lane.agreed = -ended
-        if self._memory is not None:
-            self._memory.shelf.written, self._memory.shelf.copied = self._lanes[-1].agreed, -copied
-        if failed:
-            self._report()
-
-    def _report(self) -> None:
-        """Tell on all ranks what went wrong on any. Collective."""
-        own = [(failure, self._told(failure)) for lane in self._lanes for failure in lane.take_failures()]
-        found = [failure for some in gathered(own, self._agreement.group) for failure in some]
-        news = [text for failure, text in found if self._is_news(failure)]
-        if news and self._settings.on_error == "stop":
-            raise StateError("; ".join(news))
-        for text in news:
-            warnings.warn(text, CompressWarning, stacklevel=3)
-
-    def _is_news(self, failure: Outcome) -> bool:
-        """Memory that is full is told of once, and again when something has been saved there since."""
-        if self._memory is None or failure.save.directory.name != self._memory.directory.name:
-            return True
-        return self._memory.shelf.forget(failure.save.number, failure.of_copy)
-
-    def _told(self, failure: Outcome) -> str:
-        done = "copied to the next host" if failure.of_copy else "saved"
-        return f"{failure.save.place} is not {done}: rank {self._rank}: {failure.problem}"
 
 
 def _copy_and_send(lane: Lane, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
