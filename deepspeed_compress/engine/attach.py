@@ -51,6 +51,7 @@ from deepspeed_compress.engine.weights.zero_12 import attach_weights, check_weig
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Available, Policy
+from deepspeed_compress.session.beside import Watch
 from deepspeed_compress.session.exact import attach_exact
 from deepspeed_compress.session.machines import equal_machines
 from deepspeed_compress.session.observer import largest_of_all, new_run, of_first
@@ -58,7 +59,7 @@ from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.probing import Prober
 from deepspeed_compress.session.records import make_records
 from deepspeed_compress.session.reporting import Reporter
-from deepspeed_compress.session.session import Session, Watch
+from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.torch_version import check_torch
 
 __all__ = ["attach", "attach_section", "detach"]

@@ -26,7 +26,8 @@ from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
 from deepspeed_compress.monitor import KINDS, StepStatistics
 from deepspeed_compress.services.agent.signs import RESUME
-from deepspeed_compress.session.session import Saving, Session
+from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.session import Session
 
 __all__ = ["CompressionCallback", "attach", "follow_trainers"]
 

@@ -21,8 +21,9 @@ from deepspeed_compress.engine.groups import find_position
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.norms import loss_scale
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.beside import Saving
 from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
-from deepspeed_compress.session.session import Saving, Session
+from deepspeed_compress.session.session import Session
 
 __all__ = ["attach_checkpoint", "load_last", "load_state"]
 
