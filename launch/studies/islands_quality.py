@@ -50,11 +50,18 @@ EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "average 1.5, 4 bits": ({**AVERAGE, "lr": 1.5}, INT4),
     "average 2, 4 bits": ({**AVERAGE, "lr": 2.0}, INT4),
     "nesterov of 0.5, 4 bits": ({**NESTEROV, "momentum": 0.5}, INT4),
+    "nesterov of 0.5, uncompressed": ({**NESTEROV, "momentum": 0.5}, {"method": "none"}),
+    "nesterov of 0.7, 4 bits": ({**NESTEROV, "momentum": 0.7}, INT4),
 }
 INTERVALS = (5, 10, 30)
-FASTER = ("average, 4 bits", "nesterov of 0.5, 4 bits")
+FASTER = (
+    "average, 4 bits",
+    "nesterov of 0.5, 4 bits",
+    "nesterov of 0.5, uncompressed",
+    "nesterov of 0.7, 4 bits",
+)
 """Tried at other rates, and with second moments exchanged too."""
-RATES = {", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
+RATES = {", half the rate": 0.5, ", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
 """Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
 MOMENTS = {", second moments": {"block_size": 1}, ", second moments in blocks": {"block_size": 128}}
 START = 0.1
@@ -111,6 +118,8 @@ def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Names
         SECTION: variants(steps)[name] | {"seed": seed, "monitor": {"every": 1000}},
     }
     ds_config["optimizer"]["params"]["lr"] *= next((times for end, times in RATES.items() if name.endswith(end)), 1)
+    ds_config["optimizer"]["params"]["betas"][1] = options.beta2
+    ds_config["gradient_clipping"] = options.clipping
     sizes = {"micro_batch": options.micro_batch, "seq_len": options.seq_len, "seed": seed}
     (group,) = group_contenders([str(FILE)], str(options.model), (), sizes, hosts)
     ds_config["train_micro_batch_size_per_gpu"] = group.workload.micro_batch
@@ -182,6 +191,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive_integer, default=300)
     parser.add_argument("--seq-len", type=positive_integer, default=64)
     parser.add_argument("--micro-batch", type=positive_integer, help="sequences of an island (default: of the file)")
+    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW inside (default: 0.95)")
+    parser.add_argument("--clipping", type=float, default=1.0, help="of gradients inside, their norm (default: 1)")
     return parser.parse_args(argv)
 
 

@@ -1,5 +1,6 @@
 """The harness of programs sees what goes wrong, and keeps it to the program that it went wrong in."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,7 @@ def not_finite(run: Run) -> None:
     run.keep("loss", 1.0 if run.section is None else float("nan"))
 
 
+@pytest.mark.rotating(3, "tests/engine/programs", "tests/engine/test_programs_harness.py")
 def test_what_goes_wrong_is_seen(tmp_path):
     programs = [one_bit_off, rank_1_apart, rank_1_raises, refuses, refuses_late, not_finite, good]
     tasks = tasks_of([Program(program.__name__, program) for program in programs], 0, ("plain", "raw", "4 bits"))
