@@ -51,16 +51,7 @@ def _start(rank: int, path: str, context: dict[str, Any]) -> str:
     with _logging_to(log), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(log):
         starter = _STARTERS[context.get("framework")]
         starter(path, context)
-        _wait_for_others()
     return log.getvalue()
-
-
-def _wait_for_others() -> None:
-    """Rank 0 holds the store that others may still ask."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
 
 
 @contextlib.contextmanager
