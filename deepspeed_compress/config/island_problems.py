@@ -77,8 +77,8 @@ def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
         yield problem(("islands", "second_moments"), what, "nothing: remove second_moments, or parameter_server")
 
 
-_WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedlamb", "nadam", "radam"})
-"""Types of a ds_config's optimizer, lower-case, that keep what Adam divides by of every weight."""
+_WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedlamb", "nadam", "radam", "muon"})
+"""Types of a ds_config's optimizer, lower-case, that keep what Adam divides by of every weight that Adam steps."""
 
 
 def find_island_mismatches(

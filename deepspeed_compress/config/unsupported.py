@@ -28,7 +28,7 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
         for path, applies, why, instead in _UNSUPPORTED
         if applies(value := _at(ds_config, path), section)
     ]
-    return problems + list(_scaled_outside(ds_config, section))
+    return [*problems, *_muon(ds_config, section), *_scaled_outside(ds_config, section)]
 
 
 _ZERO = "zero_optimization"
@@ -82,17 +82,12 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
         "DeepCompile reduces gradients inside the compiled graph (allowed: false)",
         "false",
     ),
-    (
-        ("optimizer", "type"),
-        lambda value, _: str(value).lower() == "muon",
-        "it needs whole gradient matrices, which are not sent (allowed: other optimizers)",
-        '"AdamW" or "SGD"',
-    ),
 )
 """Places, whether a value there is meant, why not, and what to write."""
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
+_OPTIMIZER: Path = ("optimizer", "type")
 
 
 def _at(ds_config: Mapping[str, Any], path: Path) -> Any:
@@ -100,6 +95,14 @@ def _at(ds_config: Mapping[str, Any], path: Path) -> Any:
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
     return found
+
+
+def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
+    """Without ZeRO every rank steps whole matrices, by gradients that are whole."""
+    kind, stage = _at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
+    if str(kind).lower() == "muon" and stage:
+        what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"
+        yield Diagnostic(at(*_OPTIMIZER), f"{what} (allowed: without ZeRO)", write('"AdamW" or "SGD", or ZeRO stage 0'))
 
 
 def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

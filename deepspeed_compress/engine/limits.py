@@ -42,8 +42,10 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
     A section that neither compresses nor divides anything changes nothing, so it is right with every engine.
     """
     problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
-    if compresses(config) or config.islands is not None:
+    if compresses(config):
         problems += find_limits(engine)
+    elif config.islands is not None:
+        problems += _found(_LIMITS, engine)
     if problems:
         raise UnsupportedError(
             "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
@@ -52,7 +54,11 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
 
 def find_limits(engine: Any) -> list[str]:
     """What about `engine` makes its traffic unknown here: it cannot be compressed, and not be counted."""
-    return [problem for applies, problem in _LIMITS if applies(engine)]
+    return _found((*_LIMITS, *_LIMITS_OF_GRADIENTS), engine)
+
+
+def _found(limits: "_Limits", engine: Any) -> list[str]:
+    return [problem for applies, problem in limits if applies(engine)]
 
 
 def compresses(config: CompressConfig) -> bool:
@@ -99,8 +105,10 @@ def has_optimizer(engine: Any) -> bool:
     return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
 
 
-def _uses_muon(engine: Any) -> bool:
-    return any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
+def _divides_for_muon(engine: Any) -> bool:
+    """Without ZeRO every rank steps whole matrices, by gradients that are whole."""
+    muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
+    return muon and int(engine.zero_optimization_stage()) > 0
 
 
 def _own_quantization(engine: Any) -> bool:
@@ -112,7 +120,16 @@ def _device_type(engine: Any) -> str:
     return torch.device(engine.device).type
 
 
-_LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+_Limits = tuple[tuple[Callable[[Any], bool], str], ...]
+_LIMITS_OF_GRADIENTS: _Limits = (
+    (
+        _divides_for_muon,
+        "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "
+        "0, or Adam or SGD",
+    ),
+)
+"""Islands that leave gradients to DeepSpeed do without."""
+_LIMITS: _Limits = (
     (
         lambda engine: not has_optimizer(engine),
         'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
@@ -136,7 +153,6 @@ _LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "torch_autocast in fp16 without ZeRO scales the loss where DeepSpeed cannot see it; use ZeRO 1 to 3, or "
         'torch_autocast with "dtype": "bfloat16"',
     ),
-    (_uses_muon, "the Muon optimizer needs whole gradient matrices on several ranks; use Adam or SGD"),
     (
         lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
         "DeepCompile reduces gradients inside the compiled graph; set compile.deepcompile to false",

@@ -13,6 +13,7 @@ examples, from the root of the repository:
 """
 
 import argparse
+import copy
 import os
 import re
 import statistics
@@ -56,6 +57,8 @@ EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 INTERVALS = (5, 10, 30)
 FASTER = (
     "average, 4 bits",
+    "average, top-k",
+    "sparseloco",
     "nesterov of 0.5, 4 bits",
     "nesterov of 0.5, uncompressed",
     "nesterov of 0.7, 4 bits",
@@ -64,6 +67,9 @@ FASTER = (
 RATES = {", half the rate": 0.5, ", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
 """Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
 MOMENTS = {", second moments": {"block_size": 1}, ", second moments in blocks": {"block_size": 128}}
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}}
+"""In place of AdamW where a name ends so: matrices by Muon at its usual rate, embeddings and vectors by Adam."""
+INSIDE = ", muon"
 START = 0.1
 """Share of the steps at the start that each end with an exchange."""
 LONG_START = 0.3
@@ -105,7 +111,13 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
             f"{every} {name}{moments}{rate}": islands(every, name, second_moments=MOMENTS[moments])
             for every, name, moments, rate in product(INTERVALS, FASTER, MOMENTS, ("", *RATES))
         },
-        **{f"{SYNCHRONOUS}{rate}": {"gradients": {"method": "none"}} for rate in RATES},
+        **{f"{SYNCHRONOUS}{rate}": {"gradients": {"method": "none"}} for rate in (*RATES, INSIDE)},
+        **{
+            f"{every} nesterov of 0.5, 4 bits{moments}{INSIDE}": islands(
+                every, "nesterov of 0.5, 4 bits", **({"second_moments": MOMENTS[moments]} if moments else {})
+            )
+            for every, moments in product(INTERVALS, ("", *MOMENTS))
+        },
     }
 
 
@@ -118,7 +130,9 @@ def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Names
         SECTION: variants(steps)[name] | {"seed": seed, "monitor": {"every": 1000}},
     }
     ds_config["optimizer"]["params"]["lr"] *= next((times for end, times in RATES.items() if name.endswith(end)), 1)
-    ds_config["optimizer"]["params"]["betas"][1] = options.beta2
+    if name.endswith(INSIDE):
+        ds_config["optimizer"] = copy.deepcopy(MUON)
+    ds_config["optimizer"]["params"]["betas"] = [0.9, options.beta2]
     ds_config["gradient_clipping"] = options.clipping
     sizes = {"micro_batch": options.micro_batch, "seq_len": options.seq_len, "seed": seed}
     (group,) = group_contenders([str(FILE)], str(options.model), (), sizes, hosts)

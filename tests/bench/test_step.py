@@ -228,7 +228,7 @@ def test_a_run_that_fails_says_why_and_the_next_one_goes_on(tmp_path: Path) -> N
     wrong, good, output = (tmp_path / f"{name}.json" for name in ("wrong", "good", "bench"))
     common = {"train_micro_batch_size_per_gpu": 3, SECTION: {}}
     adamw = {"type": "AdamW", "params": {"torch_adam": True}}
-    wrong.write_text(json.dumps(common | {"optimizer": {"type": "Muon"}}))
+    wrong.write_text(json.dumps(common | {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}}))
     good.write_text(json.dumps(common | {"optimizer": adamw, "gradient_clipping": 0.5}))
     ended = bench(output, "--config", str(wrong), str(good), "--peers", "--emulate", "2,1gbit")
     assert ended.returncode == 1

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ SGD: Mapping[str, Any] = {
 }
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+MUON: Mapping[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+"""DeepSpeed gives matrices to Muon, and biases to Adam."""
+WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
+"""What DeepSpeed's Muon needs under ZeRO 3."""
 STAGES = (0, 1, 2, 3)
 
 
@@ -61,10 +66,10 @@ def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) ->
 @pytest.mark.parametrize(
     ("stage", "extra"),
     # Without ZeRO masters in fp32 alone are known.
-    [*((stage, {}) for stage in STAGES), *((stage, BF16) for stage in STAGES[1:])],
+    [*product(STAGES, ({}, MUON)), *product(STAGES[1:], (BF16,))],
 )
 def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
-    alone = Job(stage, extra=extra)
+    alone = Job(stage, extra=extra, zero=WHOLE if extra is MUON else {})
     one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}, second_moments={}))
     for plain, ours in run_forks(2, train, alone, one):
         assert ours == plain
@@ -153,6 +158,31 @@ def test_islands_have_the_same_second_moments_when_they_meet(stage: int, extra: 
             assert (one[step] == other[step]) == (step % 2 == 1), step
     if stage == 0:
         assert first == second
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_with_muon_inside_share_the_second_moments_of_what_adam_steps(stage: int) -> None:
+    shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
+    job = Job(stage, section=shared, extra=MUON, zero=WHOLE)
+    ranks = run_forks(4, moments_by_step, job)
+    for step in range(4):
+        for one, other in zip(ranks[:2], ranks[2:], strict=True):
+            assert (one[step] == other[step]) == (step % 2 == 1), step
+    assert set().union(*(rank[1] for rank in ranks)) == {"0.bias", "2.bias", "4.bias"}
+
+
+def test_islands_without_anything_that_adam_steps_have_no_second_moments() -> None:
+    only = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
+    job = Job(0, section=section(size=1, second_moments={}), extra=only)
+    for found in run_forks(2, of_matrices_alone, job):
+        assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
+
+
+def of_matrices_alone(rank: int, job: Job) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    with pytest.raises(UnsupportedError) as refused:
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])

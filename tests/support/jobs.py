@@ -116,9 +116,9 @@ def run_pipeline(engine: Any, batches: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def moments(engine: Any) -> dict[str, list[float]]:
-    """Second moments of Adam that this rank steps, by the name of the parameter."""
-    found = find_masters(engine).stepped
-    return {one.parameter: one.within(engine.basic_optimizer.state[one.home]["exp_avg_sq"]).tolist() for one in found}
+    """Second moments of Adam, by the name of the parameter, of what it steps on this rank."""
+    states = [(one, engine.basic_optimizer.state.get(one.home, {})) for one in find_masters(engine).stepped]
+    return {one.parameter: one.within(state["exp_avg_sq"]).tolist() for one, state in states if "exp_avg_sq" in state}
 
 
 def weights(engine: Any) -> dict[str, list[float]]:

@@ -24,28 +24,45 @@ def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moment
     none of Adam's family, or keeps something else beside them."""
     if settings.second_moments is None:
         return None
-    optimizer = engine.basic_optimizer
     offload = engine.zero_offload_optimizer()
     if offload is not None and offload.ratio < 1:
         raise UnsupportedError(
             f'{_POINTER}: "offload_optimizer" with "ratio": {offload.ratio} keeps some of them elsewhere (allowed '
             'with it: 1.0); write that, or "second_moments": null'
         )
-    groups = optimizer.param_groups
+    optimizer = engine.basic_optimizer
+    found = _States(optimizer, _group_of_adam(optimizer), _stepped_by_adam(engine, masters))
+    return Moments(found.moments, settings.second_moments.block_size, masters.device)
+
+
+def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
+    """One of the groups with second moments, for all of them."""
+    groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
     betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
-    if None in betas or len(betas) > 1 or any(group.get("amsgrad") for group in groups):
+    if None in betas or len(betas) != 1 or any(group.get("amsgrad") for group in groups):
         raise UnsupportedError(
             f"{_POINTER}: {type(optimizer).__name__} has betas {sorted(map(str, betas))} and amsgrad "
             f"{any(group.get('amsgrad') for group in groups)} (allowed: the family of Adam, with equal betas for all "
             'parameters and without amsgrad); write "second_moments": null, or such an optimizer'
         )
-    found = _States(optimizer, masters.stepped)
-    return Moments(found.moments, settings.second_moments.block_size, masters.device)
+    group: Mapping[str, Any] = groups[0]
+    return group
+
+
+def _stepped_by_adam(engine: Any, masters: FlatMasters) -> Sequence[Stretch]:
+    """All but what DeepSpeed's Muon steps by momentum alone."""
+    if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
+        return masters.stepped
+    muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
+    return [one for one in masters.stepped if one.parameter not in muon]
 
 
 @dataclass(frozen=True)
 class _States:
+    """Of what `optimizer` steps as `group` says, like all of `stepped`."""
+
     optimizer: Any
+    group: Mapping[str, Any]
     stepped: Sequence[Stretch]
 
     def moments(self) -> list[Moment]:
@@ -66,5 +83,6 @@ class _States:
 
     def _correction(self, state: Mapping[str, Any]) -> float:
         """As Adam has it (arXiv:1412.6980, algorithm 1); 1 where the optimizer does not correct, or counts no steps."""
-        group, steps = self.optimizer.param_groups[0], float(state.get("step", 0))
-        return 1.0 - float(group["betas"][1]) ** steps if steps and group.get("bias_correction", True) else 1.0
+        steps = float(state.get("step", 0))
+        corrects = steps and self.group.get("bias_correction", True)
+        return 1.0 - float(self.group["betas"][1]) ** steps if corrects else 1.0
