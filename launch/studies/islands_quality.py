@@ -66,7 +66,11 @@ FASTER = (
 """Tried at other rates, and with second moments exchanged too."""
 RATES = {", half the rate": 0.5, ", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
 """Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
-MOMENTS = {", second moments": {"block_size": 1}, ", second moments in blocks": {"block_size": 128}}
+MOMENTS: Mapping[str, Any] = {
+    "": None,
+    ", second moments": {"block_size": 1},
+    ", second moments in blocks": {"block_size": 128},
+}
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}}
 """In place of AdamW where a name ends so: matrices by Muon at its usual rate, embeddings and vectors by Adam."""
 INSIDE = ", muon"
@@ -106,17 +110,15 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
         },
         "30 nesterov, 4 bits, longer start": islands(30, "nesterov, 4 bits", LONG_START),
         "10 average, 4 bits, streamed": islands(10, "average, 4 bits", fragments=5, delay=2),
-        **{f"{every} {name}{rate}": islands(every, name) for every, name, rate in product(INTERVALS, FASTER, RATES)},
         **{
             f"{every} {name}{moments}{rate}": islands(every, name, second_moments=MOMENTS[moments])
             for every, name, moments, rate in product(INTERVALS, FASTER, MOMENTS, ("", *RATES))
         },
         **{f"{SYNCHRONOUS}{rate}": {"gradients": {"method": "none"}} for rate in (*RATES, INSIDE)},
+        f"{SYNCHRONOUS}, 4 bits{INSIDE}": {"gradients": INT4},
         **{
-            f"{every} nesterov of 0.5, 4 bits{moments}{INSIDE}": islands(
-                every, "nesterov of 0.5, 4 bits", **({"second_moments": MOMENTS[moments]} if moments else {})
-            )
-            for every, moments in product(INTERVALS, ("", *MOMENTS))
+            f"{every} {name}{moments}{INSIDE}": islands(every, name, second_moments=MOMENTS[moments])
+            for every, name, moments in product(INTERVALS, FASTER, MOMENTS)
         },
     }
 

@@ -19,9 +19,11 @@ from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError,
 from deepspeed_compress.services.rendezvous.client import status
 from tests.support.coordinators import become_island, coordinator, own_ports
 from tests.support.forks import run_forks
-from tests.support.jobs import Job, data, moments, network, run, start, weights
+from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
 STAGES = (0, 1, 2, 3)
+FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+"""DeepSpeed's own AdamW."""
 
 
 def section(
@@ -70,17 +72,18 @@ def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
 
 def corrected(engine: Any) -> dict[str, list[float]]:
     """Second moments as Adam steps with them: those of islands of unequal age are alike when corrected."""
-    [steps] = {float(state["step"]) for state in engine.basic_optimizer.state.values()}
-    beta = engine.basic_optimizer.param_groups[0]["betas"][1]
+    # DeepSpeed's FusedAdam counts in one state alone.
+    steps = max(float(state.get("step", 0)) for state in engine.basic_optimizer.state.values())
+    [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
     found = moments(engine)
     assert found
     return {"steps": [steps]} | {name: [one / (1 - beta**steps) for one in values] for name, values in found.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_islands_have_the_same_second_moments_at_every_version(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (0, FUSED), (0, MUON)])
+def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra: Mapping[str, Any]) -> None:
     with coordinator() as address, own_ports(2) as ports:
-        job = Job(stage, section=section(address, second_moments={"block_size": 1}), steps=40)
+        job = Job(stage, section=section(address, second_moments={"block_size": 1}), extra=extra, steps=40)
         first, second, third, fourth = run_forks(4, apart, job, 2, ports, corrected, 0.2)
     assert [seen["steps"] for _, seen in first] != [seen["steps"] for _, seen in third]
     for (version, mine), (same, others) in zip(first + second, third + fourth, strict=True):

@@ -21,7 +21,7 @@ from deepspeed_compress.engine.islands import divided
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from deepspeed_compress.tools.plan_islands import plans
 from tests.support.forks import run_forks
-from tests.support.jobs import BATCH, Job, Outcome, data, moments, network, run, start, weights
+from tests.support.jobs import BATCH, MUON, Job, Outcome, data, moments, network, run, start, weights
 
 SGD: Mapping[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
@@ -30,8 +30,6 @@ SGD: Mapping[str, Any] = {
 }
 OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
 BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
-MUON: Mapping[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
-"""DeepSpeed gives matrices to Muon, and biases to Adam."""
 WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
 """What DeepSpeed's Muon needs under ZeRO 3."""
 STAGES = (0, 1, 2, 3)
@@ -172,8 +170,7 @@ def test_islands_with_muon_inside_share_the_second_moments_of_what_adam_steps(st
 
 
 def test_islands_without_anything_that_adam_steps_have_no_second_moments() -> None:
-    only = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
-    job = Job(0, section=section(size=1, second_moments={}), extra=only)
+    job = Job(0, section=section(size=1, second_moments={}), extra=MUON)
     for found in run_forks(2, of_matrices_alone, job):
         assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
 
@@ -399,6 +396,17 @@ def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> N
     straight = run_forks(4, save_and_go_on, job, str(tmp_path), 5)
     assert run_forks(4, resume, job, str(tmp_path), 5) == straight
     assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_with_muon_inside_a_resumed_run_goes_on_to_rounding(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed's own Muon does not go on bit for bit either."""
+    outer = {"optimizer": "nesterov", "lr": 0.7}
+    islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
+    job = Job(stage, section=islands, steps=9, extra=MUON)
+    straight = run_forks(2, save_and_go_on, job, str(tmp_path), 5)
+    for one, other in zip(run_forks(2, resume, job, str(tmp_path), 5), straight, strict=True):
+        assert largest(one, other) < 1e-6
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])

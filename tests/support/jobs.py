@@ -17,6 +17,8 @@ from deepspeed_compress.engine.weights.masters import find_masters
 
 WIDTH = 12
 BATCH = 3
+MUON: Mapping[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+"""DeepSpeed gives matrices to Muon, and biases to Adam."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 
 from deepspeed_compress.communication.moments import Moment, Moments
@@ -67,9 +68,13 @@ class _States:
 
     def moments(self) -> list[Moment]:
         """Of every stretch. UnsupportedError where the optimizer has none, or keeps them elsewhere."""
-        return [self._moment(one, self.optimizer.state.get(one.home, {})) for one in self.stepped]
+        states = [self.optimizer.state.get(one.home, {}) for one in self.stepped]
+        steps = [float(state.get("step", 0)) for state in states]
+        if _counts_once(self.optimizer):
+            steps = [max(steps, default=0.0)] * len(steps)
+        return [self._moment(*one) for one in zip(self.stepped, states, steps, strict=True)]
 
-    def _moment(self, one: Stretch, state: Mapping[str, Any]) -> Moment:
+    def _moment(self, one: Stretch, state: Mapping[str, Any], steps: float) -> Moment:
         if not state:
             # Not stepped yet.
             return Moment(torch.zeros(one.numel, device=one.home.device), 0.0)
@@ -79,10 +84,14 @@ class _States:
                 f"{_POINTER}: the state of {type(self.optimizer).__name__} has {sorted(state)}, and no {_KEY} of every "
                 'weight in memory (allowed: the family of Adam, not on NVMe); write "second_moments": null'
             )
-        return Moment(one.within(moments), self._correction(state))
+        return Moment(one.within(moments), self._correction(steps))
 
-    def _correction(self, state: Mapping[str, Any]) -> float:
+    def _correction(self, steps: float) -> float:
         """As Adam has it (arXiv:1412.6980, algorithm 1); 1 where the optimizer does not correct, or counts no steps."""
-        steps = float(state.get("step", 0))
         corrects = steps and self.group.get("bias_correction", True)
         return 1.0 - float(self.group["betas"][1]) ** steps if corrects else 1.0
+
+
+def _counts_once(optimizer: Any) -> bool:
+    """DeepSpeed's FusedAdam counts its steps in the state of the last parameter alone (ops/adam/fused_adam.py:step)."""
+    return isinstance(getattr(optimizer, "aux_optimizer", None) or optimizer, FusedAdam)
