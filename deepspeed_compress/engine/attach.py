@@ -162,7 +162,9 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
     """Take over, or count, gradients and weights; returns what is left to be counted of weights."""
     uncounted, weights = find_limits(engine), session.config.weights
     if uncounted:
-        _warn_uncounted(uncounted)
+        # A rank alone sends none.
+        if engine.seq_data_parallel_group.size() > 1:
+            _warn_uncounted(uncounted)
         return _no_bytes
     weight_bytes = _ATTACH[kind](engine, session)
     if not isinstance(weights, CompressedWeights):
