@@ -1,9 +1,11 @@
 """The files of a run in `monitor.path`: lines say which run they are of, and what cannot be written stops nobody."""
 
+import fcntl
 import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,6 +100,9 @@ def _write(path: Path, text: str) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     with open(path, "a+b", opener=open_private) as file:
+        # A line of another job that is on its way must not be taken for one that was cut short. Closing lifts the lock.
+        with suppress(OSError):  # where the file system knows none
+            fcntl.flock(file, fcntl.LOCK_EX)
         if _tail(file, 1) not in (b"", b"\n"):
             # What a crash or a full disk has cut short; a line is there whole or not at all.
             rest = len(_tail(file, LONGEST).rpartition(b"\n")[2])
