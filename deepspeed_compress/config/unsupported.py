@@ -102,7 +102,8 @@ def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Dia
     kind, stage = _at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
     if str(kind).lower() == "muon" and stage:
         what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"
-        yield Diagnostic(at(*_OPTIMIZER), f"{what} (allowed: without ZeRO)", write('"AdamW" or "SGD", or ZeRO stage 0'))
+        instead = f'"AdamW" or "SGD", ZeRO stage 0, or {SECTION}.islands with {SECTION}.gradients.method "none"'
+        yield Diagnostic(at(*_OPTIMIZER), f"{what} (allowed: without ZeRO, or uncompressed)", write(instead))
 
 
 def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:

@@ -125,7 +125,7 @@ _LIMITS_OF_GRADIENTS: _Limits = (
     (
         _divides_for_muon,
         "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "
-        "0, or Adam or SGD",
+        '0, Adam or SGD, or islands with "gradients": {"method": "none"}',
     ),
 )
 """Islands that leave gradients to DeepSpeed do without."""
