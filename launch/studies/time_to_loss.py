@@ -4,8 +4,8 @@
 Losses after so many steps do not depend on the network, and the time of a step does not depend on the loss. So every
 setting is trained once for each seed, on this machine without a slow network, until its held-out loss and its smoothed
 training loss (the mean of 50 batches) are those of DDP after --steps steps; and `ds-compress bench step` measures what
-steps take. Same text, seeds, batches and rates for all: AdamW at a constant rate after 20 steps, so that every point of
-a curve is as good as the run could be by then.
+steps take. Same text, seeds and batches for all, and AdamW, or the optimizer of a file, at a constant rate after 20
+steps, so that every point of a curve is as good as the run could be by then.
 
 PowerSGD and post-local SGD begin after a tenth of the steps, as PyTorch says. Those before are timed as steps of DDP,
 and the warm-up of a file as steps of DeepSpeed. The losses of DDP stand for DeepSpeed and FSDP2 as well, whose updates
@@ -214,8 +214,9 @@ def trained_as(file: Path, seed: int) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; name what it chooses"
         )
-    params = {"warmup_max_lr": ds_config["optimizer"]["params"]["lr"], "warmup_num_steps": RATE_WARMUP_STEPS}
-    schedule = {"type": "WarmupLR", "params": params | {"warmup_type": "linear"}}
+    # A cosine from 1 to 1 is constant, for ever; and unlike WarmupLR it leaves each group of parameters its own rate.
+    params = {"total_num_steps": 2 * RATE_WARMUP_STEPS, "warmup_num_steps": RATE_WARMUP_STEPS, "cos_min_ratio": 1.0}
+    schedule = {"type": "WarmupCosineLR", "params": params | {"warmup_type": "linear"}}
     section = ds_config[SECTION] | {"seed": seed, "monitor": {"every": 1000}}
     return ds_config | {"scheduler": schedule, SECTION: section}
 
