@@ -105,6 +105,22 @@ class _Standing:
     round: int
 
 
+@dataclass
+class _Patience:
+    """Seconds that a message of an exchange may take, from `least` to `most`. A link may need longer for one than
+    islands wait for a sign of life, which nobody knows before: a round that is void doubles them, and one that counts
+    says what it took."""
+
+    least: float
+    most: float
+
+    def __post_init__(self) -> None:
+        self.seconds = self.least
+
+    def learn(self, committed: bool, took: float) -> None:
+        self.seconds = min(max(self.least, 2 * took) if committed else 2 * self.seconds, self.most)
+
+
 @dataclass(frozen=True)
 class _Mean:
     """Over the islands of a round: how far they have `moved`, and second moments, where they are exchanged."""
@@ -153,12 +169,16 @@ class ElasticExchange:
         self._moments = moments
         self._segments = tuple(masters.segments)
         self._agreed = Agreed(self.stores)
+        self._handed = {ANCHOR: self._agreed.anchor}
+        if settings.outer.optimizer == "nesterov":
+            self._handed[MOMENTUM] = self._agreed.momentum
         # All memories are there before a state is loaded.
         Peers(settings, self._segments, alone)
         self._standing: _Standing | None = None
         self._change = Condition()
         self._in_vain: list[float] = []
         self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
+        self._patience = _Patience(self.elastic.timeout_seconds, self.elastic.give_up_seconds)
 
     def copy(self, version: int) -> Handed | None:
         """What an island that comes needs, as soon as it is at least of `version`; None where it does not become so. By
@@ -167,9 +187,8 @@ class ElasticExchange:
             if not self._change.wait_for(lambda: self.version >= max(1, version), self.elastic.timeout_seconds):
                 return None
             device = torch.device("cpu")
-            kept = {ANCHOR: self._agreed.anchor, MOMENTUM: self._agreed.momentum}
             about = {**self._about(), "run": self.run}
-            return self.version, about, {name: one.read(self._segments, device) for name, one in kept.items()}
+            return self.version, about, {name: one.read(self._segments, device) for name, one in self._handed.items()}
 
     def start(self) -> Mapping[str, Any]:
         """Take the anchor of those who are there, or begin with the own weights; what was handed out beside it.
@@ -209,8 +228,10 @@ class ElasticExchange:
             return Met("renewed", time.monotonic() - begun, reason=reason, about=about)
         if found is None:
             return Met("left_out", time.monotonic() - begun, reason="too late for a round")
+        together = time.monotonic()
         mean, problem = self._attempt(found, sent, healthy)
         kind = self._conclude(found, mean, problem)
+        self._patience.learn(kind != "void", time.monotonic() - together)
         return Met(kind, time.monotonic() - begun, found.id, len(found.partners), problem)
 
     @property
@@ -258,7 +279,7 @@ class ElasticExchange:
         same = all(one.version == round_.base for one in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
             self._standing = None
-            groups = self._make_groups(round_, self._team.place, self.number, self.elastic.timeout_seconds)
+            groups = self._make_groups(round_, self._team.place, self.number, self._patience.seconds)
             last = _Standing(Peers(self.settings, self._segments, self._site(groups)), numbers, round_.base)
         last.round = round_.id
         self._standing = last
@@ -288,7 +309,8 @@ class ElasticExchange:
             raise IslandError(
                 f"/deepspeed_compress/islands/elastic/give_up: nothing has come of {len(self._in_vain)} exchanges in "
                 f"{self.elastic.give_up} ({problem or 'others have failed'}). Islands must reach each other, not the "
-                "coordinator alone; free the ports between them, or set GLOO_SOCKET_IFNAME"
+                "coordinator alone: free the ports between them, or set GLOO_SOCKET_IFNAME. Where they do, and time "
+                "out, the link is too slow for one exchange in that time: write a longer give_up, or fewer bits"
             )
         return outcome
 
@@ -328,7 +350,7 @@ class ElasticExchange:
     def _fetched(self, anchor: Anchor) -> Handed | None:
         """From one source after the other, each newcomer in an order of its own."""
         count, numel = len(anchor.sources), sum(segment.numel for segment in self._segments)
-        sizes, timeout = {ANCHOR: numel, MOMENTUM: numel}, self.elastic.timeout_seconds
+        sizes, timeout = dict.fromkeys(self._handed, numel), self.elastic.timeout_seconds
         for turn in range(count):
             addresses = anchor.sources[(self.number + turn) % count]
             try:
@@ -340,8 +362,8 @@ class ElasticExchange:
     def _take(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         anchor = tensors[ANCHOR].to(self._masters.device)
         with self._change:
-            self._agreed.anchor.write(self._segments, anchor)
-            self._agreed.momentum.write(self._segments, tensors[MOMENTUM].to(self._masters.device))
+            for name, store in self._handed.items():
+                store.write(self._segments, tensors[name].to(self._masters.device))
             self._have(version)
         self._masters.write(self._segments, anchor)
         self._masters.publish()

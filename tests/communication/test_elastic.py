@@ -248,6 +248,24 @@ def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: s
         one.end()
 
 
+def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -> None:
+    """Twice as long after each round that is void for it, as long as exchanges need no more."""
+
+    def slow(*args: Any) -> Groups:
+        made = make_groups(*args)
+        time.sleep(2 * 0.7)
+        return made
+
+    islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
+    islands[1].exchange._make_groups = slow
+    at_once(*(partial(one.train, 4) for one in islands))
+    for one in islands:
+        assert [met.kind for met in one.mets][-2:] == ["exchange", "exchange"]
+        assert one.mets[0].kind == "void"
+        assert torch.equal(one.anchor, islands[0].anchor)
+        one.end()
+
+
 def whole(store: Residuals) -> Tensor:
     values = torch.zeros(NUMEL)
     for (_, begin, numel), part in store.items():
@@ -428,6 +446,15 @@ OTHER_HEADS = (
 def test_what_listens_where_an_island_was_hands_out_no_anchor(head: bytes) -> None:
     with listening(head) as address, pytest.raises(OSError, match="does not have version 1 of mine"):
         fetch_anchor(address, 1, 5.0, SIZES, "mine")
+
+
+@pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
+def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, sent: set[str]) -> None:
+    island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
+    found = island.exchange.copy(1)
+    assert found is not None
+    assert found[2].keys() == sent
+    island.end()
 
 
 def test_nobody_gets_an_anchor_while_a_checkpoint_is_loaded(address: str) -> None:
