@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.models import CompressConfig, Parallelism
-from deepspeed_compress.config.native import TENSOR
+from deepspeed_compress.config.native import STAGE, TENSOR, value_at
 from deepspeed_compress.config.places import PowerSGDGradients
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.diagnostics import Diagnostic, at, write
@@ -84,16 +84,16 @@ _WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedla
 def find_island_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
 ) -> Iterator[Diagnostic]:
-    """The optimizer; tensor parallelism, which both the section and DeepSpeed's own key may ask for; and `world_size`
-    ranks in all."""
+    """The optimizer; masters that are not known; tensor parallelism, which both the section and DeepSpeed's own key may
+    ask for; and `world_size` ranks in all."""
     islands, parallelism = section.islands, section.parallelism or Parallelism()
     if islands is None:
         return
-    optimizer = ds_config.get("optimizer")
-    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    kind = value_at(ds_config, ("optimizer", "type"))
     if islands.second_moments is not None and isinstance(kind, str) and kind.lower() not in _WITH_SECOND_MOMENTS:
         what = f"has nothing to exchange with optimizer {show(kind)} (allowed with it: null)"
         yield problem(("islands", "second_moments"), what, 'nothing: remove it, or write "type": "AdamW"')
+    yield from _unknown_masters(ds_config, STAGE.effective(ds_config, parallelism))
     tensor = TENSOR.effective(ds_config, parallelism)
     if islands.elastic is not None:
         if tensor > 1:
@@ -105,3 +105,15 @@ def find_island_mismatches(
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
         yield problem(("islands", "size"), f"{what} (allowed: divisors)", "another size, or start as many for each")
+
+
+def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
+    """As `engine.weights.masters` refuses them, when there is an engine."""
+    for key in ("bf16", "bfloat16", "fp16"):
+        if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
+            what = "true without ZeRO leaves no fp32 masters for islands to exchange (allowed: with ZeRO 1 to 3)"
+            yield Diagnostic(at(key, "enabled"), what, write('"zero_optimization": {"stage": 1}, or false'))
+    place = ("zero_optimization", "offload_param", "device")
+    if stage == 3 and value_at(ds_config, place) == "nvme":
+        what = '"nvme" keeps weights where islands do not exchange them (allowed with islands: "cpu", "none")'
+        yield Diagnostic(at(*place), what, write('"cpu"'))

@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed that say the same as keys of the section's `parallelism`."""
+"""Keys of DeepSpeed: what a file says at one, and those that say the same as keys of the section's `parallelism`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,3 +62,11 @@ def _number(value: object) -> object:
 STAGE = Native("zero_stage", "zero_optimization", "stage", 0, on=1)
 TENSOR = Native("tensor", "tensor_parallel", "autotp_size", 1)
 NATIVES = (STAGE, TENSOR)
+
+
+def value_at(ds_config: Mapping[str, Any], path: Path) -> Any:
+    """What stands there; None where nothing does."""
+    found: Any = ds_config
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found

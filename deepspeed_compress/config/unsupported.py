@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deepspeed_compress.config.models import SECTION, CompressConfig, Parallelism
-from deepspeed_compress.config.native import STAGE
+from deepspeed_compress.config.native import STAGE, value_at
 from deepspeed_compress.config.problems import show
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
@@ -26,7 +26,7 @@ def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | Non
     problems = [
         Diagnostic(at(*path), f"{show(value)} cannot be combined with {pointer((SECTION,))}: {why}", write(instead))
         for path, applies, why, instead in _UNSUPPORTED
-        if applies(value := _at(ds_config, path), section)
+        if applies(value := value_at(ds_config, path), section)
     ]
     return [*problems, *_muon(ds_config, section), *_scaled_outside(ds_config, section)]
 
@@ -90,16 +90,9 @@ _AUTOCAST: Path = ("torch_autocast", "dtype")
 _OPTIMIZER: Path = ("optimizer", "type")
 
 
-def _at(ds_config: Mapping[str, Any], path: Path) -> Any:
-    found: Any = ds_config
-    for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
 def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """Without ZeRO every rank steps whole matrices, by gradients that are whole."""
-    kind, stage = _at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
+    kind, stage = value_at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
     if str(kind).lower() == "muon" and stage:
         what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"
         instead = f'"AdamW" or "SGD", ZeRO stage 0, or {SECTION}.islands with {SECTION}.gradients.method "none"'
@@ -108,8 +101,11 @@ def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Dia
 
 def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
     """The gradient scaler of torch works outside of DeepSpeed without ZeRO."""
-    dtype, stage = _at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
-    on = _at(ds_config, ("torch_autocast", "enabled")) is True and _at(ds_config, ("fp16", "enabled")) is not True
+    dtype, stage = value_at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
+    on = (
+        value_at(ds_config, ("torch_autocast", "enabled")) is True
+        and value_at(ds_config, ("fp16", "enabled")) is not True
+    )
     if on and stage == 0 and dtype in ("fp16", "float16", "half", "torch.float16"):
         what = f"{show(dtype)} without ZeRO scales the loss where {SECTION} cannot see it (allowed: bfloat16)"
         yield Diagnostic(at(*_AUTOCAST), what, write('"bfloat16", or ZeRO stage 1 to 3'))

@@ -259,3 +259,23 @@ def test_no_island_goes_back_to_a_checkpoint_alone(islands: dict[str, Any]) -> N
     [problem] = find_problems({SECTION: {**section, "guard": {"rollback": {"checkpoint": True}}}})
     assert problem.pointer == f"/{SECTION}/guard/rollback/checkpoint"
     assert "allowed with islands: false" in problem.message
+
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("islands", [JOB_ISLANDS, ELASTIC_ISLANDS])
+@pytest.mark.parametrize(
+    ("native", "place"),
+    [
+        (BF16, "/bf16/enabled"),
+        ({"fp16": {"enabled": True}, **zero(stage=0)}, "/fp16/enabled"),
+        (zero(stage=3, offload_param={"device": "nvme"}), "/zero_optimization/offload_param/device"),
+        ({**BF16, **zero(stage=1)}, None),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, None),
+        (zero(stage=3, offload_param={"device": "cpu"}), None),
+    ],
+)
+def test_islands_need_masters_they_know(native: dict[str, Any], place: str | None, islands: dict[str, Any]) -> None:
+    section = {"gradients": {"method": "none"}, "islands": islands}
+    assert [problem.pointer for problem in find_problems({**native, SECTION: section})] == ([place] if place else [])
