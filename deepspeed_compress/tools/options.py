@@ -56,7 +56,7 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=port, required=True, metavar="N", help="that islands connect to; 0 takes a free one"
     )
     serve.add_argument("--host", default="", metavar="HOST", help="address to listen at (default: all)")
-    what = "file to come back from after an end; without one nobody can go on then"
+    what = "file that it goes on from when it is started again"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
