@@ -1,11 +1,13 @@
-"""One job at a time in a directory: a lock that the kernel lifts when its process ends, however it ends."""
+"""One job at a time in a directory: locks that the kernel lifts when their process ends, however it ends."""
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["LOCK", "hold"]
+__all__ = ["LOCK", "hold", "in_turn"]
 
 LOCK = ".deepspeed_compress.lock"
 
@@ -28,6 +30,19 @@ def hold(directory: Path) -> TextIO | None:
     except OSError:
         pass
     return file
+
+
+@contextmanager
+def in_turn(directory: Path) -> Iterator[None]:
+    """Between others that do the same in `directory`, which is there; they are waited for, where the file system knows
+    locks."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _private(path: str, flags: int) -> int:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -269,13 +269,32 @@ class Checkpoint:
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
     """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete."""
-    tags = [place for place in directory.iterdir() if place.is_dir() and any(place.glob("*_states.pt"))]
-    return sorted(map(_checkpoint, tags), key=lambda found: (found.step is not None, found.step or 0, found.time))
+    tags = map(_checkpoint, filter(_holds_states, directory.iterdir()))
+    found = [one for one in tags if one is not None]
+    return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.time))
 
 
-def _checkpoint(place: Path) -> Checkpoint:
-    files = [file for file in place.rglob("*") if file.is_file()]
-    size, time = sum(file.stat().st_size for file in files), max(file.stat().st_mtime for file in files)
+def _holds_states(place: Path) -> bool:
+    try:
+        return any(name.endswith("_states.pt") for name in os.listdir(place))
+    except OSError:
+        return False
+
+
+def _files(place: Path) -> Iterator[os.stat_result]:
+    """Of all files below `place`. Ranks write and rename there meanwhile, and others remove what is superfluous."""
+    for top, _, names in os.walk(place):
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield os.stat(os.path.join(top, name))
+
+
+def _checkpoint(place: Path) -> Checkpoint | None:
+    """None where it was removed meanwhile."""
+    files = list(_files(place))
+    if not files:
+        return None
+    size, time = sum(file.st_size for file in files), max(file.st_mtime for file in files)
     try:
         lists = read_lists(place)
     except StateError:

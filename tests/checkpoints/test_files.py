@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +130,27 @@ def test_older_ones_are_tried_after_the_latest(tmp_path):
     assert tags_to_try(tmp_path) == ["global_step24", "global_step16", "global_step8"]
     (tmp_path / "latest").write_text("global_step16")
     assert tags_to_try(tmp_path) == ["global_step16", "global_step8"]
+
+
+def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
+    """They come and go under temporary names."""
+    one, over = write(save(tmp_path, 8)), threading.Event()
+
+    def write_on():
+        file = one.place / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        while not over.is_set():
+            temporary = files.temporary(file)
+            temporary.write_bytes(b"x" * 100_000)
+            temporary.replace(file)
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for _ in range(2000):
+            assert [found.tag for found in checkpoints(tmp_path)] == ["global_step8"]
+    finally:
+        over.set()
+        writer.join()
 
 
 def test_a_checkpoint_without_lists_is_deepspeeds_own(tmp_path):

@@ -320,11 +320,42 @@ def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str
     return text
 
 
+def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
+    """What saving was refused for, in one directory after the other."""
+    become_island(rank, 1, ports)
+    engine, texts = start(job), []
+    for number in range(5):
+        place = Path(directory, str(number))
+        place.mkdir(exist_ok=True)
+        (place / f"there{rank}").touch()
+        while not (place / f"there{1 - rank}").exists():
+            pass
+        try:
+            engine.save_checkpoint(str(place))
+            texts.append("")
+        except StateError as error:
+            texts.append(str(error))
+    Path(directory, f"done{rank}").touch()
+    while not Path(directory, f"done{1 - rank}").exists():
+        time.sleep(0.02)
+    engine.destroy()
+    return texts
+
+
 def test_two_islands_do_not_save_in_one_directory(tmp_path: Path) -> None:
     with coordinator() as address, own_ports(2) as ports:
         first, second = run_forks(2, saved_together, Job(1, section=section(address)), ports, str(tmp_path))
     assert first == ""
     assert f"{tmp_path} is where island " in second
+
+
+def test_of_two_islands_that_save_in_one_directory_at_once_one_is_refused(tmp_path: Path) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        found = run_forks(2, saved_at_once, Job(1, section=section(address)), ports, str(tmp_path))
+    for number, texts in enumerate(zip(*found, strict=True)):
+        saved, refused = sorted(texts)
+        assert saved == ""
+        assert f"{tmp_path / str(number)} is where island " in refused
 
 
 def comes_late(

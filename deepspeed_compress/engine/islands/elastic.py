@@ -8,7 +8,6 @@ import atexit
 import hashlib
 import inspect
 import json
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch.utils.data import DistributedSampler
 
+from deepspeed_compress.checkpoints.alone import in_turn
+from deepspeed_compress.checkpoints.files import replace_text
 from deepspeed_compress.communication.elastic import Met
 from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.communication.reduction import Parameters, Site
@@ -215,16 +216,17 @@ class ElasticIsland:
         file, elastic, own = directory / _OWNER, self._settings.elastic, self.way.described()
         assert not self._gone, "an island saves before it leaves"
         assert elastic is not None, "attached for elastic islands"
-        mine, found = {key: own[key] for key in ("run", "number")}, _read_owner(file)
-        if found.get("run") == own["run"] and found["number"] in _living(elastic) - {self.number}:
-            raise StateError(
-                f"{directory} is where island {found['number']} saves, and this is island {self.number} (allowed: "
-                "one directory for each); give save_checkpoint, or output_dir of Trainer, another one on every island"
-            )
+        mine, others = {key: own[key] for key in ("run", "number")}, _living(elastic) - {self.number}
         directory.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(mine), encoding="utf-8")
-        os.replace(temporary, file)
+        with in_turn(directory):
+            found = _read_owner(file)
+            if found.get("run") == own["run"] and found["number"] in others:
+                raise StateError(
+                    f"{directory} is where island {found['number']} saves, and this is island {self.number} (allowed: "
+                    "one directory for each); give save_checkpoint, or output_dir of Trainer, another one on every "
+                    "island"
+                )
+            replace_text(file, json.dumps(mine))
 
     def _save_state(self, directory: Path) -> None:
         kept = state.contents(

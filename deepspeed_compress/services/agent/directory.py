@@ -11,7 +11,8 @@ from pathlib import Path
 __all__ = ["JobDirectory", "job_directory"]
 
 _SHARED = Path("/dev/shm")
-_PREFIX = "ds_compress_"
+_PREFIX, _MADE = "ds_compress_", ".ds_compress_"
+"""Of directories, and of those that are being made, which nobody takes for abandoned."""
 _LOCK = "lock"
 
 
@@ -35,9 +36,10 @@ def job_directory() -> Iterator[JobDirectory]:
     """A new one, which is removed at the end. What an agent that was killed has left is removed before."""
     base = _SHARED if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) else Path(tempfile.gettempdir())
     _remove_abandoned(base)
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    with (path / _LOCK).open("w") as lock:
+    made = Path(tempfile.mkdtemp(prefix=_MADE, dir=base))
+    with (made / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        path = made.rename(base / made.name.removeprefix("."))
         try:
             yield JobDirectory(path)
         finally:
@@ -45,7 +47,7 @@ def job_directory() -> Iterator[JobDirectory]:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Whoever lives holds a lock; without the file a directory is being made, or removed."""
+    """Whoever lives holds a lock; without the file a directory is being removed."""
     for path in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():
