@@ -43,10 +43,12 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A push that travels. `sent`: the masters when it left, after `samples` in all; it took `seconds` to leave."""
+    """A push that travels. `sent`: the masters when it left, `healthy` or not finite, after `samples` in all; it took
+    `seconds` to leave."""
 
     answer: "Future[Said]"
     sent: Tensor
+    healthy: bool
     samples: int
     seconds: float
 
@@ -62,6 +64,7 @@ class AsynchronousExchange:
         calls: of this rank to the server.
         terms: what islands must have alike.
         step: of the island's schedule.
+        diverged: is called when the masters are those of the others again, after some were not finite.
     """
 
     def __init__(
@@ -73,9 +76,10 @@ class AsynchronousExchange:
         calls: Calls,
         terms: Mapping[str, Any],
         step: Callable[[], int] = lambda: 0,
+        diverged: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings, self._masters, self._team = settings, masters, team
-        self._calls, self._terms, self._step = calls, terms, step
+        self._calls, self._terms, self._step, self._diverged = calls, terms, step, diverged
         alone = site(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
         self._segments = tuple(masters.segments)
@@ -161,7 +165,7 @@ class AsynchronousExchange:
         payload = self._parcels.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
         body = as_bytes(payload.cpu())
         self._meter.count("bytes_islands", len(body))
-        self._flight = _Flight(self._calls.start(head, body), sent, samples, time.monotonic() - begun)
+        self._flight = _Flight(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
 
     def _head(self, kind: str, **more: Any) -> dict[str, Any]:
         about = {"run": self.run, "number": self.number, "place": self._team.place, "call": self._call + 1}
@@ -180,6 +184,8 @@ class AsynchronousExchange:
             self._renew(claim=None)
         else:
             self._set_out(head, body, flight.sent)
+        if not flight.healthy:
+            self._diverged()
         reason = "" if taken else "what it had moved was too old, or not finite"
         kind, weight = ("exchange" if taken else "renewed"), float(head.get("weight", 1.0))
         return Met(kind, flight.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight)

@@ -141,6 +141,7 @@ class ElasticExchange:
         groups: makes them.
         about: what is handed out beside an anchor.
         moments: of the optimizer, where they are exchanged.
+        diverged: is called when the masters are those of the others again, after some were not finite.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class ElasticExchange:
         groups: Callable[[Round, int, int, float], Groups] = make_groups,
         about: Callable[[], Mapping[str, Any]] = dict,
         moments: Moments | None = None,
+        diverged: Callable[[], object] = lambda: None,
     ) -> None:
         assert settings.elastic is not None, "made for elastic islands"
         self.settings, self.elastic = settings, settings.elastic
@@ -166,7 +168,7 @@ class ElasticExchange:
         """That the coordinator is of."""
         self._masters, self._site, self._team = masters, site, team
         self._rendezvous, self._make_groups, self._about = rendezvous, groups, about
-        self._moments = moments
+        self._moments, self._diverged = moments, diverged
         self._segments = tuple(masters.segments)
         self._agreed = Agreed(self.stores)
         self._handed = {ANCHOR: self._agreed.anchor}
@@ -220,6 +222,12 @@ class ElasticExchange:
         healthy = self._team.all(bool(torch.isfinite(sent).all()))
         found = self._team.share(lambda: self._asked.arrive(samples if healthy else 0))
         self._cadence.restart()
+        met = self._meet(found, sent, healthy, begun)
+        if not healthy and met.kind in ("exchange", "renewed"):
+            self._diverged()
+        return met
+
+    def _meet(self, found: Round | Anchor | None, sent: Tensor, healthy: bool, begun: float) -> Met:
         if isinstance(found, Anchor):
             about = self._renew(found, own_is_new=False)
             if not self.version:
@@ -369,10 +377,12 @@ class ElasticExchange:
         self._masters.publish()
 
     def _keep(self, version: int, own_is_new: bool) -> None:
-        """This island has the anchor already; `own_is_new`: it is its own weights."""
+        """This island has the anchor already; `own_is_new`: it is its own weights, and nothing is remembered."""
         weights = self._masters.read(self._segments)
         with self._change:
             if own_is_new:
+                for store in self.stores.by_name.values():
+                    store.clear()
                 self._agreed.anchor.write(self._segments, weights)
             self._have(version)
 

@@ -180,7 +180,9 @@ class IslandExchange:
         self._flights: list[_Flight] = []
 
     def start(self) -> None:
-        """All islands begin with the masters of the first one. Collective."""
+        """All islands begin with the masters of the first one, and remember nothing. Collective."""
+        for store in self.stores.by_name.values():
+            store.clear()
         self._begin([fragment.segments for fragment in self._fragments])
 
     def complete(self) -> None:
@@ -293,7 +295,16 @@ class IslandExchange:
         # Exactly the target where nothing has moved since: also where masters are not finite.
         self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
         if not flight.counts:
-            self._diverged()
+            self._heal()
+
+    def _heal(self) -> None:
+        """What is not finite becomes the anchor, in all fragments: with one that is not the next step spoils the others
+        again."""
+        for fragment in self._fragments:
+            now = self._masters.read(fragment.segments)
+            anchor = self._agreed.anchor.read(fragment.segments, now.device)
+            self._masters.write(fragment.segments, torch.where(torch.isfinite(now), now, anchor))
+        self._diverged()
 
     def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
         """The new anchor. The mean of masters is taken as it is where it is the answer: no rounding."""

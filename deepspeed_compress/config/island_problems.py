@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed_compress.config.islands import Islands
 from deepspeed_compress.config.models import CompressConfig, Parallelism
 from deepspeed_compress.config.native import STAGE, TENSOR, value_at
-from deepspeed_compress.config.places import PowerSGDGradients
+from deepspeed_compress.config.places import CompressedGradients, ErrorFeedbackConfig, PowerSGDGradients
 from deepspeed_compress.config.problems import problem, show
 from deepspeed_compress.diagnostics import Diagnostic, at, write
 
@@ -21,6 +21,10 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
         what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
         yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
     yield from _of_all_ranks(section)
+    kept = islands.exchange.residuals if isinstance(islands.exchange, CompressedGradients) else None
+    if isinstance(kept, ErrorFeedbackConfig) and kept.reset_interval is not None:
+        what = f"{kept.reset_interval} has no effect on what exchanges leave out (allowed in exchange: null)"
+        yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove it")
     pipeline = (section.parallelism or Parallelism()).pipeline
     if pipeline > 1:
         what = (
@@ -101,6 +105,7 @@ def find_island_mismatches(
             instead = '1, or islands of one job: "size" in place of "elastic"'
             yield Diagnostic(at(*TENSOR.place(parallelism)), f"{what} (allowed with elastic: 1)", write(instead))
         return
+    yield from _of_the_whole_job(ds_config)
     ranks = None if islands.size is None else islands.size * tensor
     if ranks is not None and world_size is not None and world_size % ranks:
         what = f"{islands.size} x {tensor} ranks that share each layer do not divide the {world_size} ranks of the job"
@@ -117,3 +122,19 @@ def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagn
     if stage == 3 and value_at(ds_config, place) == "nvme":
         what = '"nvme" keeps weights where islands do not exchange them (allowed with islands: "cpu", "none")'
         yield Diagnostic(at(*place), what, write('"cpu"'))
+
+
+_OF_THE_WHOLE_JOB = (
+    (("checkpoint", "use_node_local_storage"), "lets hosts see other files, and islands load alike"),
+    (
+        ("data_efficiency", "data_sampling", "curriculum_learning", "enabled"),
+        "deals out data by the ranks of one island alone",
+    ),
+)
+"""Keys of DeepSpeed that are not together with islands of one job where they are true, and why."""
+
+
+def _of_the_whole_job(ds_config: Mapping[str, Any]) -> Iterator[Diagnostic]:
+    for place, why in _OF_THE_WHOLE_JOB:
+        if value_at(ds_config, place) is True:
+            yield Diagnostic(at(*place), f"true {why} (allowed with islands: false)", write("false, or remove islands"))

@@ -32,7 +32,7 @@ from deepspeed_compress.engine.gradients.zero_0 import attach_zero_0, may_begin_
 from deepspeed_compress.engine.gradients.zero_3 import attach_zero_3
 from deepspeed_compress.engine.gradients.zero_12 import attach_zero_12
 from deepspeed_compress.engine.groups import make_groups
-from deepspeed_compress.engine.islands.divided import attach_islands
+from deepspeed_compress.engine.islands.divided import attach_islands, stay_apart
 from deepspeed_compress.engine.islands.division import IslandUnit, deciding_group
 from deepspeed_compress.engine.islands.elastic import attach_elastic
 from deepspeed_compress.engine.limits import (
@@ -123,6 +123,8 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
     session = _session(engine, config, parameters, run, None if unit is None else unit.number)
+    if unit is not None:
+        session.patches.on_undo(functools.partial(stay_apart, engine, unit))
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
     watched = Norms(engine, session.policy.skips) if session.policy.guards else None
     ended = parallel.count_parallel(engine, session.meter, session.patches)

@@ -279,3 +279,20 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 def test_islands_need_masters_they_know(native: dict[str, Any], place: str | None, islands: dict[str, Any]) -> None:
     section = {"gradients": {"method": "none"}, "islands": islands}
     assert [problem.pointer for problem in find_problems({**native, SECTION: section})] == ([place] if place else [])
+
+
+@pytest.mark.parametrize(
+    ("native", "place"),
+    [
+        ({"checkpoint": {"use_node_local_storage": True}}, "/checkpoint/use_node_local_storage"),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+            "/data_efficiency/data_sampling/curriculum_learning/enabled",
+        ),
+    ],
+)
+def test_what_knows_one_island_alone_is_not_for_islands_of_a_job(native: dict[str, Any], place: str) -> None:
+    sections = ({"gradients": {"method": "none"}, "islands": islands} for islands in (JOB_ISLANDS, ELASTIC_ISLANDS))
+    job, elastic = (find_problems({**native, SECTION: section}) for section in sections)
+    assert [problem.pointer for problem in job] == [place]
+    assert elastic == []

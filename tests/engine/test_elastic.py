@@ -17,7 +17,7 @@ from deepspeed_compress.communication import elastic as rounds
 from deepspeed_compress.engine.islands import elastic
 from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
 from deepspeed_compress.services.rendezvous.client import status
-from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
 from tests.support.forks import run_forks
 from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
 
@@ -494,3 +494,78 @@ def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str
 def test_a_time_is_of_elastic_islands() -> None:
     with pytest.raises(ConfigError, match='sync_every: "30 s" is a time'):
         deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": {"size": 1, "sync_every": "30 s"}}})
+
+
+def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
+    """After every step whether the weights are finite; one batch of the second island is not."""
+    become_island(rank, 1, ports)
+    engine, seen = start(job), []
+    for inputs, labels in data(rank, job):
+        given = torch.full_like(inputs, float("nan")) if rank and len(seen) == 1 else inputs
+        time.sleep(0.05)
+        run(engine, [(given, labels)])
+        seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_island_that_diverged_goes_on_with_the_others(asynchronous: bool) -> None:
+    """Without ZeRO nothing keeps DeepSpeed from a step that is not finite, and its optimizer remembers it."""
+    served = parameter_server() if asynchronous else coordinator()
+    with served as there, own_ports(2) as ports:
+        address = f"127.0.0.1:{there.port}" if asynchronous else there
+        more = {"parameter_server": {}} if asynchronous else {"minimum": 2}
+        shared = section(address)
+        islands = shared["islands"]
+        elastic = {key: value for key, value in islands["elastic"].items() if key != "minimum"} | more
+        job = Job(0, section={**shared, "islands": {**islands, "elastic": elastic}}, steps=20)
+        first, second = run_forks(2, diverges, replace(job, extra={"gradient_clipping": 0.0}), ports)
+    assert all(first)
+    assert not all(second)
+    assert all(second[-8:])
+
+
+def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
+    """What an island is refused for whose frozen layer is its own; an empty text where it is not."""
+    become_island(rank, 1, ports)
+    model = network()
+    model[0].requires_grad_(False)
+    model[0].weight.data.add_(rank)
+    given = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        deepspeed_compress.initialize(model=model, model_parameters=given, config=job.config())
+    except (ConfigError, IslandError) as error:
+        return str(error)
+    return ""
+
+
+def test_islands_with_other_frozen_weights_are_refused() -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        texts = run_forks(2, with_a_fixed_layer, Job(1, section=section(address, minimum=1)), ports)
+    refused, joined = sorted(texts, reverse=True)
+    assert "weights that are not trained" in refused
+    assert joined == ""
+
+
+def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
+    """Samples that an island has yet to tell of: four steps after its last exchange, saved, or loaded."""
+    become_island(rank, 1, ports)
+    engine = start(job)
+    if load:
+        engine.load_checkpoint(directory)
+    else:
+        run(engine, data(rank, job))
+        engine.save_checkpoint(directory)
+    kept = int(engine.global_samples) - engine.compression.islands.way.described()["samples"]
+    engine.destroy()
+    return kept
+
+
+def test_what_was_moved_since_the_last_exchange_counts_after_a_resumption(tmp_path: Path) -> None:
+    found = []
+    for load in (False, True):
+        with coordinator() as address, own_ports(1) as ports:
+            job = Job(1, section=section(address, minimum=1, sync_every=5), steps=9)
+            found += run_forks(1, counted, job, ports, str(tmp_path), load)
+    assert found[0] == found[1] > 0

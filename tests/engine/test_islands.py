@@ -511,6 +511,10 @@ def refused(rank: int, job: Job) -> str:
         ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 with sync_every 30"),
         ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
         ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
+        (
+            {"size": 1, "exchange": {"method": "blockwise", "error_feedback": {"reset_interval": 2}}},
+            "/deepspeed_compress/islands/exchange/error_feedback/reset_interval: 2 has no effect",
+        ),
         ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
     ],
 )

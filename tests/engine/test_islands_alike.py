@@ -1,8 +1,10 @@
 """What is alike in all islands when they begin, and again after one diverged, or was loaded."""
 
 import gc
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
-from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from tests.engine.test_islands import HEAD, SGD, largest, section, train
 from tests.support.forks import run_forks
 from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
@@ -150,22 +152,24 @@ def test_what_islands_no_longer_keep_for_themselves_begins_with_the_first_one(tm
     assert max(first) < 1.2 * first[0]
 
 
-def frozen(rank: int, job: Job) -> dict[str, list[float]]:
-    """The weights that an island begins with, where ranks have made different ones."""
+def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
+    """The weights that an island begins with, where ranks have made different ones, and the optimizer was not given
+    those of the first layer."""
     model = network()
     torch.manual_seed(rank // 2)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    model[0].requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model[0].requires_grad_(requires_grad)
+    trained = [parameter for name, parameter in model.named_parameters() if not name.startswith("0.")]
     engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
     return weights(engine)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (3, 0), (3, 10**5)])
-def test_what_is_not_trained_is_alike_too(stage: int, threshold: int) -> None:
+def test_what_is_not_trained_is_alike_too(stage: int, threshold: int, requires_grad: bool) -> None:
     zero = {"stage3_param_persistence_threshold": threshold}
-    first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero))
+    first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero), requires_grad)
     assert all(one == first for one in others)
 
 
@@ -193,3 +197,96 @@ def test_an_island_that_diverged_goes_on_with_the_others(stage: int, moments: An
         assert all(seen) or any("this island has diverged" in text for text in texts)
     # Without ZeRO nothing keeps DeepSpeed from the step.
     assert all(ranks[2][0]) == (stage > 0)
+
+
+COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("shared", "gradients"),
+    [
+        ({"size": 2, "sync_every": 4, "fragments": 2}, "none"),
+        ({"size": 2, "sync_every": 6, "fragments": 3, "delay": 2}, "none"),
+        ({"size": 2, "sync_every": 4}, COMPRESSED),
+    ],
+)
+def test_an_island_that_diverged_is_whole_again(shared: Mapping[str, Any], gradients: Any) -> None:
+    """All fragments at once, and what is remembered inside: what is not finite in one spoils the others again."""
+    inside = {"method": gradients} if isinstance(gradients, str) else gradients
+    job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
+    for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
+        assert all(seen[6:])
+
+
+def loaded(rank: int, job: Job, directory: str, how: Mapping[str, Any]) -> list[float]:
+    """After loading weights alone in a run that has gone on: what is remembered of its exchanges."""
+    engine, batches = start(job), data(rank, job)
+    engine.save_checkpoint(directory)
+    run(engine, batches)
+    engine.load_checkpoint(directory, **how)
+    stores = engine.compression.islands.stores.by_name
+    return [float(values.abs().sum()) for name in stores if name != "anchor" for _, values in stores[name].items()]
+
+
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_that_are_loaded_alone_are_moved_by_no_former_momentum(how: Mapping[str, Any], tmp_path: Path) -> None:
+    shared = section(size=1, preset="diloco", sync_every=2)
+    for sums in run_forks(2, loaded, Job(1, section=shared, steps=4), str(tmp_path), how):
+        assert not any(sums)
+
+
+def saved(rank: int, job: Job, directory: str) -> None:
+    engine = start(job)
+    run(engine, data(rank, job)[:4])
+    engine.save_checkpoint(directory)
+
+
+def resumed(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, data(rank, job)[4:])
+    return weights(engine)
+
+
+def test_islands_agree_where_the_state_of_one_was_damaged(tmp_path: Path) -> None:
+    shared = {**section(size=1, preset="diloco", sync_every=2), "on_missing_state": "reset"}
+    job = Job(1, section=shared, steps=8)
+    run_forks(2, saved, job, str(tmp_path))
+    [state] = tmp_path.glob("*/deepspeed_compress_islands_rank_00001.safetensors")
+    state.write_bytes(b"damaged")
+    first, second = run_forks(2, resumed, job, str(tmp_path))
+    assert first == second
+
+
+def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Weights that an engine has saved after `detach`, and those that it loads."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:5])
+    deepspeed_compress.detach(engine)
+    engine.save_checkpoint(directory)
+    kept = weights(engine)
+    run(engine, batches[5:])
+    engine.load_checkpoint(directory)
+    return kept, weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_islands_do_not_save_over_each_other_after_detach(stage: int, tmp_path: Path) -> None:
+    ranks = run_forks(4, detached, Job(stage, section=section(size=2, sync_every=4), steps=7), str(tmp_path))
+    assert all(kept == found for kept, found in ranks)
+    assert ranks[0][0] != ranks[2][0]
+
+
+def by_host(rank: int, job: Job, hosts: Sequence[str]) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = hosts[rank]
+    try:
+        start(job)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("hosts", [("2", "2", "1", "1"), ("3", "3", "3", "1")])
+def test_hosts_with_unequal_numbers_of_ranks_are_refused_on_all(hosts: Sequence[str]) -> None:
+    for message in run_forks(4, by_host, Job(1, section=section(by_host=True)), hosts):
+        assert "allowed: as many on each" in message

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import CompressConfig, masked
 from deepspeed_compress.config.islands import island_directory
 from deepspeed_compress.engine.checkpoints.tags import tag_of
-from deepspeed_compress.engine.islands.alike import check_masters_alike, forget_not_finite, share_frozen
+from deepspeed_compress.engine.islands.alike import (
+    check_masters_alike,
+    fixed_parameters,
+    forget_not_finite,
+    share_fixed,
+)
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
@@ -36,9 +42,10 @@ from deepspeed_compress.engine.islands.replicated import check_cut_alike, handed
 from deepspeed_compress.engine.weights.masters import find_masters
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
+from deepspeed_compress.session.patches import Patches
 from deepspeed_compress.session.session import Session
 
-__all__ = ["attach_islands"]
+__all__ = ["attach_islands", "stay_apart"]
 
 
 def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
@@ -47,17 +54,20 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     settings = session.config.islands
     assert settings is not None, "attached for a section without islands"
     stores = ResidualStores(transactional=False)
-    masters, shared = exchanged(settings.own, find_masters(engine), parameters)
+    trained = find_masters(engine)
+    masters, shared = exchanged(settings.own, trained, parameters)
     moments = find_moments(engine, settings, masters)
     if unit.tensor > 1 and moments is not None:
         check_cut_alike(masters, parameters, unit)
     if unit.tensor > 1:
         masters = handed_on(masters, parameters, unit)
     check_masters_alike(masters, unit)
-    share_frozen(engine, unit)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [one.parameter for one in trained.stretches])
+    share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
     site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
     exchange = IslandExchange(
-        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters)
+        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters, session)
     )
     session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     files = _Files(engine, unit, exchange, session.config)
@@ -70,6 +80,27 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     session.patches.precede(engine, "destroy", end)
     session.patches.on_undo(end)
     return exchange
+
+
+def stay_apart(engine: Any, unit: IslandUnit) -> None:
+    """After `detach`, for as long as `engine` lives: its groups are still those of an island, whose files others must
+    not overwrite."""
+    patches = Patches()
+    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    patches.wrap(engine, "save_checkpoint", partial(_in_its_directory, unit, "save_dir"))
+    patches.wrap(engine, "load_checkpoint", partial(_in_its_directory, unit, "load_dir"))
+
+
+def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """DeepSpeed's `save_checkpoint` or `load_checkpoint`, whose directory is the argument `key`."""
+    given = inspect.signature(original).bind(*args, **options).arguments
+    if given[key]:
+        base = _base(given[key])
+        if key == "load_dir" and given.get("tag") is None:
+            # DeepSpeed writes `latest` for the first rank of the job alone.
+            given["tag"] = _latest(base)
+        given[key] = str(_directory(base, unit.number))
+    return original(**given)
 
 
 def _end(exchange: "weakref.ref[IslandExchange]") -> None:

@@ -10,13 +10,15 @@ import inspect
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from torch.nn import Parameter
 from torch.utils.data import DistributedSampler
 
 from deepspeed_compress.checkpoints.alone import in_turn
@@ -29,6 +31,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
 from deepspeed_compress.engine.checkpoints.tags import tag_of
+from deepspeed_compress.engine.islands.alike import digest_of, fixed_parameters, forget_not_finite
 from deepspeed_compress.engine.islands.asynchronous import Pushes
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
@@ -100,8 +103,10 @@ class ElasticIsland:
         self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[Met] = deque(maxlen=KEPT)
         self._gone = False
-        masters, shared = exchanged(settings.own, find_masters(engine), parameters)
-        terms = self._terms(settings, settings.elastic, masters)
+        trained = find_masters(engine)
+        masters, shared = exchanged(settings.own, trained, parameters)
+        names = chain(*self._team.gather([one.parameter for one in trained.stretches]))
+        terms = self._terms(settings, settings.elastic, masters, fixed_parameters(engine, {*names}, settings.own))
         site = partial(
             Site,
             parameters=shared,
@@ -111,7 +116,8 @@ class ElasticIsland:
         )
         kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
         moments = find_moments(engine, settings, masters)
-        self.way = kind(Given(settings, masters, site, self._team, terms, self._scheduled, moments))
+        diverged = partial(forget_not_finite, engine, masters, session)
+        self.way = kind(Given(settings, masters, site, self._team, terms, self._scheduled, moments, diverged))
 
     @property
     def exchange(self) -> Any:
@@ -188,8 +194,10 @@ class ElasticIsland:
         self.follow(about)
         return found
 
-    def _terms(self, settings: Islands, elastic: Elastic, masters: FlatMasters) -> dict[str, Any]:
-        """What islands must have alike."""
+    def _terms(
+        self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
+    ) -> dict[str, Any]:
+        """What islands must have alike; `fixed` weights are in no anchor."""
         layout = "".join(self._team.gather(repr([(one.parameter, one.begin, one.numel) for one in masters.segments])))
         return {
             "minimum": elastic.minimum,
@@ -199,6 +207,7 @@ class ElasticIsland:
             "ranks": dist.get_world_size(),
             "zero_stage": int(self._engine.zero_optimization_stage()),
             "parameters": hashlib.sha256(layout.encode()).hexdigest()[:16],
+            "weights that are not trained": "".join(self._team.gather(digest_of(fixed))),
         }
 
     def _scheduled(self) -> int:

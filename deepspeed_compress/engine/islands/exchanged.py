@@ -11,7 +11,7 @@ from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.engine.weights.masters import FlatMasters
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["exchanged"]
+__all__ = ["exchanged", "matches"]
 
 _POINTER = "/deepspeed_compress/islands/own"
 
@@ -23,8 +23,8 @@ def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) 
     Warns (CompressWarning) of a pattern that is found in none. ConfigError where nothing is left.
     """
     _check(own, parameters.everywhere)
-    left = {name: shape for name, shape in parameters.shapes.items() if not _matches(own, parameters.user_name(name))}
-    everywhere = [name for name in parameters.everywhere if not _matches(own, name)]
+    left = {name: shape for name, shape in parameters.shapes.items() if not matches(own, parameters.user_name(name))}
+    everywhere = [name for name in parameters.everywhere if not matches(own, name)]
     kept, stepped = ([one for one in some if one.parameter in left] for some in (masters.stretches, masters.stepped))
     return (
         replace(masters, stretches=kept, stepped=stepped),
@@ -32,12 +32,13 @@ def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) 
     )
 
 
-def _matches(patterns: Sequence[str], name: str) -> bool:
+def matches(patterns: Sequence[str], name: str) -> bool:
+    """Whether one of the `patterns` of `own` is found in `name`."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _check(own: Sequence[str], names: Sequence[str]) -> None:
-    if names and all(_matches(own, name) for name in names):
+    if names and all(matches(own, name) for name in names):
         raise ConfigError(
             f"{_POINTER}: {list(own)} names all {len(names)} parameters, so nothing is exchanged (allowed: some of "
             f"them, for example {names[0]!r}); name fewer, or remove islands"

@@ -39,6 +39,7 @@ class Rounds:
             self.client,
             about=self._about,
             moments=given.moments,
+            diverged=given.diverged,
         )
 
     def start(self, samples: int) -> Mapping[str, Any]:
@@ -61,12 +62,17 @@ class Rounds:
 
     def described(self) -> dict[str, Any]:
         run = None if self.client is None else self.client.run
-        return {"version": self.exchange.version, "number": self.exchange.number, "run": run}
+        about = {"version": self.exchange.version, "number": self.exchange.number, "run": run}
+        return {**about, "samples": self._samples}
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
         self._samples = samples
         if saved is not None:
-            return self.exchange.resume(saved["run"], saved["number"], saved["version"], own_is_new=False)
+            about = self.exchange.resume(saved["run"], saved["number"], saved["version"], own_is_new=False)
+            if self.exchange.version == saved["version"]:
+                # What it had moved since its last exchange has yet to count.
+                self._samples = saved.get("samples", samples)
+            return about
         # Weights that nobody has agreed upon: whoever has trained longest begins.
         name = self._team.share(lambda: uuid.uuid4().hex)
         return self.exchange.resume(name, -1, max(1, steps), own_is_new=True)

@@ -18,7 +18,8 @@ __all__ = ["Given", "Way"]
 class Given:
     """What a way is made of. `settings`: with `elastic`. `masters`: of this rank. `site`: of groups, what is exchanged
     in. `team`: the ranks of the island. `terms`: what all islands must have alike. `step`: of the schedule of learning
-    rates, now. `moments`: of the optimizer, where they are exchanged."""
+    rates, now. `moments`: of the optimizer, where they are exchanged. `diverged`: is called when the masters are those
+    of the others again, after some were not finite."""
 
     settings: Islands
     masters: Masters
@@ -27,6 +28,7 @@ class Given:
     terms: Mapping[str, Any]
     step: Callable[[], int]
     moments: Moments | None
+    diverged: Callable[[], object]
 
     @property
     def elastic(self) -> Elastic:
