@@ -3,9 +3,9 @@
 import fcntl
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,8 @@ __all__ = ["STATISTICS", "Journal", "Part"]
 STATISTICS = "compression.jsonl"
 LONGEST = 1 << 16
 """Bytes in which the end of a line is looked for."""
+PATIENCE = 0.5
+"""Seconds for which another job is waited for that writes its line, which takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Journal:
             return None
         try:
             with open(self._directory / STATISTICS, "rb", opener=open_private) as file:
-                found: str = json.loads(_tail(file, LONGEST).splitlines()[-1])["run"]["id"]
+                # The last line may be on its way.
+                found: str = json.loads(_tail(file, LONGEST).rpartition(b"\n")[0].splitlines()[-1])["run"]["id"]
                 return found
         except (OSError, ValueError, LookupError, TypeError):
             return None
@@ -101,13 +104,27 @@ def _write(path: Path, text: str) -> None:
 def _append(path: Path, line: bytes) -> None:
     with open(path, "a+b", opener=open_private) as file:
         # A line of another job that is on its way must not be taken for one that was cut short. Closing lifts the lock.
-        with suppress(OSError):  # where the file system knows none
-            fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file)
         if _tail(file, 1) not in (b"", b"\n"):
             # What a crash or a full disk has cut short; a line is there whole or not at all.
             rest = len(_tail(file, LONGEST).rpartition(b"\n")[2])
             file.truncate(file.seek(0, os.SEEK_END) - rest)
         file.write(line)
+
+
+def _lock(file: BinaryIO) -> None:
+    """BlockingIOError where another job has it for `PATIENCE`: one that was stopped must not stop this one."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PATIENCE / 1000)
+        except OSError:
+            # The file system knows none.
+            return None
 
 
 def _tail(file: BinaryIO, length: int) -> bytes:

@@ -47,7 +47,7 @@ JOBS = {
 
 
 def test_what_is_written_beside_training_is_what_was_there(tmp_path):
-    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path), timeout=60)
+    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path))
     resumed = run_forks(2, resume, JOBS, str(tmp_path))
     for one, other in zip(uninterrupted, resumed, strict=True):
         assert {name for name in one if one[name] != other[name]} == set()
@@ -146,7 +146,7 @@ def lose_the_writer(rank: int, directory: str) -> tuple:
 
 
 def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
-    first, second = run_forks(2, lose_the_writer, str(tmp_path), timeout=60)
+    first, second = run_forks(2, lose_the_writer, str(tmp_path))
     assert any("rank 1: the process that writes for this rank has died" in text for text in first[0])
     assert first[0] == second[0]
     assert second[1][-1] == (6, True)
@@ -175,7 +175,7 @@ class Full(Memory):
 
 
 def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
-    for heard in run_forks(2, run_out_of_memory, str(tmp_path), timeout=60):
+    for heard in run_forks(2, run_out_of_memory, str(tmp_path)):
         assert any("rank 1: OSError: no space left" in text for text in heard)
     assert not (tmp_path / "latest").exists()
 
@@ -196,7 +196,7 @@ def every(rank: int, directory: str, interval: object, pause: float) -> list:
 
 @pytest.mark.parametrize(("interval", "pause"), [(3, 0.1), ("250 ms", 0.1)])
 def test_automatic_ones_are_saved_and_the_newest_kept(tmp_path, interval, pause):
-    first, second = run_forks(2, every, str(tmp_path), interval, pause, timeout=60)
+    first, second = run_forks(2, every, str(tmp_path), interval, pause)
     assert first == second
     found, position = first
     steps = [step for step, _, _ in found]
@@ -221,7 +221,7 @@ def train_on(rank: int, directory: str, pause: float) -> tuple:
 
 
 def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
-    assert run_forks(2, train_on, str(tmp_path), 0.0, timeout=60) == [(False, True)] * 2
+    assert run_forks(2, train_on, str(tmp_path), 0.0) == [(False, True)] * 2
 
 
 def save_much_of_the_program(rank: int, directory: str) -> bool:
@@ -239,7 +239,7 @@ def save_much_of_the_program(rank: int, directory: str) -> bool:
 def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
     """More than the connection to the process that writes holds, which reads of the next when it has written the
     first."""
-    assert run_forks(2, save_much_of_the_program, str(tmp_path), timeout=60) == [False, False]
+    assert run_forks(2, save_much_of_the_program, str(tmp_path)) == [False, False]
     found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
     assert found["seen"] == bytes(600_000)
 
@@ -255,7 +255,7 @@ def die(rank: int, directory: str) -> None:
 
 def test_what_was_kept_is_written_though_the_ranks_are_killed(tmp_path):
     with pytest.raises(RankError):
-        run_forks(2, die, str(tmp_path), timeout=60)
+        run_forks(2, die, str(tmp_path))
     deadline = time.monotonic() + 30
     while not (tmp_path / "latest").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -287,15 +287,15 @@ def save_twice(rank: int, directory: str) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path):
-    run_forks(2, save_twice, str(tmp_path), timeout=60)
+    run_forks(2, save_twice, str(tmp_path))
     file = tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    for path, heard in run_forks(2, load_damaged, str(tmp_path), None, timeout=60):
+    for path, heard in run_forks(2, load_damaged, str(tmp_path), None):
         assert "global_step1" in path
         assert any(file.name in text for text in heard)
-    for path, _ in run_forks(2, load_damaged, str(tmp_path), "global_step2", timeout=60):
+    for path, _ in run_forks(2, load_damaged, str(tmp_path), "global_step2"):
         assert file.name in path
 
 
@@ -311,7 +311,7 @@ def export(rank: int, directory: str) -> list:
 
 
 def test_exported_weights_are_written_at_once_and_detached_engines_save_as_ever(tmp_path):
-    for latest, names in run_forks(2, export, str(tmp_path), timeout=60):
+    for latest, names in run_forks(2, export, str(tmp_path)):
         assert latest == "global_step2"
         assert "0.weight" in names
 

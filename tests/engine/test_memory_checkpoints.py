@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp
         (tmp_path / part).mkdir()
         return Plan(**{**vars(CASES[name]), "root": str(tmp_path / part)})
 
-    undisturbed = run_forks(CASES[name].ranks, train, plan("whole"), timeout=60)
+    undisturbed = run_forks(CASES[name].ranks, train, plan("whole"))
     chance, loaded = random.Random(name), []
     for trial in range(3):
         one = plan(str(trial))
@@ -136,7 +136,7 @@ def train_and_die(rank: int, plan: Plan, steps: int) -> None:
 
 def interrupted(plan: Plan, steps: int) -> None:
     with pytest.raises(RankError):
-        run_forks(plan.ranks, train_and_die, plan, steps, timeout=60)
+        run_forks(plan.ranks, train_and_die, plan, steps)
 
 
 LOST = {
@@ -152,7 +152,7 @@ def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage):
     whole = tmp_path / "whole"
     whole.mkdir()
     plan = Plan(str(tmp_path), stage, every=2, disk=4, copies=1, hosts=2, ranks=4, steps=10)
-    undisturbed = run_forks(4, train, Plan(**{**vars(plan), "root": str(whole)}), timeout=60)
+    undisturbed = run_forks(4, train, Plan(**{**vars(plan), "root": str(whole)}))
     interrupted(plan, 7)
     saved = tmp_path / "saved"
     shutil.copytree(tmp_path, saved, ignore=shutil.ignore_patterns("whole", "saved"))
@@ -162,7 +162,7 @@ def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage):
             shutil.copytree(saved / part, tmp_path / part)
         for host in lost:
             shutil.rmtree(plan.directory(host))
-        resumed = run_forks(4, train, plan, True, timeout=60)
+        resumed = run_forks(4, train, plan, True)
         assert resumed[0][0].startswith(expected)
         assert f"global_step{4 if expected == 'disk' else 6}" in resumed[0][0]
         assert [found for *_, found in resumed] == [found for *_, found in undisturbed]
@@ -181,7 +181,7 @@ def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path)
     [job] = plan.directory(0).iterdir()
     assert {place.name for place in job.iterdir() if list_paths(place)} >= {"global_step4", "global_step5"}
     flip(job / "global_step5" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    resumed = run_forks(2, train, plan, True, timeout=60)
+    resumed = run_forks(2, train, plan, True)
     assert resumed[0][:2] == resumed[1][:2]
     path, said, undisturbed = resumed[0]
     assert "global_step4" in path
@@ -216,7 +216,7 @@ def fill(rank: int, plan: Plan) -> tuple:
 
 def test_full_memory_is_told_of_once_and_the_disk_has_all(tmp_path):
     plan = Plan(str(tmp_path), every=1, disk=4, steps=8)
-    first, second = run_forks(2, fill, plan, timeout=60)
+    first, second = run_forks(2, fill, plan)
     assert first == second
     said, found, held, private = first
     assert [bool(one) for one in said] == [False, False, True, False, False, False, False, False]
@@ -253,7 +253,7 @@ def end(rank: int, directory: str, failing: bool) -> str:
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_clean_end_leaves_nothing_in_memory_and_a_failure_all(tmp_path, failing):
-    found = Path(run_forks(2, end, str(tmp_path / "disk"), failing, timeout=60)[0])
+    found = Path(run_forks(2, end, str(tmp_path / "disk"), failing)[0])
     assert found.is_dir() == failing
     shutil.rmtree(found, ignore_errors=True)
 
@@ -262,6 +262,6 @@ def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
     plan = Plan(str(tmp_path), 0, steps=6, disk=4)
     interrupted(plan, 5)
     fewer = Plan(**{**vars(plan), "ranks": 1})
-    [(path, said, _)] = run_forks(1, train, fewer, True, timeout=60)
+    [(path, said, _)] = run_forks(1, train, fewer, True)
     assert "disk/global_step4" in path
     assert any("global_step5 in memory is left out: it is of 2 ranks" in text for text in said)

@@ -39,7 +39,7 @@ def read(rank: int, reader: str, config: dict[str, Any] | str, directory: str) -
 
 
 def told(config: dict[str, Any] | str, tmp_path: Path, reader: str = "TrainingArguments") -> str:
-    first, second = run_forks(2, read, reader, config, str(tmp_path), timeout=30)
+    first, second = run_forks(2, read, reader, config, str(tmp_path))
     assert first == second
     return first
 

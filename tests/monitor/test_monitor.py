@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import math
 import multiprocessing
@@ -328,7 +329,8 @@ def test_two_jobs_may_write_into_one_directory(tmp_path: Path) -> None:
     for job in jobs:
         job.start()
     for job in jobs:
-        job.join(60)
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 0]
     found = [json.loads(line) for line in lines(tmp_path)]
     for name in ("one", "other"):
         steps = [line["step"] for line in found if line["run"]["id"] == name]
@@ -340,6 +342,27 @@ def write_many(directory: str, run: str) -> None:
     journal = Journal(directory, run)
     for step in range(2000):
         journal.add("compression.jsonl", {"step": step})
+
+
+def test_a_job_that_was_stopped_while_it_wrote_holds_nobody_up(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), "run")
+    write_all(journal, 1)
+    with (tmp_path / "compression.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.warns(CompressWarning, match="compression.jsonl cannot be written") as told:
+            write_all(journal, 2, 3)
+    write_all(journal, 4)
+    assert [line["step"] for line in read(tmp_path)] == [1, 4]
+    assert len(told) == 1
+
+
+def test_the_run_of_a_line_that_was_cut_short_is_that_of_the_one_before(tmp_path: Path) -> None:
+    StatisticsWriter(Journal(str(tmp_path), "former"), None).write(STATISTICS)
+    with (tmp_path / "compression.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "byt')
+    journal = Journal(str(tmp_path), "own")
+    journal.adopt(None)
+    assert journal.part.id == "former"
 
 
 def test_a_service_that_fails_stops_nobody(tmp_path: Path) -> None:
