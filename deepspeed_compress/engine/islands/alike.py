@@ -68,7 +68,7 @@ def digest_of(fixed: Sequence[Parameter]) -> str:
         words = _held(parameter).contiguous().reshape(-1)
         words = words.view(_WORDS[words.element_size()])
         digest.update(f"{len(words)} {int(words.sum())} {int(words[::2].sum())} ".encode())
-    return digest.hexdigest()[:16] if fixed else ""
+    return digest.hexdigest()
 
 
 _WORDS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})

@@ -198,7 +198,7 @@ class ElasticIsland:
         self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
     ) -> dict[str, Any]:
         """What islands must have alike; `fixed` weights are in no anchor."""
-        layout = "".join(self._team.gather(repr([(one.parameter, one.begin, one.numel) for one in masters.segments])))
+        layout = repr([(one.parameter, one.begin, one.numel) for one in masters.segments])
         return {
             "minimum": elastic.minimum,
             "exchange": settings.exchange.model_dump(mode="json"),
@@ -206,9 +206,13 @@ class ElasticIsland:
             "second_moments": settings.second_moments and settings.second_moments.model_dump(mode="json"),
             "ranks": dist.get_world_size(),
             "zero_stage": int(self._engine.zero_optimization_stage()),
-            "parameters": hashlib.sha256(layout.encode()).hexdigest()[:16],
-            "weights that are not trained": "".join(self._team.gather(digest_of(fixed))),
+            "parameters": self._digest(layout),
+            "weights that are not trained": self._digest(digest_of(fixed)),
         }
+
+    def _digest(self, text: str) -> str:
+        """Of the texts of all ranks. Collective in the island."""
+        return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
 
     def _scheduled(self) -> int:
         """The step of the schedule of learning rates."""
