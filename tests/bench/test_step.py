@@ -96,9 +96,11 @@ def test_ratios_and_bytes() -> None:
     assert "predicted" not in found["ddp"]["bytes"]
 
 
-def test_a_row_that_compresses_weights_says_nothing_of_deepspeed() -> None:
+@pytest.mark.parametrize("section", [{"weights": {"method": "sign"}}, {"islands": {"size": 1}}])
+def test_a_row_that_sends_other_things_says_nothing_of_deepspeed(section: dict[str, Any]) -> None:
+    """Compressed weights, or what islands have moved."""
     rows = run_rows()
-    rows[1]["contender"]["ds_config"][SECTION] = {"weights": {"method": "sign"}}
+    rows[1]["contender"]["ds_config"][SECTION] = section
     document = new_document()
     merge(document, rows)
     found = by_name(document)

@@ -191,7 +191,8 @@ def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
         return False
     section = other["contender"]["ds_config"][SECTION]
     weights: Row = section.get("weights") or {}
-    return bool(weights.get("method", "none") == "none")
+    # Islands send no gradients of all ranks.
+    return bool(weights.get("method", "none") == "none" and not section.get("islands"))
 
 
 def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
