@@ -90,7 +90,7 @@ TABLE = {
         "torch deepspeed",
     ),
     "engine.checkpoints.agreement": allow("", "torch"),
-    "engine.checkpoints.alone": allow("checkpoints.alone checkpoints.claim session.memories errors", "torch"),
+    "engine.checkpoints.alone": allow("checkpoints session.memories errors", "torch"),
     "engine.builds": allow("errors"),
     "engine.islands.asynchronous": allow("communication engine.islands.way services.parameter_server.client"),
     "engine.islands.elastic": allow(

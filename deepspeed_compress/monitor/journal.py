@@ -19,7 +19,7 @@ __all__ = ["STATISTICS", "Journal", "Part"]
 STATISTICS = "compression.jsonl"
 LONGEST = 1 << 16
 """Bytes in which the end of a line is looked for."""
-PATIENCE = 0.5
+PATIENCE = 2.0
 """Seconds for which another job is waited for that writes its line, which takes microseconds."""
 
 

@@ -258,7 +258,7 @@ def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -
 
     islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
     islands[1].exchange._make_groups = slow
-    at_once(*(partial(one.train, 4) for one in islands))
+    at_once(*(partial(one.train, 6) for one in islands))
     for one in islands:
         assert [met.kind for met in one.mets][-2:] == ["exchange", "exchange"]
         assert one.mets[0].kind == "void"

@@ -519,7 +519,7 @@ def test_an_island_that_diverged_goes_on_with_the_others(asynchronous: bool) -> 
         shared = section(address)
         islands = shared["islands"]
         elastic = {key: value for key, value in islands["elastic"].items() if key != "minimum"} | more
-        job = Job(0, section={**shared, "islands": {**islands, "elastic": elastic}}, steps=20)
+        job = Job(0, section={**shared, "islands": {**islands, "elastic": elastic}}, steps=40)
         first, second = run_forks(2, diverges, replace(job, extra={"gradient_clipping": 0.0}), ports)
     assert all(first)
     assert not all(second)

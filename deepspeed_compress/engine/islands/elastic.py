@@ -7,7 +7,6 @@ are, checkpoints, and what became of exchanges. How islands exchange is a `Way`:
 import atexit
 import hashlib
 import inspect
-import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,6 @@ from deepspeed.pipe import PipelineModule
 from torch.nn import Parameter
 from torch.utils.data import DistributedSampler
 
-from deepspeed_compress.checkpoints.alone import in_turn
-from deepspeed_compress.checkpoints.files import replace_text
 from deepspeed_compress.communication.elastic import Met
 from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.communication.reduction import Parameters, Site
@@ -30,6 +27,7 @@ from deepspeed_compress.communication.team import Team
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Elastic, Islands, masked
+from deepspeed_compress.engine.checkpoints.alone import take_for_island
 from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.islands.alike import digest_of, fixed_parameters, forget_not_finite
 from deepspeed_compress.engine.islands.asynchronous import Pushes
@@ -48,8 +46,6 @@ __all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 
 _POINTER = "/deepspeed_compress/islands/elastic"
 _STEM = "deepspeed_compress_islands"
-_OWNER = "deepspeed_compress_island.json"
-"""In a directory of checkpoints: whose they are."""
 _AHEAD = "ahead"
 """In what is saved: steps by which the schedule of learning rates was ahead of those of the engine."""
 KEPT = 10_000
@@ -226,20 +222,10 @@ class ElasticIsland:
 
     def _take_directory(self, directory: Path) -> None:
         """StateError where an island that lives saves there: they would overwrite each other's files."""
-        file, elastic, own = directory / _OWNER, self._settings.elastic, self.way.described()
+        elastic, own = self._settings.elastic, self.way.described()
         assert not self._gone, "an island saves before it leaves"
         assert elastic is not None, "attached for elastic islands"
-        mine, others = {key: own[key] for key in ("run", "number")}, _living(elastic) - {self.number}
-        directory.mkdir(parents=True, exist_ok=True)
-        with in_turn(directory):
-            found = _read_owner(file)
-            if found.get("run") == own["run"] and found["number"] in others:
-                raise StateError(
-                    f"{directory} is where island {found['number']} saves, and this is island {self.number} (allowed: "
-                    "one directory for each); give save_checkpoint, or output_dir of Trainer, another one on every "
-                    "island"
-                )
-            replace_text(file, json.dumps(mine))
+        take_for_island(directory, own["run"], own["number"], _living(elastic) - {self.number})
 
     def _save_state(self, directory: Path) -> None:
         kept = state.contents(
@@ -299,15 +285,6 @@ def _ahead_in(file: Path) -> int:
     except StateError:
         # Said before, or of no island.
         return 0
-
-
-def _read_owner(file: Path) -> Mapping[str, Any]:
-    """Empty where nobody has saved, or it cannot be read: it is written anew then."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {"run": found["run"], "number": int(found["number"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _living(elastic: Elastic) -> set[int]:
