@@ -157,19 +157,7 @@ def _ranks_of_island(settings: Islands, tensor: int) -> int:
     if not settings.by_host:
         assert settings.size is not None, "size or by_host: the section is checked"
         return settings.size * tensor
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, _ranks_of_host())
-    if None in told:
-        raise ConfigError(
-            f"{_POINTER}/by_host: true, and this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
-            'in its place); write "size": 8, the ranks of an island'
-        )
-    if len(set(told)) > 1:
-        raise ConfigError(
-            f"{_POINTER}/by_host: true, and hosts have {sorted(set(told))} ranks (allowed: as many on each); start as "
-            "many on every host, or write islands of a size in place of by_host"
-        )
-    size = int(told[0])
+    size = _ranks_of_host()
     if size % tensor:
         raise ConfigError(
             f"{_POINTER}/by_host: true, and {tensor} ranks that share each layer do not divide the {size} of a host "
@@ -192,10 +180,23 @@ def _check_size(settings: Islands, world: int, size: int) -> None:
         warnings.warn(text, CompressWarning, stacklevel=5)
 
 
-def _ranks_of_host() -> int | None:
-    """As torchrun, and as the deepspeed launcher says it; None where neither has."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return None if told is None else int(told)
+def _ranks_of_host() -> int:
+    """As torchrun, and as the deepspeed launcher says it. Collective: ConfigError on all ranks where neither has, or
+    hosts have unequal numbers."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
+    if None in told:
+        raise ConfigError(
+            f"{_POINTER}/by_host: true, and this launcher sets neither LOCAL_WORLD_SIZE nor LOCAL_SIZE (allowed: size "
+            'in its place); write "size": 8, the ranks of an island'
+        )
+    sizes = sorted({int(size) for size in told})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{_POINTER}/by_host: true, and hosts have {sizes} ranks (allowed: as many on each); start as many on "
+            "every host, or write islands of a size in place of by_host"
+        )
+    return sizes[0]
 
 
 def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
