@@ -21,19 +21,23 @@ def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
         what = f"{islands.outer.momentum} has no effect on an average (allowed with it: no key)"
         yield problem(("islands", "outer", "momentum"), what, 'nothing: remove it, or write "optimizer": "nesterov"')
     yield from _of_all_ranks(section)
-    kept = islands.exchange.residuals if isinstance(islands.exchange, CompressedGradients) else None
-    if isinstance(kept, ErrorFeedbackConfig) and kept.reset_interval is not None:
-        what = f"{kept.reset_interval} has no effect on what exchanges leave out (allowed in exchange: null)"
-        yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove it")
+    yield from _of_exchange(islands)
     pipeline = (section.parallelism or Parallelism()).pipeline
     if pipeline > 1:
         what = (
             f"{pipeline} is not available inside islands, because DeepSpeed deals out stages over all ranks of the job"
         )
         yield problem(("parallelism", "pipeline"), f"{what} (allowed with islands: 1)", "1, or remove islands")
+
+
+def _of_exchange(islands: Islands) -> Iterator[Diagnostic]:
     if isinstance(islands.exchange, PowerSGDGradients) or getattr(islands.exchange, "hierarchy", None) is not None:
         what = f"{islands.exchange.method} does not go in one round trip between islands (allowed: other methods)"
         yield problem(("islands", "exchange"), what, '{"method": "blockwise", "bits": 4}, without hierarchy')
+    kept = islands.exchange.residuals if isinstance(islands.exchange, CompressedGradients) else None
+    if isinstance(kept, ErrorFeedbackConfig) and kept.reset_interval is not None:
+        what = f"{kept.reset_interval} has no effect on what exchanges leave out (allowed in exchange: null)"
+        yield problem(("islands", "exchange", "error_feedback", "reset_interval"), what, "nothing: remove it")
 
 
 def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
