@@ -10,18 +10,24 @@ import fcntl
 import hashlib
 import os
 import platform
+import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from deepspeed_compress.errors import CompressWarning
 
 __all__ = ["MARCH", "load_library"]
 
 MARCH = "DS_COMPRESS_MARCH"
 """Environment variable: the instruction set that the kernels are built for (`-march` of the compiler), by default that
 of this processor."""
+_EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
@@ -32,28 +38,85 @@ _FLAGS = (
 
 
 def load_library() -> ctypes.CDLL:
-    """The library, from the cache or built now (a few seconds; processes of one machine wait for each other).
+    """Return the library, from the cache or built now (a few seconds; processes of one machine wait for each other).
 
-    It lies under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions. Raises RuntimeError or OSError, whose
-    message is that of the compiler, when it cannot be built.
+    It lies under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions. A library runs with the rights of this
+    user, so a directory that others may write is left alone, with a warning, for a private one. Raises RuntimeError or
+    OSError, whose message is that of the compiler, when the library cannot be built.
     """
-    path = _cache_path()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = _directory() / _library_name()
+    if not _is_trusted(path):
         with _alone(path.with_suffix(".lock")):
-            if not path.exists():
+            if not _is_trusted(path):
                 _build(path)
     return ctypes.CDLL(str(path))
+
+
+def _directory() -> Path:
+    """Return the first usable directory for the library. Warns when that is not the one of the environment."""
+    candidates = list(_candidates())
+    chosen = next(filter(_is_usable, candidates), None)
+    if chosen is None:
+        raise OSError(
+            f"no directory for compiled kernels is this user's alone, tried {', '.join(map(str, candidates))}"
+        )
+    named = os.environ.get(_EXTENSIONS)
+    if named and chosen != candidates[0] and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(_refusal(Path(named), chosen), CompressWarning, stacklevel=2)
+    return chosen
+
+
+def _candidates() -> Iterator[Path]:
+    """Yield the directory of the environment, or torch's default, and then private ones."""
+    named = os.environ.get(_EXTENSIONS)
+    if named:
+        yield Path(named).resolve()
+    with suppress(RuntimeError):  # a user without a home directory
+        cache = Path.home() / ".cache"
+        yield from () if named else (cache / "torch_extensions",)
+        yield cache / "deepspeed_compress"
+    yield Path(tempfile.gettempdir()).resolve() / f"deepspeed_compress_kernels_{os.geteuid()}"
+
+
+def _is_usable(directory: Path) -> bool:
+    """Return True if the library can be loaded from `directory`, which is made, or built there."""
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return _is_trusted(directory) and (_is_trusted(directory / _library_name()) or os.access(directory, os.W_OK))
+
+
+def _is_trusted(path: Path) -> bool:
+    """Return True if `path` exists, and nobody but this user and root can change it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
+
+
+def _refusal(named: Path, chosen: Path) -> str:
+    """Return why no library is loaded from the directory `named`, and what to do."""
+    try:
+        found = named.stat()
+        state = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
+    except OSError as error:
+        state = str(error)
+    return (
+        f"{_EXTENSIONS}={named}: compression kernels are not loaded from there ({state}; allowed: a directory of this "
+        f"user or of root that nobody else may write), and {chosen} is used. Run chmod go-w {named}, or set "
+        f"{_EXTENSIONS} to a directory of your own"
+    )
+
+
+def _library_name() -> str:
+    return f"deepspeed_compress_{_fingerprint()}.so"
 
 
 def _flags() -> list[str]:
     """Return the compiler's options."""
     return [*_FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
-
-
-def _cache_path() -> Path:
-    default = Path.home() / ".cache" / "torch_extensions"
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default) / f"deepspeed_compress_{_fingerprint()}.so"
 
 
 def _fingerprint() -> str:
@@ -89,4 +152,6 @@ def _build(path: Path) -> None:
             build_directory=directory,
             is_python_module=False,
         )
-        os.replace(Path(directory) / "deepspeed_compress_kernels.so", path)
+        built = Path(directory) / "deepspeed_compress_kernels.so"
+        built.chmod(0o755)
+        os.replace(built, path)
