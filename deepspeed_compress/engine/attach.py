@@ -138,6 +138,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     session.begin(engine.global_steps, loss_scale(engine))
     session.patches.replace(engine, "compression", session)
     session.patches.on_undo(session.renew_weights)
+    session.patches.on_undo(session.discard_unfinished)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)

@@ -97,6 +97,7 @@ class Session:
         self._reductions = reductions
         self._records = records
         self._watch = watch
+        self._discards: list[Callable[[], None]] = []
 
     @property
     def events(self) -> Sequence[Event]:
@@ -208,6 +209,16 @@ class Session:
     def forget_step(self) -> None:
         """What the running step has written into memories was written in vain."""
         self.remembered.rollback()
+
+    def on_interruption(self, discard: Callable[[], None]) -> None:
+        """Have `discard_unfinished` call `discard`, which drops reductions that were begun and never finished."""
+        self._discards.append(discard)
+
+    def discard_unfinished(self) -> None:
+        """Drop what a backward pass that failed has sent, so that nothing of it gets into what is loaded next.
+        Collective."""
+        for discard in self._discards:
+            discard()
 
     def start_early(
         self, bucket: Tensor, partition: Partition, scale: float, number: int, everywhere: bool

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import deepspeed_compress
 from deepspeed_compress.communication.buckets import partition_by_sizes
 from deepspeed_compress.engine.gradients import early as early_module
 from deepspeed_compress.engine.gradients import zero_12
@@ -151,6 +152,65 @@ def given_up(engine: Any, rank: int, job: Job) -> list[float]:
     return losses
 
 
+def interrupt(engine: Any, rank: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A backward pass that fails, on one rank later than on the other."""
+    x, y = batch
+    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
+        engine.backward((engine(2 * x) - y).square().mean())
+
+
+def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
+    """The batch that failed is taken again after the newest checkpoint was loaded; gradients are as if nothing was."""
+    batches, directory = data(rank, job), str(job.extra["directory"])
+    losses = run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    interrupt(engine, rank, batches[4])
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    engine.load_checkpoint(directory)
+    assert not reductions(engine)._step.sent
+    return losses + run(engine, batches[4:])
+
+
+def loaded_with_the_same_gradients(engine: Any, rank: int, job: Job) -> list[float]:
+    """The same gradients as before the failure: a comparison with what was sent before the load would find no fault."""
+    batches, directory = data(rank, job), str(job.extra["directory"])
+    losses = run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[0].bias):
+        engine.backward((engine(batches[4][0]) - batches[4][1]).square().mean())
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    engine.load_checkpoint(directory)
+    return losses + run(engine, batches[4:])
+
+
+def detached_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
+    batches = data(rank, job)
+    losses = run(engine, batches[:4])
+    interrupt(engine, rank, batches[4])
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    deepspeed_compress.detach(engine)
+    losses += run(engine, batches[4:6])
+    deepspeed_compress.attach(engine)
+    return losses + run(engine, batches[6:])
+
+
+def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
+    """A pass that fails inside `no_sync` leaves nothing behind that the next step would send."""
+    batches, losses = data(rank, job), []
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            broken = failing(engine.module[2 * rank].weight)
+            with pytest.raises(RuntimeError, match="given up"), broken, engine.no_sync():
+                engine.backward((engine(2 * x) - y).square().mean())
+            for parameter in engine.module.parameters():
+                parameter.grad = None
+        losses += run(engine, [(x, y)])
+    return losses
+
+
 @contextmanager
 def failing(parameter: torch.Tensor) -> Iterator[None]:
     """The gradient of `parameter` never comes."""
@@ -226,6 +286,25 @@ def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[
 def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tmp_path: Path) -> None:
     for straight, resumed in run_forks(2, save_and_go_on, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
         assert straight == resumed
+
+
+INTERRUPTED = (loaded_after_a_failure, loaded_with_the_same_gradients, detached_after_a_failure, within_no_sync)
+
+
+@pytest.mark.parametrize("program", INTERRUPTED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_that_a_failed_pass_has_sent_survives(
+    stage: int, program: Callable[[Any, int, Job], list[float]], tmp_path: Path
+) -> None:
+    job = Job(stage, RANDOM, SMALL, steps=8, extra={"directory": str(tmp_path)})
+    ranks = run_forks(2, interrupted, job, program, timeout=120)
+    assert ranks[0][0].parameters == ranks[1][0].parameters
+    for early, late in ranks:
+        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+
+
+def interrupted(rank: int, job: Job, program: Callable[[Any, int, Job], list[float]]) -> tuple[Seen, Seen]:
+    return train(rank, job, True, program), train(rank, job, False, program)
 
 
 def chosen(rank: int, *jobs: Job) -> list[bool]:

@@ -67,6 +67,7 @@ def _load(engine: Any, session: Session, load: Callable[..., Any], *args: Any, *
     given = inspect.signature(load).bind(*args, **options).arguments
     states = bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
     models = find_position(engine, session.config, _island(engine)).groups
+    session.discard_unfinished()
     with other_size(engine, Path(given["load_dir"]), _text(given.get("tag")), models, states):
         path, client_state = load(*args, **options)
     if path is not None:
@@ -92,6 +93,7 @@ def load_state(engine: Any, directory: Path) -> None:
     CompressWarning, and every memory starts empty.
     """
     session: Session = engine.compression
+    session.discard_unfinished()
     # Where the checkpoint does not say which run it is of.
     session.journal.adopt(None)
     if _remembers(session):

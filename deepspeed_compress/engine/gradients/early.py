@@ -146,6 +146,7 @@ class EarlyReductions:
         ]
         for handle in self.handles:
             session.patches.on_undo(handle.remove)
+        session.on_interruption(self._discard)
 
     def reduce(self, *arguments: Any, **options: Any) -> None:
         """What DeepSpeed does, after an agreement on what was sent early."""
@@ -156,7 +157,11 @@ class EarlyReductions:
         if self._history.order and step.reducer is not None and not self._agree(step, step.reducer):
             self._forget(step)
             self._history.back_off()
-        self._original(*arguments, **options)
+        try:
+            self._original(*arguments, **options)
+        except BaseException:
+            self._forget(step)
+            raise
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
         if not isinstance(self._session.reducer, PayloadReducer):
@@ -179,11 +184,22 @@ class EarlyReductions:
     def _current(self) -> _Step:
         begun = self._session.clock.begun
         if self._step.sent:
-            # A backward pass was given up, and a checkpoint loaded: what travels still waits for an agreement.
+            # A backward pass failed, and the program went on: what travels still waits for an agreement.
             self._step.number = begun
         elif self._step.number != begun:
             self._step = _Step(begun, self._session.early_reducer)
         return self._step
+
+    def _discard(self) -> None:
+        """Discard what a failed backward pass has sent, on any rank, before an agreement. Collective."""
+        most = torch.tensor(len(self._step.sent))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._gradients.group)
+        if most:
+            step = self._current()
+            assert step.reducer is not None, "a rank has begun early where another one may not"
+            self._send_rest(step, step.reducer)
+            self._forget(step)
+        self._step = _Step(-1)
 
     def _gradient_is_there(self, parameter: Any) -> None:
         """Called by autograd, perhaps more than once in a pass, and in passes of other engines."""
@@ -218,8 +234,7 @@ class EarlyReductions:
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:
         """Send what is left of the plan; whether, on all ranks, it is what DeepSpeed is about to reduce."""
-        for bucket in self._history.order[len(step.sent) :]:
-            self._send(bucket, step, reducer)
+        self._send_rest(step, reducer)
         right = torch.tensor(int(self._is_right(step)))
         dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
         if right:
@@ -229,6 +244,10 @@ class EarlyReductions:
                 # Of all buckets, before the first is waited for.
                 pending.send_back()
         return bool(right)
+
+    def _send_rest(self, step: _Step, reducer: PayloadReducer) -> None:
+        for bucket in self._history.order[len(step.sent) :]:
+            self._send(bucket, step, reducer)
 
     def _is_right(self, step: _Step) -> bool:
         planned = {key for bucket in self._history.plan for key in bucket.keys}

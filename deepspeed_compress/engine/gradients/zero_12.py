@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, partition_by_sizes
-from deepspeed_compress.communication.reducer import Pending
+from deepspeed_compress.communication.reducer import Pending, discard
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.engine.gradients.early import EarlyReductions, bucket_size, reduces_now
 from deepspeed_compress.session.session import Session
@@ -74,6 +74,7 @@ class _Buckets:
         self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
         self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
         self.early: EarlyReductions | None = None
+        session.on_interruption(self._discard)
         if self.later is not None and _waits_for_backward(engine):
             gradients = _Gradients(engine, self._partition_of, self._scale)
             self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
@@ -96,6 +97,12 @@ class _Buckets:
             begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
             self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
         return tensor
+
+    def _discard(self) -> None:
+        """Drop the buckets of a backward pass that failed. Collective."""
+        if self.later is not None:
+            discard(self.later.taken(), self._optimizer.dp_process_group)
+            self._session.forget_step()
 
     def _keep(self, tensor: Tensor) -> None:
         """A gradient larger than a bucket is not copied into one, and DeepSpeed lets go of it as soon as this returns:
@@ -214,9 +221,13 @@ class _DeferredReductions:
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         self._original(comm_dtype=comm_dtype)
         if comm_dtype is None:
-            for pending in self.pending:
+            for pending in self.taken():
                 self._land(pending)
-            self.pending.clear()
+
+    def taken(self) -> list[Pending]:
+        """Return the reductions under way, which are the caller's to finish from now on."""
+        pending, self.pending = self.pending, []
+        return pending
 
     def _land(self, pending: Pending) -> None:
         """DeepSpeed has moved the gradients of parameters of this rank out of the bucket, unreduced."""

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import Partition, partition_by_sizes
-from deepspeed_compress.communication.reducer import Pending
+from deepspeed_compress.communication.reducer import Pending, discard
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.engine.gradients.early import bucket_size
 from deepspeed_compress.engine.groups import reduction_group
@@ -81,6 +81,13 @@ class _Buckets:
         self._group = reduction_group(engine)
         # gloo reduce-scatters by an all-reduce of everything.
         self._all_reduces = dist.get_backend(self._group) == "gloo"
+        session.on_interruption(self._discard)
+
+    def _discard(self) -> None:
+        """Drop the buckets of a backward pass that failed. Collective."""
+        deferred, self._deferred = self._deferred, []
+        discard([reduction.pending for reduction in deferred], self._group)
+        self._session.forget_step()
 
     def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         """DeepSpeed's `__avg_scatter_grads`."""
