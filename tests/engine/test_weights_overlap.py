@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_compress
@@ -145,6 +146,121 @@ def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
             engine.destroy()
         same[name] = seen[0] == seen[1]
     return same
+
+
+class Scaled(nn.Module):
+    """A parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+class Unseen(nn.Module):
+    """Reads weights without a call of the modules that own them; a list of modules has it compute layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        matrices = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.adapters = nn.ModuleList(nn.Module() for _ in range(1))
+        self.adapters[0].lora_embedding_A = nn.ParameterDict({"default": next(matrices)})
+        self.listed = nn.ParameterList([next(matrices), next(matrices)])
+        self.child, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.owner = nn.Module()
+        self.owner.encode, self.owner.matrix = self.encode, next(matrices)
+        self.parametrized = nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.parametrized, "weight", Scaled())
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.calls = 0
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x @ self.owner.matrix
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        self.calls += self.training
+        return torch.tanh(self.blocks[1](torch.tanh(getattr(self, how)(self.blocks[0](x)))))
+
+    def in_a_dict(self, x: Tensor) -> Tensor:
+        return x @ self.adapters[0].lora_embedding_A["default"]
+
+    def in_a_list(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ one for one in self.listed]).sum(0)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        return x @ torch.stack(list(self.listed))[0]
+
+    def of_a_child(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight=self.child.weight, bias=self.child.bias)
+
+    def now_and_then(self, x: Tensor) -> Tensor:
+        """A child that is called in some passes only, and read in others."""
+        return self.other(x) if self.calls % 2 else x @ self.other.weight
+
+    def by_a_method(self, x: Tensor) -> Tensor:
+        return self.owner.encode(x)
+
+    def by_a_parametrization(self, x: Tensor) -> Tensor:
+        return x @ self.parametrized.weight
+
+    def by_its_data(self, x: Tensor) -> Tensor:
+        return x @ torch.from_numpy(self.child.weight.data.numpy().copy())
+
+    def of_the_lstm(self, x: Tensor) -> Tensor:
+        return x @ self.lstm.weight_hh_l0[:WIDTH]
+
+
+READS = [name for name, one in vars(Unseen).items() if callable(one) and name not in ("__init__", "encode", "forward")]
+
+
+def compare_reads(rank: int) -> dict[str, bool]:
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    same = {}
+    for how in READS:
+        seen = []
+        for overlap in (False, True):
+            model = Unseen()
+            config = Job(1, section(overlap, monitor={"announce": False})).config()
+            engine = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            generator, losses = torch.Generator().manual_seed(rank), []
+            for _ in range(STEPS):
+                x = torch.randn(3, WIDTH, generator=generator)
+                loss = engine(x, how).square().mean()
+                # Trains all, so that what is read is not what it was a step before; and reads all after forward.
+                loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
+                engine.backward(loss)
+                losses.append(loss.item())
+                engine.step()
+            seen.append(losses)
+            engine.destroy()
+        same[how] = seen[0] == seen[1]
+    return same
+
+
+def test_weights_that_are_read_without_a_call_of_their_module() -> None:
+    for same in run_forks(2, compare_reads):
+        assert same == dict.fromkeys(READS, True)
+
+
+def fail_in_forward(rank: int) -> bool:
+    """A forward pass that raises leaves no mode of torch behind, and the next one is right."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(3, WIDTH + 1))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    return len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
+    assert run_forks(2, fail_in_forward) == [True, True]
 
 
 @pytest.mark.parametrize(("stage", "ownership"), [(1, "contiguous"), (2, "balanced")])

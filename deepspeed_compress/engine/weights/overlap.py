@@ -4,19 +4,24 @@ The optimizer's `step` sends them and returns. Before a module runs its own weig
 anybody else who can be seen reads or writes weights all must have: state dicts, checkpoints, exact weights, the next
 `step`, `offload_states`, `destroy`, `detach`. To wait needs no other rank: what is waited for has been sent.
 
-A program that reads `parameter.data` between `step` and forward cannot be seen, nor can a module that computes with
-weights of another one which has not been called yet. So this is only done when asked for, and a module waits for all
-below it unless it holds lists of modules, which are what models call layer by layer: attention that takes the matrix of
-its output layer without calling it finds it.
+A module waits for its own weights, and for all below it unless it holds lists of modules, which models call layer by
+layer. A weight may also be read without a call of the module that owns it: entries of `nn.ParameterList`, which is
+never called (adapters of PEFT), or `F.linear(x, self.child.weight)`. While the model's forward runs, `_Reads` therefore
+looks at the arguments of every function of torch and waits for each weight that it finds there. When forward ends, or a
+part of the model is called outside of it, all weights are waited for.
+
+A program that reads a weight between `step` and forward, and calls no module before, cannot be seen. So this is only
+done when asked for.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from deepspeed_compress.communication.gather import DifferenceGather, PendingWeights
 from deepspeed_compress.errors import UnsupportedError
@@ -42,10 +47,19 @@ class ArrivingWeights:
         rounds = {
             name: (group, last) for group, gather in enumerate(gathers) for name, last in gather.last_rounds().items()
         }
+        self._reads = _Reads(_by_parameter(self._module, engine.param_names, rounds), self._wait)
+        self._forward_runs = False
         for module in engine.module.modules():
             needs = _needs(module, engine.param_names, rounds)
             for handle in self._hooks(module, needs):
                 patches.on_undo(handle.remove)
+        # After those of the modules, which it precedes.
+        ours = (
+            self._module.register_forward_pre_hook(self._begin_forward, prepend=True),
+            self._module.register_forward_hook(self._end_forward, always_call=True),
+        )
+        for handle in ours:
+            patches.on_undo(handle.remove)
         for owner, name in (
             (engine, "offload_states"),
             (engine, "destroy"),
@@ -84,12 +98,68 @@ class ArrivingWeights:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, needs: _Needs, module: nn.Module, inputs: Any) -> None:
+        if self._under_way and not self._forward_runs:
+            self.finish()
+        self._wait(needs)
+
+    def _wait(self, needs: _Needs) -> None:
         if self._under_way:
             for group, last in needs:
                 self._under_way[group].wait_for(last)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not self._under_way or self._forward_runs:
+            return
+        if any(map(_is_compiled, module.modules())):
+            # Its reads are in machine code.
+            self.finish()
+            return
+        self._forward_runs = True
+        self._reads.__enter__()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._forward_runs:
+            self._forward_runs = False
+            self._reads.__exit__(None, None, None)
+            self.finish()
+
     def _before_state(self, *_: Any) -> None:
         self.finish()
+
+
+class _Reads(TorchFunctionMode):
+    """Calls `wait` with the needs of every parameter that a function of torch is about to read.
+
+    `needs`: by `id` of the parameter.
+    """
+
+    def __init__(self, needs: Mapping[int, _Needs], wait: Callable[[_Needs], None]) -> None:
+        super().__init__()
+        self._needs, self._wait = needs, wait
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for argument in (*args, *(kwargs.values() if kwargs else ())):
+            for one in argument if isinstance(argument, list | tuple) else (argument,):
+                if id(one) in self._needs:
+                    self._wait(self._needs[id(one)])
+        return func(*args, **(kwargs or {}))
+
+
+def _by_parameter(
+    module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]
+) -> dict[int, _Needs]:
+    known = {id(parameter): names.get(parameter) for parameter in module.parameters()}
+    return {identity: (rounds[name],) for identity, name in known.items() if name in rounds}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # `_orig_mod`: of torch._dynamo.OptimizedModule, which takes seconds to import.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return scripted or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _needs(module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]) -> _Needs:
