@@ -49,6 +49,11 @@ _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _POINTERS = ctypes.POINTER(_POINTER)
 _KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2, "lloyd": 3, "eight": 4, "ternary": 5})
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
+_FP32 = torch.float32
+_MOST = 1 << 53
+"""Elements that no tensor has."""
+_WIDEST = 56
+"""Bits of a packed integer: with seven more of the one before it they fit into 64."""
 _NO_MEMORY = (0, None, 0.0, None)
 _STRIDES = ctypes.c_int64 * 3
 _DCT_TILE = 64
@@ -91,37 +96,63 @@ _LIBRARY = _declared(
 )
 
 
-def _at(tensor: Tensor) -> int:
-    assert tensor.is_contiguous(), f"a view with strides {tensor.stride()}"
-    assert tensor.device.type == "cpu", f"a tensor on {tensor.device}"
+def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
+    """Return the address of `numel` elements of one of `dtypes`. The kernels trust it: ValueError for anything else."""
+    if tensor.numel() < numel or tensor.dtype not in dtypes:
+        raise ValueError(f"expected {numel} elements of {' or '.join(map(str, dtypes))}, got {_what(tensor)}")
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"expected a contiguous tensor on the CPU, got {_what(tensor)}")
     return tensor.data_ptr()
 
 
-def _all_at(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (_POINTER * len(tensors))(*map(_at, tensors))
+def _what(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+def _all_at(tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
+    return (_POINTER * len(tensors))(*(_at(tensor, numel, dtype) for tensor in tensors))
+
+
+def _check_range(name: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} {value} (allowed: {lowest} to {highest})")
+
+
+def _check_form(form: BlockFormat) -> None:
+    _check_range("block_size", form.block_size, 1, _MOST)
+    _check_range("bits", form.bits, 1, 8)
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
     """See `reference.uniform`."""
+    _check_range("count", count, 0, _MOST)
     out = torch.empty(count)
-    _LIBRARY.compress_uniform(count, int(key), _at(out), torch.get_num_threads())
+    _LIBRARY.compress_uniform(count, int(key), _at(out, count, _FP32), torch.get_num_threads())
     return out
 
 
 def cast(x: Tensor, out: Tensor) -> None:
     """See `reference.cast`."""
-    _LIBRARY.compress_cast(_at(x), x.numel(), _at(out), _TYPES[out.dtype], torch.get_num_threads())
+    _LIBRARY.compress_cast(
+        _at(x, x.numel(), _FP32), x.numel(), _at(out, x.numel(), *_TYPES), _TYPES[out.dtype], torch.get_num_threads()
+    )
 
 
 def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
     """See `reference.add_cast`."""
-    _LIBRARY.compress_add_cast(_at(values), _TYPES[values.dtype], out.numel(), _at(out), scale, torch.get_num_threads())
+    numel = out.numel()
+    _LIBRARY.compress_add_cast(
+        *(_at(values, numel, *_TYPES), _TYPES[values.dtype], numel, _at(out, numel, _FP32), scale),
+        torch.get_num_threads(),
+    )
 
 
 def square_norm(values: Tensor) -> Tensor:
     """See `reference.square_norm`; sums are in another order."""
     out = torch.empty((), dtype=torch.float64)
-    _LIBRARY.compress_square_norm(_at(values), _TYPES[values.dtype], values.numel(), _at(out))
+    _LIBRARY.compress_square_norm(
+        _at(values, values.numel(), *_TYPES), _TYPES[values.dtype], values.numel(), out.data_ptr()
+    )
     return out
 
 
@@ -134,20 +165,23 @@ def quantize_blocks(
     memory: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`: one pass over `x` and the memory."""
+    _check_form(form)
+    numel, blocks = x.numel(), -(-x.numel() // form.block_size)
     fit = LEVELS.get(form.kind)
     factor = {"absmax": form.levels, "norm": form.levels, "mean": 1}[form.kind] if fit is None else fit.magnitudes[-1]
     _LIBRARY.compress_quantize(
-        *(_at(x), x.numel(), _KINDS[form.kind], form.levels, form.bits, form.block_size),
-        *(scale_limit(numbers.dtype, factor), _at(numbers), _TYPES[numbers.dtype], _at(codes), codes.numel()),
+        *(_at(x, numel, _FP32), numel, _KINDS[form.kind], form.levels, form.bits, form.block_size),
+        *(scale_limit(numbers.dtype, factor), _at(numbers, blocks, *_TYPES), _TYPES[numbers.dtype]),
+        *(_at(codes, form.code_bytes(numel), torch.uint8), codes.numel()),
         *(key is not None, key or 0),
-        *(_NO_MEMORY if memory is None else _memory(memory)),
+        *(_NO_MEMORY if memory is None else _memory(memory, numel)),
         torch.get_num_threads(),
     )
 
 
-def _memory(memory: ResidualBuffers) -> tuple[int, int, float, int]:
-    assert memory.before.dtype == memory.after.dtype
-    return _TYPES[memory.before.dtype], _at(memory.before), memory.decay, _at(memory.after)
+def _memory(memory: ResidualBuffers, numel: int) -> tuple[int, int, float, int]:
+    before, dtype = _at(memory.before, numel, torch.float32, torch.bfloat16), memory.before.dtype
+    return _TYPES[dtype], before, memory.decay, _at(memory.after, numel, dtype)
 
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
@@ -161,27 +195,35 @@ def dequantize_blocks_sum(
     """See `reference.dequantize_blocks_sum`: one pass over `out`."""
     if not messages:
         return reference.dequantize_blocks_sum(messages, form, out, scale, add)
+    _check_form(form)
+    numel, blocks = out.numel(), -(-out.numel() // form.block_size)
     numbers, codes = zip(*messages, strict=True)
+    dtype = numbers[0].dtype
     _LIBRARY.compress_dequantize_add(
-        *(_all_at(numbers), _TYPES[numbers[0].dtype], _all_at(codes), len(messages), out.numel()),
-        *(_KINDS[form.kind], form.bits, form.block_size, _at(out), scale, add, torch.get_num_threads()),
+        *(_all_at(numbers, blocks, dtype), _TYPES[dtype], _all_at(codes, form.code_bytes(numel), torch.uint8)),
+        *(len(messages), numel, _KINDS[form.kind], form.bits, form.block_size),
+        *(_at(out, numel, _FP32), scale, add, torch.get_num_threads()),
     )
     return None
 
 
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
     """See `reference.top_k_rows`."""
+    _check_range("k", k, 1, rows.shape[1])
     columns = torch.empty(len(rows), k, dtype=torch.int64)
-    _LIBRARY.compress_top_k(_at(rows), len(rows), rows.shape[1], k, _at(columns), torch.get_num_threads())
+    _LIBRARY.compress_top_k(
+        *(_at(rows, rows.numel(), _FP32), len(rows), rows.shape[1], k, columns.data_ptr(), torch.get_num_threads())
+    )
     return columns
 
 
 def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
     """See `reference.top_k_rows_of_sum`: one pass over `rows` and the memory."""
+    _check_range("k", k, 1, rows.shape[1])
     columns, values = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), k)
     _LIBRARY.compress_top_k_of_sum(
-        *(_at(rows), len(rows), rows.shape[1], k, *_memory(memory), _at(columns), _at(values)),
-        torch.get_num_threads(),
+        *(_at(rows, rows.numel(), _FP32), len(rows), rows.shape[1], k, *_memory(memory, rows.numel())),
+        *(columns.data_ptr(), values.data_ptr(), torch.get_num_threads()),
     )
     return columns, values
 
@@ -192,13 +234,21 @@ top_k_sampled = top_k_rows
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
     """See `reference.pack_bits`; `width` up to 56."""
-    _LIBRARY.compress_pack_bits(_at(values), values.numel(), width, _at(out), out.numel())
+    _check_range("width", width, 0, _WIDEST)
+    needed = -(-values.numel() * width // 8)
+    _LIBRARY.compress_pack_bits(
+        *(_at(values, values.numel(), torch.int64), values.numel(), width, _at(out, needed, torch.uint8), out.numel())
+    )
 
 
 def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     """See `reference.unpack_bits`."""
+    _check_range("width", width, 0, _WIDEST)
+    _check_range("count", count, 0, _MOST)
+    # Before room is made for what is not there.
+    address = _at(packed, -(-count * width // 8), torch.uint8)
     values = torch.empty(count, dtype=torch.int64)
-    _LIBRARY.compress_unpack_bits(_at(packed), width, count, _at(values))
+    _LIBRARY.compress_unpack_bits(address, width, count, values.data_ptr())
     return values
 
 
@@ -208,14 +258,27 @@ def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     if max(height, width) > _DCT_TILE:
         reference.dct_tiles(tiles, out, inverse)
         return
-    assert tiles.stride(3) == out.stride(3) == 1, "elements of a row that do not lie side by side"
+    for one in (tiles, out):
+        _check_view(one, tiles.shape)
     _LIBRARY.compress_dct(
         *(tiles.data_ptr(), _STRIDES(*tiles.stride()[:3]), out.data_ptr(), _STRIDES(*out.stride()[:3])),
         *(rows, columns, height, width, inverse, torch.get_num_threads()),
     )
 
 
+def _check_view(view: Tensor, shape: torch.Size) -> None:
+    """ValueError unless `view` is fp32 on the CPU, of `shape`, with the elements of a row side by side."""
+    one_beside_the_other = view.stride(3) == 1 or view.shape[3] == 1
+    if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != shape or not one_beside_the_other:
+        raise ValueError(f"expected fp32 tiles {list(shape)}, rows contiguous, got {_what(view)}")
+
+
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
     """See `reference.hadamard_tiles`; tiles are contiguous."""
     rows, columns, height, width = tiles.shape
-    _LIBRARY.compress_hadamard(_at(tiles), rows * columns, height * width, _at(out), torch.get_num_threads())
+    if (height * width).bit_count() > 1:
+        raise ValueError(f"blocks of {height * width} elements (allowed: a power of two)")
+    numel = tiles.numel()
+    _LIBRARY.compress_hadamard(
+        *(_at(tiles, numel, _FP32), rows * columns, height * width, _at(out, numel, _FP32), torch.get_num_threads())
+    )

@@ -52,6 +52,7 @@ void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
 }
 
 void compress_cast(const float* x, int64_t n, void* out, int type, int threads) {
+    if (!n) return;  // there may be no memory at all, whose address no function of C takes
     if (type == FP32) std::memcpy(out, x, n * sizeof(float));
     if (type == BF16) cast_all<Bf16>(x, n, static_cast<uint16_t*>(out), threads);
     if (type == FP16) cast_all<Fp16>(x, n, static_cast<uint16_t*>(out), threads);
@@ -78,7 +79,7 @@ void compress_pack_bits(const int64_t* values, int64_t count, int width, uint8_t
         for (held += width; held >= 8; held -= 8, pending >>= 8) *out++ = uint8_t(pending);
     }
     if (held) *out++ = uint8_t(pending);
-    std::memset(out, 0, end - out);
+    if (end > out) std::memset(out, 0, end - out);
 }
 
 void compress_unpack_bits(const uint8_t* packed, int width, int64_t count, int64_t* values) {

@@ -239,7 +239,7 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
     if (memory_type == BF16) quantize_all<Bf16, true>(job, threads);
     if (!whole_bytes) pack(spare.data(), n, form, codes);
     const int64_t used = ::code_bytes(form, n);
-    std::memset(codes + used, 0, code_bytes - used);
+    if (code_bytes > used) std::memset(codes + used, 0, code_bytes - used);
 }
 
 // Message after message of each block, while the block of `out` is in the first cache. Unless `add`, to zeros.
