@@ -29,6 +29,8 @@ class Leaving:
         """Hears when `listens` changes."""
         self._former: Leaving | None = None
         """Of an engine that was made before, and hears of it too."""
+        self._mask: set[int] = set()
+        """Signals that were blocked before a fork."""
 
     def listen(self) -> None:
         """From now on SIGTERM does not end this process. A program that has its own way with it keeps that, and a
@@ -46,6 +48,9 @@ class Leaving:
             return
         # Whoever waits for this rank to end must not ask one that no longer ends when asked.
         self.listens = True
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+        )
         self.tell(True)
         signal.signal(signal.SIGTERM, self._hear)
 
@@ -61,6 +66,20 @@ class Leaving:
         if self._former is None:
             return signal.SIG_DFL
         return self._former._hear if self._former.listens else self._former._before()
+
+    def _before_fork(self) -> None:
+        """Keep SIGTERM back until the new process, such as a worker of a DataLoader, no longer has our handler."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self.listens else ())
+
+    def _after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _after_fork_in_child(self) -> None:
+        """Have the new process end by SIGTERM, as without us: it takes no part in saving."""
+        if self.listens and isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Leaving):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.listens = False
+        self._after_fork()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

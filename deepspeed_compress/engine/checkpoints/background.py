@@ -69,9 +69,10 @@ def _tried(work: Callable[[], object]) -> str:
     return ""
 
 
-def _clean_up(saving: "weakref.ref[BackgroundSaving]") -> None:
+def _clean_up(saving: "weakref.ref[BackgroundSaving]", process: int) -> None:
+    """At the end of `process`. Those that it has forked inherit this, and neither its writers nor its connections."""
     found = saving()
-    if found is not None:
+    if found is not None and os.getpid() == process:
         found.cleanup()
 
 
@@ -116,7 +117,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._progress = Progress(self._lanes, self._memory, self._leaving, stops, self._group)
         self._leave: Callable[[], None] = self._save_and_leave
         # Programs end without `engine.destroy` too. An engine that nobody holds must not live until then.
-        self._at_exit = partial(_clean_up, weakref.ref(self))
+        self._at_exit = partial(_clean_up, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
         self.client_state: Callable[[], dict[str, Any]] = dict
         """Gives what the program adds to checkpoints of `every`: `client_state` of `save_checkpoint`."""
