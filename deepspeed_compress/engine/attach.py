@@ -106,8 +106,8 @@ def attach(engine: Any) -> Any:
     return attach_section(engine, parse_section(engine.config))
 
 
-def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None, dealt: bool = False) -> Any:
-    """`attach` for who has read the section. `unit`: ranks were divided; `dealt`: parameters were dealt out."""
+def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
+    """Attach with the section `config`, which was read already. `unit`: how ranks were divided, if they were."""
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
@@ -117,7 +117,7 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
             "/deepspeed_compress/islands divides ranks before an engine is made, and this one is made already: use "
             "deepspeed_compress.initialize or install, or remove the key"
         )
-    check_ownership(engine, config, dealt)
+    check_ownership(engine, config)
     _warn_of_lonely_ranks(config, unit)
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)

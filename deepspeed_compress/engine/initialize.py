@@ -95,7 +95,7 @@ def _initialize(
         result = original(**call) if unit is None else make_divided(original, call, unit)
     keep_file_order(result[0], given)
     if wanted(result[0]):
-        attach_section(result[0], config, unit, dealt=bool(given.groups))
+        attach_section(result[0], config, unit)
         go_on(result[0], result[0].compression)
     return result if config.islands is None else _with_data(result, training_data)
 

@@ -18,7 +18,10 @@ from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed_compress.config import CompressConfig
 from deepspeed_compress.errors import UnsupportedError
 
-__all__ = ["GivenOrder", "balanced_order", "check_ownership", "dealing"]
+__all__ = ["DEALT", "GivenOrder", "balanced_order", "check_ownership", "dealing"]
+
+DEALT = "compress_file_order"
+"""Attribute of an engine whose parameters were dealt out: what keeps the order of its files. It outlives `detach`."""
 
 
 @dataclass
@@ -51,9 +54,9 @@ def dealing(wanted: bool) -> Iterator[GivenOrder]:
         DeepSpeedEngine._configure_zero_optimizer = original
 
 
-def check_ownership(engine: Any, config: CompressConfig, dealt: bool) -> None:
-    """UnsupportedError if the section asks for another ownership than `engine`, `dealt` or not, has."""
-    if config.ownership == "balanced" and not dealt:
+def check_ownership(engine: Any, config: CompressConfig) -> None:
+    """UnsupportedError if the section asks for another ownership than `engine` has."""
+    if config.ownership == "balanced" and DEALT not in vars(engine):
         raise UnsupportedError(
             '/deepspeed_compress/ownership is "balanced", but the optimizer of this engine '
             f"({type(engine.optimizer).__name__}) was made without it (allowed: the optimizer of ZeRO 1 and 2, made by "

@@ -272,6 +272,27 @@ def test_an_engine_made_without_it_is_refused() -> None:
         run_forks(2, attached_to)
 
 
+def attached_again(rank: int, job: Job) -> dict[str, list[float]]:
+    """Without feedback there is nothing that `detach` drops, so training goes on bit for bit."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:2])
+    deepspeed_compress.detach(engine)
+    deepspeed_compress.attach(engine)
+    run(engine, batches[2:])
+    return weights(engine)
+
+
+def straight_on(rank: int, job: Job) -> dict[str, list[float]]:
+    engine = start(job)
+    run(engine, data(rank, job))
+    return weights(engine)
+
+
+def test_an_engine_of_initialize_can_be_attached_to_again() -> None:
+    job = Job(1, BALANCED)
+    assert run_forks(2, attached_again, job) == run_forks(2, straight_on, job)
+
+
 def other_optimizer(rank: int) -> None:
     start(Job(1, BALANCED, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}))
 

@@ -22,7 +22,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from deepspeed_compress.communication.reorder import Reordering
-from deepspeed_compress.engine.ownership import GivenOrder
+from deepspeed_compress.engine.ownership import DEALT, GivenOrder
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.patches import Patches
 
@@ -39,6 +39,7 @@ def keep_file_order(engine: Any, given: GivenOrder) -> None:
     if not given.groups:
         return
     files, patches = _Files(engine, given), Patches()
+    patches.replace(engine, DEALT, files)
     patches.wrap(engine, "_get_zero_param_shapes", files.shapes)
     patches.wrap(engine, "_save_zero_checkpoint", files.save)
     patches.wrap(engine, "_load_zero_checkpoint", files.load)
