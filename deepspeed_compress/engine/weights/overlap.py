@@ -116,13 +116,13 @@ class ArrivingWeights:
             self.finish()
             return
         self._forward_runs = True
-        self._reads.__enter__()
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._forward_runs:
             self._forward_runs = False
-            self._reads.__exit__(None, None, None)
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.finish()
 
     def _before_state(self, *_: Any) -> None:
@@ -152,7 +152,7 @@ class _Reads(TorchFunctionMode):
 def _by_parameter(
     module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]
 ) -> dict[int, _Needs]:
-    known = {id(parameter): names.get(parameter) for parameter in module.parameters()}
+    known = {id(parameter): names[parameter] for parameter in module.parameters() if parameter in names}
     return {identity: (rounds[name],) for identity, name in known.items() if name in rounds}
 
 
