@@ -6,6 +6,7 @@ executed when they are read. Ranks may be more or fewer when a state is loaded: 
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepspeed_compress.compression.layouts import Layout
-from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.layouts import Layout, numel_of
+from deepspeed_compress.compression.residuals import STORAGE, Residuals
 from deepspeed_compress.compression.transforms import Identity, Transform, described, transform_of
 from deepspeed_compress.errors import StateError
 
@@ -40,6 +41,7 @@ __all__ = [
 VERSION = 3
 BEFORE_BASES = 2
 """The version whose values are all elements of parameters; it is read too."""
+_MOST_RANKS = 1 << 20
 STEM = "deepspeed_compress"
 """Of the names of files."""
 SHARED = frozenset({"factors"})
@@ -173,10 +175,11 @@ def read_description(file: Path) -> Description:
         elif found["version"] != VERSION:
             raise StateError(f"{path} has version {found['version']}, this package reads {BEFORE_BASES} and {VERSION}")
         layouts = {name: [_layout(layout) for layout in slots] for name, slots in found["layouts"].items()}
-        return Description(**{**found, "position": Position(**found["position"]), "layouts": layouts})
+        position = Position(**found["position"])
+        return _checked(Description(**{**found, "position": position, "layouts": layouts}))
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist{_why_missing(path.parent)}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is damaged or not a state of this package ({error!r})") from error
 
 
@@ -191,7 +194,38 @@ def _why_missing(directory: Path) -> str:
 
 
 def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
-    return tuple((str(name), int(begin), int(numel)) for name, begin, numel in ranges)
+    """Return the ranges of a message. ValueError or TypeError where they are none."""
+    return tuple((_name(name), _count(begin), _count(numel)) for name, begin, numel in ranges)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no name")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"{value!r:.60} is no count")
+    return value
+
+
+def _checked(found: Description) -> Description:
+    """Return `found`. ValueError, TypeError or KeyError where a field is not what `contents` writes."""
+    place, scale = found.position, found.loss_scale
+    for number in (place.index, place.size, place.group, place.groups, place.node_size, found.zero_stage, found.step):
+        _count(number)
+    if place.index >= place.size or place.group >= place.groups or place.size * place.groups > _MOST_RANKS:
+        raise ValueError(f"{place}: no such rank")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"loss_scale {scale!r:.60}")
+    _name(found.sha256)
+    for fields in (found.section, found.decisions):
+        fields.keys()
+    for name, slots in found.layouts.items():
+        if found.storage[name] not in STORAGE or len(found.bases[name]) != len(slots):
+            raise ValueError(f"{name}: storage {found.storage[name]!r:.60}, {len(found.bases[name])} bases")
+    return found
 
 
 def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
@@ -202,13 +236,26 @@ def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
         tensors = load_file(file)
         return {
             name: _Memory(
-                {layout: tensors[f"{name}/{n}"] for n, layout in enumerate(slots)},
+                {
+                    layout: _payload(tensors[f"{name}/{n}"], layout, description.storage[name])
+                    for n, layout in enumerate(slots)
+                },
                 dict(zip(slots, map(transform_of, description.bases[name]), strict=True)),
             )
             for name, slots in description.layouts.items()
         }
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(f"{file} is missing or damaged ({error!r})") from error
+
+
+def _payload(found: Tensor, layout: Layout, storage: str) -> Tensor:
+    """Return `found`. ValueError where it is not the payload of a message of `layout`: decoders read it unchecked."""
+    size = STORAGE[storage].payload_bytes(numel_of(layout))
+    if found.dtype != torch.uint8 or found.shape != (size,):
+        raise ValueError(
+            f"{found.dtype} {list(found.shape)} for {numel_of(layout)} elements in {size} bytes of {storage}"
+        )
+    return found
 
 
 def sources(directory: Path, rank: int, position: Position, stem: str = STEM) -> list[tuple[Path, Description]]:

@@ -161,9 +161,28 @@ def described(transform: Transform) -> dict[str, Any]:
 
 
 def transform_of(description: Mapping[str, Any]) -> Transform:
-    """What `described` gave; KeyError or TypeError where it is none."""
+    """Return the transform that `described` was given; KeyError, TypeError or ValueError where it is none."""
     given = dict(description)
-    return _BASES[given.pop("basis")](**given)
+    kind = given.pop("basis")
+    wrong = [name for name, value in given.items() if not _FIELDS[name](value)]
+    if wrong:
+        raise ValueError(f"{kind}: {wrong[0]} {given[wrong[0]]!r:.60}")
+    return _BASES[kind](**given)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= 1 << 30
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "block_size": lambda value: _is_size(value) and value.bit_count() == 1,
+        "seed": lambda value: type(value) is int and 0 <= value < 1 << 64,
+        "tile": _is_size,
+        "widths": lambda value: isinstance(value, dict) and all(map(_is_size, value.values())),
+    }
+)
+"""Checks of the fields of transforms."""
 
 
 Operation = Callable[[Tensor, Tensor, bool], None]

@@ -68,7 +68,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         session.remembered.expect(found[0][1].storage)
         same = state.restore(session.stores, found, place.position, loss_scale, place.device)
         session.remembered.prune_owned = not same
-        session.load_decisions(found[0][1].decisions)
+        _load_decisions(session, *found[0])
         steps.append(found[0][1].step)
 
     text = on_all_ranks(restore, place.group)
@@ -84,6 +84,14 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
         )
     warnings.warn(f"compression starts with empty memories: {text}", CompressWarning, stacklevel=4)
     return None
+
+
+def _load_decisions(session: Session, file: Path, description: state.Description) -> None:
+    """Have the policy go on from what was saved. StateError where that is not what a policy saves."""
+    try:
+        session.load_decisions(description.decisions)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"{file.with_suffix('.json')}: the decisions are damaged ({error!r})") from error
 
 
 def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) -> str:
