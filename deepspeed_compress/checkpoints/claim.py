@@ -37,7 +37,7 @@ class Claim:
 
     def take(self) -> None:
         """When this has returned, nobody of another start changes anything. OSError where nothing can be written."""
-        descriptor = os.open(self.place / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.place / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if not self._is_ours(descriptor):
                 os.pwrite(descriptor, self.start.encode(), 0)

@@ -8,15 +8,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import StateError
 
 __all__ = [
+    "LATEST",
     "Checkpoint",
     "FileList",
     "Save",
@@ -31,6 +33,7 @@ __all__ = [
     "list_file",
     "list_paths",
     "listed",
+    "protected",
     "prune",
     "publish",
     "read_list",
@@ -48,6 +51,9 @@ __all__ = [
 VERSION = 1
 _STEM = "deepspeed_compress_files_rank_"
 LATEST = "latest"
+_LONGEST_TAG = 1024
+_REMOVED = ".deepspeed_compress_removed_"
+"""Before the tag of a checkpoint that is being removed."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +94,41 @@ class FileList:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "FileList":
-        """From what JSON makes of the fields."""
-        return cls(**{**fields, "files": {name: (size, sha) for name, (size, sha) in fields["files"].items()}})
+        """Return the list of JSON `fields`. ValueError, TypeError, KeyError or AttributeError where they are wrong."""
+        found = cls(**{**fields, "files": {name: (size, sha) for name, (size, sha) in fields["files"].items()}})
+        wrong = [name for name, is_right in _FIELDS.items() if not is_right(getattr(found, name))]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: {str(getattr(found, wrong[0]))[:60]!r}")
+        return found
 
     @property
     def fields(self) -> dict[str, Any]:
         """As JSON, with a digest of all of it."""
         found = asdict(self)
         return {**found, "sha256": _sha256_of(found)}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_file(name: object, entry: tuple[object, object]) -> bool:
+    """Return True for a path below the tag directory, with its size and its digest."""
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+    size, sha256 = entry
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return inside and "\0" not in path.name and _is_count(size) and isinstance(sha256, str)
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(("version", "number", "step", "rank", "world"), _is_count),
+        **dict.fromkeys(("run", "problem"), lambda value: isinstance(value, str)),
+        "automatic": lambda value: isinstance(value, bool),
+        "files": lambda value: all(_is_file(name, entry) for name, entry in value.items()),
+    }
+)
+"""Checks of the fields of a `FileList`."""
 
 
 def _sha256_of(fields: Mapping[str, Any]) -> str:
@@ -189,7 +222,7 @@ def read_list(file: Path) -> FileList:
         if found.pop("sha256") != _sha256_of(found):
             raise StateError(f"{file} is damaged: the digest does not fit")
         listed = FileList.of(found)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{file} is damaged ({error!r})") from error
     if listed.version != VERSION:
         raise StateError(f"{file} has version {listed.version}, this package reads {VERSION}")
@@ -261,6 +294,8 @@ class Checkpoint:
     time: float
     automatic: bool
     complete: bool
+    problem: str = ""
+    """Why its lists cannot be read."""
 
     @property
     def tag(self) -> str:
@@ -268,8 +303,12 @@ class Checkpoint:
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete."""
-    tags = map(_checkpoint, filter(_holds_states, directory.iterdir()))
+    """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete.
+
+    A link is another name of what it leads to, and no checkpoint.
+    """
+    places = (place for place in directory.iterdir() if not place.is_symlink() and not _is_removed(place))
+    tags = map(_checkpoint, filter(_holds_states, places))
     found = [one for one in tags if one is not None]
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.time))
 
@@ -297,8 +336,8 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     size, time = sum(file.st_size for file in files), max(file.st_mtime for file in files)
     try:
         lists = read_lists(place)
-    except StateError:
-        return Checkpoint(place, None, None, size, time, automatic=False, complete=False)
+    except StateError as error:
+        return Checkpoint(place, None, None, size, time, automatic=False, complete=False, problem=str(error))
     if not lists:
         return Checkpoint(place, None, None, size, time, automatic=False, complete=True)
     first = lists[0]
@@ -326,30 +365,66 @@ def publish(save: Save) -> None:
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What `latest` names; None without it."""
+    """What `latest` names; None without it. StateError where it names nothing that can be a directory."""
     latest = directory / LATEST
-    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if not latest.is_file():
+        return None
+    try:
+        with latest.open(encoding="utf-8") as stream:
+            tag = stream.read(_LONGEST_TAG + 1).strip()
+    except (OSError, ValueError) as error:
+        raise StateError(f"{latest} is damaged ({error!r})") from error
+    if not tag or len(tag.encode()) > _LONGEST_TAG or not tag.isprintable():
+        raise StateError(f"{latest} is damaged: it names {tag[:60]!r} (allowed: the name of a directory beside it)")
+    return tag
 
 
 def prune(directory: Path, keep: int) -> list[str]:
-    """Remove complete automatic checkpoints but the newest `keep`, and tell their tags."""
+    """Remove complete automatic checkpoints but the newest `keep`, and tell their tags.
+
+    StateError where some cannot be removed; all others are.
+    """
+    for left in filter(_is_removed, directory.iterdir()):
+        shutil.rmtree(left, ignore_errors=True)
     automatic = [found for found in checkpoints(directory) if found.automatic]
-    removed = superfluous(automatic, keep, latest_tag(directory))
-    for found in removed:
-        remove(found)
-    return [found.tag for found in removed]
+    removed: list[str] = []
+    problems: list[str] = []
+    for found in superfluous(automatic, keep, protected(directory)):
+        try:
+            remove(found)
+            removed.append(found.tag)
+        except OSError as error:
+            problems.append(f"{found.place} cannot be removed: {error}")
+    if problems:
+        raise StateError("; ".join(problems))
+    return removed
 
 
-def superfluous(found: Sequence[Checkpoint], keep: int, latest: str | None) -> list[Checkpoint]:
-    """The complete ones of `found` but the newest `keep` and the `latest`."""
+def protected(directory: Path) -> frozenset[str]:
+    """Return the tags in `directory` that are not removed: what `latest` or a link there names."""
+    linked = (place.resolve() for place in directory.iterdir() if place.is_symlink())
+    tags = {place.name for place in linked if place.parent == directory.resolve()}
+    latest = latest_tag(directory)
+    return frozenset(tags if latest is None else {*tags, latest})
+
+
+def superfluous(found: Sequence[Checkpoint], keep: int, kept: Collection[str]) -> list[Checkpoint]:
+    """The complete ones of `found` but the newest `keep` and the tags `kept`."""
     complete = [one for one in found if one.complete]
-    return [one for one in complete[: max(0, len(complete) - keep)] if one.tag != latest]
+    return [one for one in complete[: max(0, len(complete) - keep)] if one.tag not in kept]
 
 
 def remove(found: Checkpoint) -> None:
-    """Its lists first: what is left if that is interrupted is not taken for a whole one."""
-    unlist_all(found.place)
-    shutil.rmtree(found.place)
+    """By another name first: what is left if that is interrupted is not taken for a whole one. OSError where nothing
+    was removed."""
+    gone = found.place.with_name(f"{_REMOVED}{found.tag}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(found.place, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_removed(place: Path) -> bool:
+    return place.name.startswith(_REMOVED)
 
 
 def unlist_all(place: Path) -> None:

@@ -95,7 +95,7 @@ def find_held(directory: Path) -> tuple[list[Held], list[str]]:
     """What is in `directory`, and what is wrong with lists that cannot be read."""
     found: list[Held] = []
     problems: list[str] = []
-    for place in sorted(place for place in directory.iterdir() if place.is_dir()):
+    for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
         lists = sorted(_readable(place, problems), key=lambda one: (one.run, one.number, one.rank))
         for (run, number), some in groupby(lists, key=lambda one: (one.run, one.number)):
             by_rank = {one.rank: one for one in some}
@@ -118,7 +118,7 @@ def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
 def keep_only(directory: Path, tags: Iterable[str]) -> None:
     """Remove all other tags. What another process has removed, or still writes, is no error."""
     for place in directory.iterdir():
-        if place.is_dir() and place.name not in tags:
+        if place.is_dir() and not place.is_symlink() and place.name not in tags:
             unlist_all(place)
             shutil.rmtree(place, ignore_errors=True)
 

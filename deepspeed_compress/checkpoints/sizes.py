@@ -22,5 +22,5 @@ def _by_node(place: Path) -> bool:
     try:
         found = json.loads((place / "deepspeed_compress_rank_00000.json").read_text(encoding="utf-8"))
         return bool(found["position"]["node_size"] > 1)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -60,11 +60,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of writing, or of sending a copy. `problem`: "" where all went well."""
+    """Result of writing, or of sending a copy. `problem`: "" where all went well. `notice`: what went wrong besides,
+    though the checkpoint is whole."""
 
     save: Save
     problem: str
     of_copy: bool = False
+    notice: str = ""
 
 
 class Writer:
@@ -119,7 +121,8 @@ def _write_all(connection: Connection) -> int:
             break
         listed, problem = _tried(partial(_write, task, descriptor))
         os.close(descriptor)
-        _say(connection, said, Outcome(task.save, problem))
+        _, notice = _tried(partial(_prune, task)) if not problem else (None, "")
+        _say(connection, said, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint need not wait for the network.
             copying = [one for one in copying if one.is_alive()]
@@ -176,14 +179,15 @@ def _write(task: Task, descriptor: int) -> FileList:
     if task.publishes:
         _await_lists(task)
         with task.claim.held():
-            _publish(task)
+            files.publish(task.save)
     return listed
 
 
-def _publish(task: Task) -> None:
-    files.publish(task.save)
-    if task.keep is not None:
-        files.prune(task.save.directory, task.keep)
+def _prune(task: Task) -> None:
+    """Remove old checkpoints, once the new one is whole."""
+    if task.publishes and task.keep is not None:
+        with task.claim.held():
+            files.prune(task.save.directory, task.keep)
 
 
 def _carry_out(call: Call, task: Task) -> dict[Path, str]:

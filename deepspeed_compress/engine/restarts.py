@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_compress.checkpoints.files import tags_to_try
+from deepspeed_compress.checkpoints.files import LATEST
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.services.agent.signs import AGENT, RESUME, Signs
 from deepspeed_compress.session.session import Session
@@ -65,7 +65,7 @@ def go_on(engine: Any, session: Session) -> None:
 
 def _refuse_others(directory: Path) -> None:
     """This job would go on from what others have saved, once it is started again."""
-    found = [tags_to_try(directory) if dist.get_rank() == 0 else []]
+    found = [(directory / LATEST).exists() if dist.get_rank() == 0 else False]
     dist.broadcast_object_list(found, src=0)
     if found[0]:
         raise ConfigError(

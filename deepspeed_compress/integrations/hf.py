@@ -20,7 +20,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback
 from deepspeed_compress.checkpoints.files import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.engine.islands.elastic import SEEDS
-from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
@@ -125,7 +125,10 @@ def last_whole(output: Path) -> str | None:
 def _newest(output: Path) -> str | None:
     places = [place for place in output.glob("checkpoint-*") if place.name.removeprefix("checkpoint-").isdecimal()]
     for place in sorted(places, key=lambda place: int(place.name.removeprefix("checkpoint-")), reverse=True):
-        named = latest_tag(place)
+        try:
+            named = latest_tag(place)
+        except StateError:
+            continue
         whole = [found.tag for found in checkpoints(place) if found.complete]
         if named in whole and (place / "trainer_state.json").is_file():
             return str(place)

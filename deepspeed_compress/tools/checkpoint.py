@@ -30,24 +30,36 @@ def _found(directory: Path) -> list[Checkpoint]:
 
 def _list(options: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Column, Table
 
     # A tag is what other commands are given.
     tag = Column("tag", no_wrap=True)
     table = Table(tag, "step", "ranks", "size", "written", "saved by", "state")
+    found = _found(options.directory)
     latest = files.latest_tag(options.directory)
     sizes: dict[str, list[str]] = {}
-    for one in _found(options.directory):
+    for one in found:
         written = datetime.fromtimestamp(one.time).isoformat(" ", "seconds")
         origin = "every" if one.automatic else "the program"
         state = "complete" if one.complete else "incomplete"
         named = f"{state}, latest" if one.tag == latest else state
-        table.add_row(one.tag, _shown(one.step), _shown(one.world), size(one.size), written, origin, named)
-        sizes.setdefault(loads_on(one.place), []).append(one.tag)
+        table.add_row(
+            escape(printable(one.tag)), _shown(one.step), _shown(one.world), size(one.size), written, origin, named
+        )
+        sizes.setdefault(loads_on(one.place), []).append(printable(one.tag))
     Console().print(table)
     for where, tags in sizes.items():
         print(f"loads on {where}: {', '.join(tags)}")
+    for one in found:
+        if one.problem:
+            print(f"error: {printable(one.problem)}")
     return 0
+
+
+def printable(text: str) -> str:
+    """Return `text` in one line that changes no terminal: what cannot be printed is written as Python escapes it."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _shown(number: int | None) -> str:
@@ -67,17 +79,17 @@ def _verify(options: argparse.Namespace) -> int:
         found = list(files.find_problems(one.place))
         problems += found
         known = "not listed, so only DeepSpeed could tell" if one.world is None and not found else "whole"
-        print(f"{one.tag}: {'damaged' if found else f'{known}; loads on {loads_on(one.place)}'}")
+        print(f"{printable(one.tag)}: {'damaged' if found else f'{known}; loads on {loads_on(one.place)}'}")
     for problem in problems:
-        print(f"error: {problem}")
+        print(f"error: {printable(problem)}")
     return int(bool(problems))
 
 
 def _prune(options: argparse.Namespace) -> int:
-    for one in files.superfluous(_found(options.directory), options.keep, files.latest_tag(options.directory)):
+    for one in files.superfluous(_found(options.directory), options.keep, files.protected(options.directory)):
         if not options.dry_run:
             files.remove(one)
-        print(f"{'would remove' if options.dry_run else 'removed'} {one.tag}, {size(one.size)}")
+        print(f"{'would remove' if options.dry_run else 'removed'} {printable(one.tag)}, {size(one.size)}")
     return 0
 
 

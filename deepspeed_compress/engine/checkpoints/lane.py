@@ -61,6 +61,7 @@ class Lane:
         self._used: list[tuple[Task, Memory]] = []
         self._sent: list[Task] = []
         self._failed: list[Outcome] = []
+        self._notices: list[str] = []
 
     @property
     def in_flight(self) -> bool:
@@ -85,6 +86,11 @@ class Lane:
         """What has failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
+
+    def take_notices(self) -> list[str]:
+        """Return what went wrong since the last call beside checkpoints that are whole."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def take_memory(self) -> Memory:
         """Memory that nobody uses."""
@@ -124,6 +130,8 @@ class Lane:
                 self._free.append(self._used.pop(0)[1])
             if outcome.problem:
                 self._failed.append(outcome)
+            if outcome.notice:
+                self._notices.append(outcome.notice)
 
     def finish(self) -> None:
         """Until this rank has written everything, and sent it."""

@@ -51,6 +51,7 @@ class Progress:
             self._take(*self._agreement.finish())
         for lane in self._lanes:
             lane.collect(wait=False)
+        self._warn_of_notices()
 
     def ask_where_needed(self) -> None:
         """Unless nothing is on its way, and nothing can have come. Collective, and alike on all ranks."""
@@ -62,6 +63,7 @@ class Progress:
         """Until everything is written on all ranks. Collective; raises as `hear`."""
         for lane in self._lanes:
             lane.finish()
+        self._warn_of_notices()
         self._forget_question()
         self._ask()
         self._take(*self._agreement.finish())
@@ -70,10 +72,17 @@ class Progress:
         """Until this rank has written everything; others may be gone, or the group. Warns of what the disk lacks."""
         for lane in self._lanes:
             lane.close()
+        self._warn_of_notices()
         with suppress(RuntimeError):
             self._forget_question()
         for failure in self._lanes[0].take_failures():
             warnings.warn(self._told(failure), CompressWarning, stacklevel=3)
+
+    def _warn_of_notices(self) -> None:
+        for lane in self._lanes:
+            for notice in lane.take_notices():
+                text = f"the new checkpoint is whole, but old ones are left: {notice}"
+                warnings.warn(text, CompressWarning, stacklevel=4)
 
     def _forget_question(self) -> None:
         if self._agreement.work is not None:

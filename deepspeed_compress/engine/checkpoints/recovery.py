@@ -73,9 +73,19 @@ def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, gro
     """What may be tried, the newest first; of two of the same step the one in memory."""
     if tag is not None:
         return [Candidate(directory, tag)]
-    on_disk = gathered(list(_on_disk(directory)) if dist.get_rank() == 0 else [], group)[0]
+    on_disk, problem = gathered(_looked(directory) if dist.get_rank() == 0 else ([], ""), group)[0]
+    if problem:
+        raise StateError(problem)
     in_memory = [] if memory is None else _in_memory(memory, group)
     return sorted([*in_memory, *on_disk], key=lambda one: one.step, reverse=True)
+
+
+def _looked(directory: Path) -> tuple[list[Candidate], str]:
+    """Return the candidates in `directory`, or why they cannot be found, which all ranks must hear."""
+    try:
+        return list(_on_disk(directory)), ""
+    except (StateError, OSError) as error:
+        return [], str(error)
 
 
 def _on_disk(directory: Path) -> Iterator[Candidate]:
