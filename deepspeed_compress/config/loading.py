@@ -74,6 +74,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
     _refuse(duplicates, config, name)
@@ -89,7 +91,10 @@ def _decode(text: str, build: Callable[[list[tuple[str, Any]]], dict[str, Any]])
 
 
 def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str, Any], name: str) -> None:
-    paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
+    try:
+        paths = [(*path, key) for holder, keys in duplicates for path in _find(config, holder) for key in keys]
+    except RecursionError as error:
+        raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
     if paths:
         keys = ", ".join(sorted(pointer(path) for path in paths))
         raise ConfigError(f"{name}: duplicate keys {keys}. Write each key once; DeepSpeed refuses duplicates.")

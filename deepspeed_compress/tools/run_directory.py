@@ -177,7 +177,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             parsed.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise DataError(f"{file}:{number}: not JSON: {line[:60]!r}") from None
     return parsed
@@ -189,7 +189,19 @@ def _whole(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             raise DataError(f'{file}:{number}: no "step" (allowed: an object with one); remove the line')
+        if not _names_run(line.get("run")):
+            raise DataError(f'{file}:{number}: "run" names no run (allowed: as monitor writes it); remove the line')
     return lines
+
+
+def _names_run(run: object) -> bool:
+    """Return True for what `monitor.Part` writes, and for lines of older versions, which have none."""
+    texts = ("id", "started")
+    return not run or (
+        isinstance(run, dict)
+        and all(isinstance(run.get(name), str) for name in texts)
+        and isinstance(run.get("since"), int)
+    )
 
 
 def _object(file: Path) -> dict[str, Any] | None:
@@ -198,7 +210,7 @@ def _object(file: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not JSON ({error}); restore the file, or remove it") from None
     if not isinstance(value, dict):
         raise DataError(f"{file}: {type(value).__name__} (allowed: an object); restore the file, or remove it")

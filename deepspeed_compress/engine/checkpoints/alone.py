@@ -75,5 +75,5 @@ def _island_of(file: Path) -> Mapping[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {"run": found["run"], "number": int(found["number"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}

@@ -1,0 +1,333 @@
+"""Damaged files of every kind that the package reads: refused by name, or read rightly, and nothing else.
+
+Mutations have a fixed seed. They run in one forked process, so that a crash, a hang or endless memory is seen.
+"""
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import random
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deepspeed_compress.checkpoints import files
+from deepspeed_compress.checkpoints.host_memory import find_held
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.compression.transforms import Hadamard
+from deepspeed_compress.config import parse_section, read_ds_config
+from deepspeed_compress.engine.checkpoints.alone import take_for_island
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.tools.run_directory import read_directory
+from tests.checkpoints.test_files import save, write
+
+MEMORY = Path("/dev/shm")
+"""Where a disk need not be waited for."""
+MOST_MEMORY = 500 * 2**10
+"""KiB."""
+SECONDS = 120
+ONE = state.Position(0, 1, 0, 1)
+CPU = torch.device("cpu")
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 3, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"), float("inf"), "", "x", "\x1b[2J", "../.."),
+    *([], {}, [[]], [None], {"a": 1}, ["", 0, 2**60], [["p", -4, 12]], "9" * 400),
+)
+
+
+def places(found: Any) -> list[tuple[Any, Any]]:
+    """Every place in a document: (container, key)."""
+    items = (
+        list(found.items()) if isinstance(found, dict) else list(enumerate(found)) if isinstance(found, list) else []
+    )
+    return [one for key, child in items for one in ((found, key), *places(child))]
+
+
+def change(found: Any, dice: random.Random) -> None:
+    """Change a value of the document, remove one, or add a key."""
+    known = places(found)
+    if not known:
+        return
+    holder, key = dice.choice(known)
+    match dice.randrange(4):
+        case 0:
+            del holder[key]
+        case 1 if isinstance(holder, dict):
+            holder[dice.choice(["step", "x", "", "version", "files"])] = copy.deepcopy(dice.choice(VALUES))
+        case 2:
+            holder[key] = [copy.deepcopy(holder[key]) for _ in range(dice.choice((2, 100)))]
+        case _:
+            holder[key] = copy.deepcopy(dice.choice(VALUES))
+
+
+def damage(content: bytes, dice: random.Random) -> bytes:
+    """Flip bits, cut, repeat, nest or double a part of a file."""
+    begin, end = sorted(dice.randrange(len(content) + 1) for _ in range(2))
+    match dice.randrange(7):
+        case 0:
+            return content[:begin]
+        case 1:
+            return content[:begin] + content[end:]
+        case 2:
+            return content[:end] + content[begin:]
+        case 3:
+            return (
+                content[:begin] + dice.choice((b"[", b"{", b'{"a":', b"(")) * dice.choice((3, 50_000)) + content[begin:]
+            )
+        case 4:
+            return (
+                content[:begin]
+                + dice.choice((b"9" * 5000, b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"null"))
+                + content[end:]
+            )
+        case _:
+            flipped = bytearray(content)
+            for _ in range(dice.choice((1, 1, 8))):
+                flipped[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+            return bytes(flipped)
+
+
+def damaged_text(original: bytes, dice: random.Random, sign: Callable[[Any], Any] = lambda found: found) -> bytes:
+    """Half of the time a JSON document that was changed and `sign`ed again, else damaged bytes."""
+    if dice.random() < 0.5:
+        return damage(original, dice)
+    found = json.loads(original)
+    for _ in range(dice.choice((1, 1, 3))):
+        change(found, dice)
+    return json.dumps(sign(found)).encode()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file. `prepare` writes it in a directory; `harm` damages it, and `read` reads it."""
+
+    prepare: Callable[[Path], Path]
+    harm: Callable[[Path, Mapping[Path, bytes], random.Random], None]
+    read: Callable[[Path], object]
+    rounds: int = 2000
+
+
+def harm_text(sign: Callable[[Any], Any] = lambda found: found) -> Callable[..., None]:
+    def harm(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+        file.write_bytes(damaged_text(originals[file], dice, sign))
+
+    return harm
+
+
+# A state: tensors, and the JSON that describes them.
+
+
+def write_state(directory: Path) -> Path:
+    stores: dict[str, Residuals] = {}
+    for name, dtype in (("gradients", "fp32"), ("means", "bf16"), ("node", "int8")):
+        store = stores[name] = Residuals(dtype, transactional=True)
+        for begin in (0, 40):
+            segments = (Segment("p", begin, 24, 0, 0), Segment("q", begin, 16, 24, 0))
+            store.write(segments, torch.arange(40.0), Hadamard(8, 1))
+        store.commit()
+    file = state.state_file(directory, 0)
+    state.write(state.contents(stores, ONE, 1, 5, 2.0, {"a": {}}, {"policy": {}}), file)
+    return file
+
+
+def resign(file: Path, plain: Any) -> Any:
+    """The digest that fits, as `state._digest` computes it."""
+    if isinstance(plain, dict):
+        fields = json.dumps({**plain, "sha256": ""}, sort_keys=True)
+        tensors = hashlib.sha256(file.read_bytes()).hexdigest()
+        plain["sha256"] = hashlib.sha256(f"{tensors}{fields}".encode()).hexdigest()
+    return plain
+
+
+def harm_state(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+    text = file.with_suffix(".json")
+    if dice.random() < 0.2:
+        file.write_bytes(damage(originals[file], dice))
+    elif dice.random() < 0.3:
+        tensors = load_file(file)
+        name = dice.choice(sorted(tensors))
+        tensors[name] = dice.choice(
+            (tensors[name][: dice.randrange(40)], tensors[name].float(), tensors[name].view(1, -1), torch.zeros(999))
+        ).contiguous()
+        save_file(tensors, file)
+    plain = originals[text]
+    text.write_bytes(damaged_text(plain, dice, lambda found: resign(file, found)))
+    if file.read_bytes() != originals[file] and dice.random() < 0.7:
+        text.write_text(json.dumps(resign(file, json.loads(plain))))
+
+
+def read_state(file: Path) -> None:
+    stores = {
+        name: Residuals(dtype, True) for name, dtype in (("gradients", "fp32"), ("means", "fp32"), ("node", "int8"))
+    }
+    state.restore(stores, state.sources(file.parent, 0, ONE), ONE, 1.0, CPU)
+    for store in stores.values():
+        store.square_norms()
+        for _, values in store.items():
+            assert values.dtype == torch.float32
+
+
+# Lists of files, `latest`, and what says whose a directory is.
+
+
+def write_checkpoint(directory: Path) -> Path:
+    files.publish(write(save(directory, 4)))
+    return files.list_file(directory / "global_step4", 1)
+
+
+def sign_list(found: Any) -> Any:
+    if isinstance(found, dict):
+        found.pop("sha256", None)
+        found["sha256"] = files._sha256_of(found)
+    return found
+
+
+def read_list(file: Path) -> None:
+    directory = file.parents[1]
+    for one in files.checkpoints(directory):
+        assert one.complete or one.step is None or one.problem == ""
+    list(files.find_problems(file.parent))
+    find_held(directory)
+    files.tags_to_try(directory)
+    files.read_list(file)
+
+
+def write_latest(directory: Path) -> Path:
+    write_checkpoint(directory)
+    return directory / files.LATEST
+
+
+def harm_bytes(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+    file.write_bytes(damage(originals[file], dice))
+
+
+def read_latest(file: Path) -> None:
+    for tag in files.tags_to_try(file.parent):
+        list(files.find_problems(file.parent / tag))
+    files.protected(file.parent)
+
+
+def write_island(directory: Path) -> Path:
+    take_for_island(directory, "run", 1, [])
+    return directory / "deepspeed_compress_island.json"
+
+
+def read_island(file: Path) -> None:
+    take_for_island(file.parent, "run", 2, [1])
+
+
+# Configurations.
+
+CONFIG = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 1},
+    "deepspeed_compress": {
+        "gradients": {"method": "blockwise", "bits": 4, "overrides": [{"parameters": "norm", "method": "none"}]},
+        "weights": {"bits": 4},
+        "schedule": {"warmup_steps": 10},
+        "checkpointing": {"every": "10 min", "directory": "x", "keep": 2},
+    },
+}
+
+
+def write_config(directory: Path) -> Path:
+    file = directory / "ds_config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def read_config(file: Path) -> None:
+    parse_section(read_ds_config(file))
+
+
+# What a run leaves.
+
+
+def write_lines(directory: Path) -> Path:
+    run = {"id": "a", "started": "2026-01-01", "since": 0}
+    lines = [{"step": step, "run": run, "bytes_sent": 10, "time_ms": 1.5} for step in range(1, 6)]
+    (directory / "compression.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory / "compression.jsonl"
+
+
+def harm_lines(file: Path, originals: Mapping[Path, bytes], dice: random.Random) -> None:
+    lines = originals[file].splitlines()
+    number = dice.randrange(len(lines))
+    lines[number] = damaged_text(lines[number], dice)
+    file.write_bytes(b"\n".join(lines) + b"\n" * dice.randrange(2))
+
+
+def read_run(file: Path) -> None:
+    read_directory(file.parent)
+
+
+KINDS = {
+    "state": Kind(write_state, harm_state, read_state),
+    "list": Kind(write_checkpoint, harm_text(sign_list), read_list),
+    "latest": Kind(write_latest, harm_bytes, read_latest),
+    "island": Kind(write_island, harm_text(), read_island),
+    "configuration": Kind(write_config, harm_text(), read_config, rounds=500),
+    "statistics": Kind(write_lines, harm_lines, read_run),
+}
+
+
+def attack(name: str, directory: Path, result: Connection) -> None:
+    """Tell what is neither a refusal by name nor read, with the number of its round."""
+    kind, found = KINDS[name], list[str]()
+    file = kind.prepare(directory)
+    originals = {one: one.read_bytes() for one in directory.rglob("*") if one.is_file()}
+    before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    for number in range(kind.rounds):
+        for one, content in originals.items():
+            one.write_bytes(content)
+        kind.harm(file, originals, random.Random(f"{name} {number}"))
+        try:
+            kind.read(file)
+        except CompressError as error:
+            refused += 1
+            if not any(word in str(error) for word in (str(directory), file.name, "/deepspeed_compress")):
+                found.append(f"round {number} does not name the file: {error!r:.300}")
+        except Exception as error:
+            found.append(f"round {number}: {error!r:.300}")
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    result.send((found, refused, used))
+
+
+@pytest.mark.filterwarnings("ignore::deepspeed_compress.errors.CompressWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_damaged_files_are_refused_by_name_or_read(name: str, tmp_path: Path) -> None:
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else tmp_path) as directory:
+        found, refused, used = attacked(name, Path(directory))
+    assert found == [], f"{len(found)} of {KINDS[name].rounds}"
+    assert used < MOST_MEMORY
+    assert name == "island" or refused > KINDS[name].rounds // 10
+
+
+def attacked(name: str, directory: Path) -> tuple[list[str], int, int]:
+    """What `attack` tells from a process of its own."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=attack, args=(name, directory, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(SECONDS), "hangs"
+        told: tuple[list[str], int, int] = receiver.recv()
+        return told
+    except EOFError:
+        process.join()
+        pytest.fail(f"died with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
