@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,7 +12,6 @@ from deepspeed_compress.communication.messages import Transfer
 from deepspeed_compress.communication.pace import Pace
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment, gather
-from deepspeed_compress.errors import StateError
 from deepspeed_compress.monitor import Meter
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "Reducer",
     "Run",
     "StepClock",
-    "discard",
     "reduce_at_once",
 ]
 
@@ -106,23 +102,6 @@ def reduce_at_once(reducer: Reducer, bucket: Tensor, partition: Partition, scale
     reducer.reduce_scatter(bucket, partition, scale)
     own = partition.owned_by(reducer.group.rank())
     return Reduced(own, gather(bucket, own))
-
-
-def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
-    """Wait for reductions whose sums nobody wants any more, so that no later message is taken for one of theirs.
-
-    Collective. Raises StateError on all ranks of `group` where they have begun different numbers of reductions.
-    """
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(counts, torch.tensor([len(pending)]), group=group)
-    begun = [int(count) for count in counts]
-    if min(begun) != max(begun):
-        raise StateError(
-            f"backward failed at different places: ranks have begun {begun} reductions, and those of one rank wait for "
-            "another one that never began them (allowed: the same number on all ranks); start the job again"
-        )
-    for one in pending:
-        one.finish(torch.zeros(sum(segment.numel for segment in one.own)))
 
 
 @dataclass

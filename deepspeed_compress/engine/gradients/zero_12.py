@@ -20,9 +20,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import LAYOUTS, Partition, partition_by_sizes
-from deepspeed_compress.communication.reducer import Pending, discard
+from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.engine.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 

@@ -22,11 +22,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 
 from deepspeed_compress.communication.buckets import Partition, partition_by_sizes
-from deepspeed_compress.communication.reducer import Pending, discard
+from deepspeed_compress.communication.reducer import Pending
 from deepspeed_compress.compression.segments import Segment, gather, scatter
 from deepspeed_compress.engine.gradients.early import bucket_size
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.interrupted import discard
 from deepspeed_compress.session.session import Session
 from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
 

@@ -1,0 +1,29 @@
+"""Reductions that a backward pass has begun and never finished, because it failed."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.communication.reducer import Pending
+from deepspeed_compress.errors import StateError
+
+__all__ = ["discard"]
+
+
+def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
+    """Wait for reductions whose sums nobody wants any more, so that no later message is taken for one of theirs.
+
+    Collective. Raises StateError on all ranks of `group` where they have begun different numbers of reductions.
+    """
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([len(pending)]), group=group)
+    begun = [int(count) for count in counts]
+    if min(begun) != max(begun):
+        raise StateError(
+            f"backward failed at different places: ranks have begun {begun} reductions, and those of one rank wait for "
+            "another one that never began them (allowed: the same number on all ranks); start the job again"
+        )
+    for one in pending:
+        one.finish(torch.zeros(sum(segment.numel for segment in one.own)))
