@@ -70,6 +70,7 @@ TABLE = {
     "communication.parcels": allow("communication compression config", "torch"),
     "communication.team": allow("errors", "torch"),
     "communication.islands": allow("communication compression config", "torch"),
+    "transport": allow("errors"),
     "services": allow(),
     "services.agent": allow("services.rendezvous.wire"),
     "services.agent.directory": allow(),
