@@ -1,5 +1,6 @@
 """Tables of what messages may contain: the kind of a head, its fields, and what each may be."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,9 +42,9 @@ def an_integer(least: int, most: int) -> Check:
     return lambda value: type(value) is int and least <= value <= most
 
 
-def a_number(least: float) -> Check:
-    """Return a check for a number from `least` up."""
-    return lambda value: type(value) in (int, float) and value >= least
+def a_number(least: float, most: float = math.inf) -> Check:
+    """Return a check for a number from `least` to `most`."""
+    return lambda value: type(value) in (int, float) and least <= value <= most
 
 
 def a_text(most: int, least: int = 0) -> Check:

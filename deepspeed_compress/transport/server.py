@@ -89,8 +89,13 @@ class Server:
         self._threads: dict[Connection, threading.Thread] = {}
         self._change = threading.Condition()
 
-    def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until `stop`. `ready` is called when clients can connect. Closes the server at the end."""
+    def run(self, ready: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop`, and close the server at the end.
+
+        Args:
+            ready: called when clients can connect.
+            ending: called at the end, before connections are ended, such as to flush what they are to hear.
+        """
         with selectors.DefaultSelector() as selector:
             pending = PendingConnections(selector, self._bounds.pending)
             selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, pending))
@@ -104,6 +109,7 @@ class Server:
             finally:
                 pending.drop_all()
                 self.close()
+                ending()
                 self._end_connections()
 
     def stop(self, drain: float = 0.0) -> None:
