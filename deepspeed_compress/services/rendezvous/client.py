@@ -197,6 +197,8 @@ class Client:
         while (message := connection.receive(self._timeout)) is not None:
             check_message(message, FROM_COORDINATOR)
             self._hear(message)
+            if self._refused:
+                return
         raise TimeoutError(f"it has been silent for {self._timeout:g} s")
 
     def _join(self) -> None:

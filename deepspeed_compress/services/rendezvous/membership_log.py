@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from deepspeed_compress.services.rendezvous.wire import Message
+from deepspeed_compress.transport.notices import Notices
 
 __all__ = ["MembershipLog"]
 
@@ -17,6 +18,8 @@ class MembershipLog:
 
     def __init__(self, tell: Callable[[str], None], member: str) -> None:
         self._tell, self._member = tell, member
+        # Anybody with the secret can be refused as often as they like.
+        self._tell_refusal = Notices(tell)
         self._there: dict[str, str] = {}
         self._round: tuple[int, bool] | None = None
         self._answered: Mapping[str, Callable[[str, str, Message], None]] = {
@@ -45,7 +48,7 @@ class MembershipLog:
         self._tell(f"{about} {again}; {len(self._there)} are here")
 
     def _refused(self, name: str, peer: str, message: Message) -> None:
-        self._tell(f"an {self._member} at {peer} was refused: {message['why']}")
+        self._tell_refusal(f"an {self._member} at {peer} was refused: {message['why']}")
 
     def _unknown(self, name: str, peer: str, message: Message) -> None:
         self.left(name, "was silent for longer than `timeout`")
