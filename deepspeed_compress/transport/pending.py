@@ -27,6 +27,8 @@ class PendingConnection:
     def __init__(self, connected: socket.socket, address: str, steps: Steps, deadline: float) -> None:
         self.socket, self.address, self.deadline = connected, address, deadline
         self._steps, self._step = steps, next(steps)
+        self.has_greeted = False
+        """Whether it has sent a whole hello of this protocol."""
         self._received = bytearray()
         self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
 
@@ -56,6 +58,7 @@ class PendingConnection:
         self._received += data
         if len(self._received) == self._step.wanted:
             self._step = self._steps.send(bytes(self._received))
+            self.has_greeted = True
             self._received.clear()
             # A few bytes into an empty buffer: they are taken at once.
             self.socket.send(self._step.out)
@@ -69,8 +72,8 @@ class PendingConnection:
 class PendingConnections:
     """All unauthenticated connections of a server, at most `limits.count`.
 
-    If there are more, the oldest one of the address that has most is closed: a flooder pushes out its own connections.
-    If new ones were refused, a flooder could lock everybody else out.
+    If there are more, one of the address that has most is closed, the oldest one that has not greeted, else the oldest:
+    a flooder pushes out its own connections. If new ones were refused, it could lock everybody else out.
     """
 
     def __init__(self, selector: selectors.BaseSelector, limits: PendingLimits) -> None:
@@ -110,9 +113,10 @@ class PendingConnections:
         connection.socket.close()
 
     def drop_one(self) -> None:
-        """Drop the oldest connection of the address that has most of them. Do nothing if there is none."""
+        """Make room for another connection. Do nothing if there is none to drop."""
         for address, _ in self._of_address.most_common(1):
-            self.drop(next(connection for connection in self._connections if connection.address == address))
+            found = [connection for connection in self._connections if connection.address == address]
+            self.drop(next((connection for connection in found if not connection.has_greeted), found[0]))
 
     def drop_late(self, now: float) -> None:
         """Drop all whose time to prove something is over."""

@@ -1,6 +1,5 @@
 """Connections over sockets: frames both ways, limits, deadlines, floods, and ends that wait for nobody."""
 
-import contextlib
 import os
 import random
 import resource
@@ -176,19 +175,26 @@ def test_something_else_that_listens_is_an_error_in_time() -> None:
 
 
 def test_unauthenticated_connections_are_few_and_short_lived() -> None:
-    bounds = Bounds(pending=PendingLimits(8, 0.5))
-    with serving(bounds=bounds) as server:
+    with serving(bounds=Bounds(pending=PendingLimits(8, 3.0))) as server:
         flood = [plain(server) for _ in range(30)]
         with connected(server) as there:
             there.send({"kind": "x"})
             assert there.receive(5) == {"kind": "x"}
-            assert threading.active_count() < 20
-            begun = time.monotonic()
-            for one in flood:
-                with contextlib.suppress(ConnectionResetError):
-                    assert one.recv(1) == b""
-                one.close()
-            assert time.monotonic() - begun < 3
+        assert threading.active_count() < 20
+        assert sum(map(is_closed, flood)) >= 22
+        until(lambda: all(map(is_closed, flood)), 6)
+        for one in flood:
+            one.close()
+
+
+def is_closed(there: socket.socket) -> bool:
+    there.settimeout(0.01)
+    try:
+        return there.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def test_a_flooder_does_not_lock_an_honest_client_out() -> None:
