@@ -5,12 +5,14 @@ source has changed), `case_a_stage` (slow but for one case at each ZeRO stage), 
 """
 
 import os
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
 from tests.support.rotation import is_due, today
@@ -23,6 +25,8 @@ DAY = "TESTS_DAY"
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(DAY, str(today()))
+    # Servers and clients of the tests, and not what else this user runs.
+    os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
 def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:

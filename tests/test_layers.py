@@ -70,9 +70,13 @@ TABLE = {
     "communication.parcels": allow("communication compression config", "torch"),
     "communication.team": allow("errors", "torch"),
     "communication.islands": allow("communication compression config", "torch"),
+    "transport": allow("errors"),
     "services": allow(),
-    "services.agent": allow("services.rendezvous.wire"),
+    "services.agent": allow(),
     "services.agent.directory": allow(),
+    "services.agent.host": allow("services.agent transport"),
+    "services.agent.lines": allow(),
+    "services.agent.messages": allow("transport.fields"),
     "services.agent.nursery": allow("services.agent.lines", lazily="config engine.initialize integrations.run torch"),
     "services.agent.placement": allow(),
     "services.agent.signs": allow(),
@@ -123,7 +127,7 @@ TABLE = {
         lazily="accelerate transformers",
     ),
     "integrations.followed": allow("adapters errors", "torch"),
-    "services.rendezvous": allow("errors"),
+    "services.rendezvous": allow("errors transport"),
     "services.parameter_server": allow(
         "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
     ),
@@ -137,10 +141,14 @@ TABLE = {
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
-    "tools.run": allow("config engine.builds integrations tools.supervise"),
+    "tools.run": allow("config engine.builds integrations tools.supervise transport.secret transport.tls"),
     "tools.schema": allow("config"),
-    "tools.supervise": allow("services.agent config errors integrations.files services.rendezvous.server"),
-    "tools.islands": allow("errors services.rendezvous", lazily="services.parameter_server"),
+    "tools.supervise": allow(
+        "services.agent config errors integrations.files services.rendezvous.server transport.credentials"
+    ),
+    "tools.islands": allow(
+        "errors services.rendezvous transport.errors transport.tls", lazily="services.parameter_server"
+    ),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),

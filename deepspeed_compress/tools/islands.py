@@ -13,6 +13,8 @@ from typing import Any
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.services.rendezvous.client import status
 from deepspeed_compress.services.rendezvous.server import StateFile, island_server
+from deepspeed_compress.transport.errors import AuthenticationError
+from deepspeed_compress.transport.tls import set_tls
 
 __all__ = ["run"]
 
@@ -26,11 +28,12 @@ def _serve(options: argparse.Namespace) -> int:
     """Until SIGINT or SIGTERM."""
     # What it keeps, weights among it, is for its user alone, whichever library writes it.
     os.umask(0o077)
+    set_tls(os.environ, options.tls_certificate, options.tls_authority)
     server = _parameter_server(options) if options.parameter_server else _coordinator(options)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     with contextlib.suppress(KeyboardInterrupt):
-        server.run(lambda: _log(f"islands may connect to port {server.port}; state in {options.state}"))
+        server.run(lambda: _log(_listening(options, server.port)))
     return 0
 
 
@@ -56,18 +59,55 @@ def _log(text: str) -> None:
         _tell(text)
 
 
+def _listening(options: argparse.Namespace, port: int) -> str:
+    """Return the first line of a server, which says how other hosts reach it."""
+    line = f"islands may connect to port {port} of {options.host or 'all addresses'}; state in {options.state}"
+    if options.host not in _OWN_HOST:
+        return line
+    return f"{line}. Only this host can connect: write --host 0.0.0.0, or one address, for islands on others"
+
+
 def _status(options: argparse.Namespace) -> int:
+    set_tls(os.environ, options.tls_certificate, options.tls_authority)
     if re.fullmatch(r"[^:\s]+:[0-9]+", options.rendezvous) is None:
         raise ConfigError(f"{options.rendezvous}: no address (allowed: host:port); write localhost:29400")
     try:
-        found = {key: value for key, value in status(options.rendezvous).items() if key != "kind"}
+        found = status(options.rendezvous)
+    except AuthenticationError as error:
+        raise ConfigError(str(error)) from error
     except OSError as error:
         where = f"no coordinator answers at {options.rendezvous} ({error})"
         raise IslandError(
             f"{where}; start one with ds-compress islands serve, or look whether the port is open"
         ) from error
-    _tell(json.dumps(found, indent=2))
+    _tell(json.dumps(found, indent=2) if options.json else _table(found))
     return 0
 
 
+def _table(found: Mapping[str, Any]) -> str:
+    """Return a line about the run, and a table of its islands: one column for each field that one of them has."""
+    about = {key: value for key, value in found.items() if not isinstance(value, list)}
+    first = ", ".join(f"{key} {'none' if value is None else value}" for key, value in about.items())
+    islands = found.get("islands", found.get("hosts", []))
+    names = [name for name in _COLUMNS if any(name in island for island in islands)]
+    rows = [[_COLUMNS[name] for name in names], *([str(island.get(name, "")) for name in names] for island in islands)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([first, *(lines if islands else ["no island is there"])])
+
+
+_OWN_HOST = ("127.0.0.1", "localhost", "::1")
+_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        "number": "island",
+        "host": "host",
+        "address": "host",
+        "slots": "slots",
+        "version": "version",
+        "waiting": "waiting",
+        "weight": "weight",
+        "silent": "last seen (s)",
+    }
+)
+"""Title of each column of `status`, by the field that it shows."""
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType({"serve": _serve, "status": _status})

@@ -55,14 +55,25 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--port", type=port, required=True, metavar="N", help="that islands connect to; 0 takes a free one"
     )
-    serve.add_argument("--host", default="", metavar="HOST", help="address to listen at (default: all)")
+    what = "address to listen at, such as 0.0.0.0 for all (default: %(default)s, for islands of this host alone)"
+    serve.add_argument("--host", default="127.0.0.1", metavar="HOST", help=what)
     what = "file that it goes on from when it is started again"
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
-    status = actions.add_parser("status", help="who is there, as JSON")
+    status = actions.add_parser("status", help="print which islands are there")
     status.set_defaults(action="status")
-    status.add_argument("rendezvous", metavar="HOST:PORT", help="of the coordinator")
+    status.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
+    status.add_argument("--json", action="store_true", help="print JSON, for programs")
+    for subparser in (serve, status):
+        _add_tls_arguments(subparser)
+
+
+def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "PEM file with the certificate of this side and its key: connections use TLS (docs/security.md)"
+    parser.add_argument("--tls-certificate", metavar="FILE", help=what)
+    what = "PEM file with the authority that has signed the certificates of both sides; needed with the former"
+    parser.add_argument("--tls-authority", metavar="FILE", help=what)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +115,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_agent_arguments(parser.add_argument_group("to start again what is lost, in place of a launcher"))
     section = "file with the section, for programs with DistributedDataParallel or fully_shard, and no DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
+    _add_tls_arguments(parser)
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -133,7 +145,8 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
 
 def own_run_options() -> Mapping[str, int]:
     """How many values each option of `run` itself takes."""
-    valued = ("launcher", "section", "restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
+    agent = ("restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
+    valued = ("launcher", "section", *agent, "tls-certificate", "tls-authority")
     return {**{f"--{name}": 1 for name in valued}, "--cold": 0}
 
 

@@ -11,6 +11,8 @@ from deepspeed_compress.engine.builds import warn_of_abandoned_locks
 from deepspeed_compress.integrations.files import find_uncompressed
 from deepspeed_compress.integrations.launch import launch_command
 from deepspeed_compress.tools import supervise
+from deepspeed_compress.transport.secret import pass_on
+from deepspeed_compress.transport.tls import set_tls
 
 __all__ = ["print_locks", "run"]
 
@@ -25,6 +27,8 @@ def run(options: argparse.Namespace) -> int:
         # Wrong sections are found once and here, not by every process.
         parse_section(read_ds_config(options.section))
     agent = supervise.is_asked_for(options)
+    set_tls(os.environ, options.tls_certificate, options.tls_authority)
+    pass_on(os.environ)
     command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
     for text in find_uncompressed(options.arguments[1:]):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)

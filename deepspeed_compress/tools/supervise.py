@@ -19,14 +19,17 @@ from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.files import find_configurations
 from deepspeed_compress.services.agent.directory import job_directory
 from deepspeed_compress.services.agent.host import Agent, Slots
+from deepspeed_compress.services.agent.messages import FROM_AGENTS, SUPERVISOR
 from deepspeed_compress.services.agent.sizes import why_not
 from deepspeed_compress.services.agent.supervisor import Supervisor, Terms
 from deepspeed_compress.services.agent.workers import Workers
-from deepspeed_compress.services.rendezvous.server import Server
+from deepspeed_compress.services.rendezvous.server import Server, Service
+from deepspeed_compress.transport.credentials import Credentials
 
 __all__ = ["is_asked_for", "run"]
 
 _ALONE = ("127.0.0.1", 0)
+_SERVICE = Service(SUPERVISOR, "agent", FROM_AGENTS)
 _OTHERS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
 
 
@@ -60,9 +63,11 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     grace, slots = _time(options, "grace"), _slots(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     supervisor = Supervisor(terms, functools.partial(why_not, _configuration(options.arguments)), _tell)
-    with job_directory() as directory, _served(supervisor, options.rendezvous) as address:
+    # One host talks to itself alone, and needs no secret that others could have.
+    credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
+    with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
         workers = Workers(arguments, script, not options.cold)
-        return Agent(address, terms.job, slots, grace, workers, directory, _tell).run()
+        return Agent(address, terms.job, slots, grace, workers, directory, _tell, credentials).run()
 
 
 def _time(options: argparse.Namespace, name: str) -> float:
@@ -101,27 +106,29 @@ def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
 
 
 @contextmanager
-def _served(supervisor: Supervisor, rendezvous: str | None) -> Iterator[tuple[str, int]]:
+def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
     """The address of the supervisor, which runs here if the address is of this host and nobody else has it."""
     host, port = _address(rendezvous)
-    server = Server(supervisor, None, _listening_at(host), port)
-    tried = threading.Event()
-    thread = threading.Thread(target=_serve, args=(server, tried), daemon=True)
+    server = _server(supervisor, host, port, credentials)
+    if server is None:
+        yield host, port
+        return
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    tried.wait()
     try:
-        yield (host, server.port)
+        yield host, server.port
     finally:
         server.stop()
         thread.join()
 
 
-def _serve(server: Server, tried: threading.Event) -> None:
+def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> Server | None:
+    """Return None if the address is of another host, or another agent of this host has it."""
+    listening_at = _listening_at(host)
     try:
-        server.run(tried.set)
+        return Server(_SERVICE, supervisor, None, listening_at, port, _tell, credentials)
     except OSError:
-        # Another host's address, or another agent of this host has it: this one connects to it.
-        tried.set()
+        return None
 
 
 def _listening_at(host: str) -> str:

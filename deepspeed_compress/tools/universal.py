@@ -5,15 +5,18 @@ behind, and takes the matrices of GPT-2 as they are, which are stored transposed
 """
 
 import contextlib
+import pickle
 import re
 import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import PARAM
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.checkpoints.files import find_problems, latest_tag
 from deepspeed_compress.errors import DataError, StateError
@@ -89,12 +92,21 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
         return
     for folder in (one for one in folders if _CONV1D.search(one.name)):
         for file in folder.glob("*.pt"):
-            found = torch.load(file, map_location="cpu", weights_only=False)
+            found = _weight(file)
             if isinstance(found, dict):
                 # What else is noted there is how it was cut, the other way round.
                 torch.save({PARAM: found[PARAM].t().contiguous()}, file)
 
 
+def _weight(file: Path) -> Any:
+    """Return what DeepSpeed saved of one weight, without running code that the file may name."""
+    try:
+        with torch.serialization.safe_globals([SubparamShape]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(f"{file} has more than a weight, and is not read ({error})") from error
+
+
 def _is_linear(folder: Path) -> bool:
-    outputs, inputs = torch.load(folder / "fp32.pt", map_location="cpu", weights_only=False)[PARAM].shape
+    outputs, inputs = _weight(folder / "fp32.pt")[PARAM].shape
     return bool(outputs == 3 * inputs)

@@ -49,7 +49,7 @@ class Job:
 
     def pass_time(self, seconds: float, *alive: str, silent: float | None = None) -> None:
         """In small parts, in which those that are `alive` beat."""
-        start = self.supervisor.status()["restarts"] + 1
+        start = self.supervisor.status(self.now)["restarts"] + 1
         for _ in range(int(seconds)):
             self.now += 1.0
             for name in alive:
@@ -232,7 +232,7 @@ def test_agents_of_another_job_are_refused():
     job = Job()
     job.join("1")
     job.join("9", job="other")
-    assert job.last("9") == {"kind": "refused", "job": "job"}
+    assert job.last("9") == {"kind": "refused", "why": "it is of another job"}
 
 
 def test_a_slot_that_fails_before_a_step_time_after_time_gives_way_to_a_spare():

@@ -159,7 +159,9 @@ class Island:
     def end(self) -> None:
         """As the kernel does it for a process that is gone."""
         self.client._closed = True
-        self.client._hang_up()
+        connection = self.client._connection
+        if connection is not None:
+            connection.end()
         self.exchange._standing = None
         self.server.close()
 

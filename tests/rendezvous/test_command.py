@@ -14,6 +14,9 @@ import pytest
 from deepspeed_compress.cli import main
 from deepspeed_compress.services.parameter_server.client import Courier
 from deepspeed_compress.services.rendezvous.client import Client
+from deepspeed_compress.transport.secret import SECRET
+from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
+from tests.support.transport import make_certificates
 
 SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]
 
@@ -41,11 +44,60 @@ def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
         with serving(state) as address:
             client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
             assert client.number == number
-            assert main(["islands", "status", address]) == 0
+            assert main(["islands", "status", address, "--json"]) == 0
             runs.append(json.loads(capsys.readouterr().out))
             client.leave()
     assert runs[0]["run"] == runs[1]["run"]
     assert [one["number"] for one in runs[1]["islands"]] == [1]
+
+
+def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "state.json") as address:
+        assert main(["islands", "status", address]) == 0
+        assert capsys.readouterr().out.endswith("no island is there\n")
+        client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        assert main(["islands", "status", address]) == 0
+        client.leave()
+    about, titles, row = capsys.readouterr().out.splitlines()
+    assert about.startswith(f"run {client.run}, version 0, round none")
+    assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting", "last seen (s)"]
+    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+0\.\d", row)
+
+
+def test_status_says_which_secret_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path / "state.json") as address:
+        monkeypatch.setenv(SECRET, "another secret than the server")
+        assert main(["islands", "status", address]) == 1
+    assert f"has another secret. The secret of this side is from {SECRET}" in capsys.readouterr().err
+
+
+def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    command = [one for one in SERVE if one not in ("--host", "127.0.0.1")]
+    for more, text in (([], "Only this host can connect: write --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
+        arguments = [*command, "--state", str(tmp_path / "state"), *more]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            process.kill()
+        assert text in line
+        assert ("Only this host" in line) == (not more)
+
+
+def test_certificates_are_asked_for_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = make_certificates(tmp_path)
+    options = ["--tls-certificate", files["member"], "--tls-authority", files["authority"]]
+    for name in (TLS_CERTIFICATE, TLS_AUTHORITY):
+        # What the command sets for its process is undone.
+        monkeypatch.setenv(name, "")
+    with serving(tmp_path / "state.json", *options) as address:
+        assert main(["islands", "status", address]) == 1
+        assert main(["islands", "status", address, *options]) == 0
+    assert main(["islands", "status", address, *options[:2]]) == 1
+    assert "--tls-authority: is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--parameter-server"]])

@@ -1,11 +1,13 @@
 """Universal checkpoints of DeepSpeed that would load as something else, or not at all: refused before they do."""
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.memories import on_all_ranks
@@ -60,6 +62,15 @@ def _shape(parameter: Any) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
+def _weight(file: Path) -> Any:
+    """Return what DeepSpeed saved of one weight, without running code that the file may name."""
+    try:
+        with torch.serialization.safe_globals([SubparamShape]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise StateError(f"{file} has more than a weight, and is not read ({error})") from error
+
+
 def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Iterator[str]:
     if not file.is_file():
         yield (
@@ -67,7 +78,7 @@ def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Itera
             "names. Carry the weights over: write the model with --export, and train it as --model"
         )
         return
-    found = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    found = _weight(file)
     # DeepSpeed writes a weight of ZeRO 3 by itself and flat, others in a dictionary with what is known of them.
     saved = tuple((found[PARAM] if isinstance(found, dict) else found).shape)
     if wanted is not None and len(saved) > 1 and saved != wanted and saved == wanted[::-1]:

@@ -12,17 +12,24 @@ from pathlib import Path
 from types import FrameType
 
 from deepspeed_compress.services.agent.directory import JobDirectory
-from deepspeed_compress.services.agent.lines import Lines, connect
+from deepspeed_compress.services.agent.messages import FROM_SUPERVISOR, SUPERVISOR, Message
 from deepspeed_compress.services.agent.signs import AGENT, HOSTS, MEMORY, RESUME, Sign, read_sign
 from deepspeed_compress.services.agent.supervisor import FAILED, LOST_AFTER, SIGNALLED
 from deepspeed_compress.services.agent.workers import Ended, Workers, how_ended
-from deepspeed_compress.services.rendezvous.wire import Message
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError
+from deepspeed_compress.transport.fields import check_message
+from deepspeed_compress.transport.frames import Limits
 
 __all__ = ["Agent", "Slots"]
 
 _LOOK_EVERY = 0.05
 _BEAT_EVERY = 1.0
 _SILENT = LOST_AFTER / 2
+_LIMITS = Limits(head=1 << 24, patience=_SILENT)
+"""Of what the supervisor says: the addresses of all hosts."""
 _DEEPSPEED_SHARES = Path("/dev/shm")
 
 
@@ -61,7 +68,7 @@ class _Start:
     def silent(self, now: float) -> float | None:
         """Seconds since the last sign of life; None before each rank gave one."""
         times = [sign.time for sign in self._read().values() if sign.time]
-        return now - max(times) if times and len(times) == len(self.slots) else None
+        return max(0.0, now - max(times)) if times and len(times) == len(self.slots) else None
 
     def saving(self) -> list[int]:
         """Ranks that save on SIGTERM: they would wait for those that are lost, and are not asked."""
@@ -83,6 +90,7 @@ class Agent:
         workers: what starts them.
         directory: of the job on this host.
         tell: gets lines for people.
+        credentials: of this side.
     """
 
     def __init__(
@@ -94,13 +102,15 @@ class Agent:
         workers: Workers,
         directory: JobDirectory,
         tell: Callable[[str], None],
+        credentials: Credentials,
     ) -> None:
+        self._credentials = credentials
         self._address, self._job, self._slots, self._grace = address, job, slots, grace
         self._workers, self._directory, self._tell = workers, directory, tell
         self._signal = 0
         self._start: _Start | None = None
         self._code: int | None = None
-        self._link: Lines | None = None
+        self._link: Connection | None = None
         self._heard = self._beaten = time.monotonic()
         self._port = _Port()
         self._meeting: list[tuple[str, int]] = []
@@ -146,22 +156,25 @@ class Agent:
             self._listen(link)
             self._watch()
             self._beat()
-        except (EOFError, OSError, ValueError) as error:
+        except OSError as error:
             self._lose(str(error))
 
-    def _listen(self, link: Lines) -> None:
-        for message in link.hear(_LOOK_EVERY):
+    def _listen(self, link: Connection) -> None:
+        for message in link.arrived(_LOOK_EVERY):
             self._heard = time.monotonic()
+            check_message(message, FROM_SUPERVISOR)
             handler = self._handlers.get(message["kind"])
             if handler is not None:
                 handler(message)
         if time.monotonic() - self._heard > _SILENT:
-            raise EOFError(f"it has not answered for {_SILENT:g} s")
+            raise TimeoutError(f"it has not answered for {_SILENT:g} s")
 
     # What the supervisor says.
 
     def _begin(self, message: Message) -> None:
         number, slots, first = message["start"], message["slots"], message["first"]
+        if not message["hosts"] or not set(slots) <= set(range(self._slots.count)):
+            raise ProtocolError(f"it starts slots {slots} of {self._slots.count} on {len(message['hosts'])} hosts")
         signs = self._directory.signs(number)
         self._start = _Start(number, {first + local: slot for local, slot in enumerate(slots)}, signs)
         self._meeting.append((message["hosts"][0], message["port"]))
@@ -209,12 +222,12 @@ class Agent:
     def _refused(self, message: Message) -> None:
         self._code = FAILED
         self._tell(
-            f"error: --rendezvous {self._address[0]}:{self._address[1]}: is of another job ({message['job']} there, "
-            f"{self._job} here; allowed: the same command on all hosts); write the same, or another address"
+            f"error: --rendezvous {self._address[0]}:{self._address[1]}: {message['why']} (allowed: the same command "
+            "on all hosts); write the same, or another address"
         )
 
     def _unknown(self, message: Message) -> None:
-        raise EOFError("it has taken this host for lost")
+        raise ConnectionError("it has taken this host for lost")
 
     # What this host does by itself.
 
@@ -266,7 +279,7 @@ class Agent:
             # Whoever asks twice does not want to wait.
             self._start.kill_at = 0.0
         assert self._link is not None
-        self._link.say({"kind": "end", "number": number})
+        self._link.send({"kind": "end", "number": number})
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -275,31 +288,37 @@ class Agent:
             start = self._start
             silent, steps = (None, 0) if start is None else (start.silent(now), start.steps)
             number = 0 if start is None else start.number
-            self._link.say({"kind": "beat", "start": number, "silent": silent, "steps": steps})
+            self._link.send({"kind": "beat", "start": number, "silent": silent, "steps": steps})
 
     def _say(self, kind: str, start: _Start, **said: object) -> None:
         assert self._link is not None
-        self._link.say({"kind": kind, "start": start.number, **said})
+        self._link.send({"kind": kind, "start": start.number, **said})
 
     # The connection.
 
-    def _connected(self) -> Lines | None:
+    def _connected(self) -> Connection | None:
         """To the supervisor, as a new member; None where there is none yet."""
         if self._link is not None:
             return self._link
         try:
-            link = connect(*self._address, timeout=_SILENT)
+            link = connect(f"{self._address[0]}:{self._address[1]}", SUPERVISOR, self._credentials, _SILENT, _LIMITS)
             joining = {"name": uuid.uuid4().hex, "job": self._job, "address": self._own_address(link)}
-            link.say({"kind": "join", **joining, "slots": list(range(self._slots.count)), "port": self._port.reserve()})
+            link.send(
+                {"kind": "join", **joining, "slots": list(range(self._slots.count)), "port": self._port.reserve()}
+            )
+        except (AuthenticationError, OtherServiceError) as error:
+            self._code = FAILED
+            self._tell(f"error: --rendezvous {error}")
+            return None
         except OSError as error:
             self._wait_for(str(error))
             return None
         self._link, self._heard = link, time.monotonic()
         return link
 
-    def _own_address(self, link: Lines) -> str:
+    def _own_address(self, link: Connection) -> str:
         """By which other hosts reach this one. Many hosts take their own name for an address that only they have."""
-        address = str(link.socket.getsockname()[0])
+        address = link.own_address
         return self._address[0] if address.startswith("127.") else address
 
     def _wait_for(self, why: str) -> None:
@@ -317,9 +336,8 @@ class Agent:
     def _lose(self, why: str) -> None:
         """Without the supervisor nobody may train: others may have taken over."""
         self._tell(f"connection to the agent of {self._address[0]} is lost: {why}")
-        with suppress(OSError):
-            assert self._link is not None
-            self._link.close()
+        assert self._link is not None
+        self._link.close()
         self._link, self._start = None, None
         self._workers.signal(signal.SIGKILL)
         while self._workers.living:

@@ -1,46 +1,42 @@
-"""Messages over a socket: JSON objects, a line each, as `rendezvous.wire` has them."""
+"""Messages between an agent and its fork server, over a pair of sockets that nobody else has: a JSON object a line."""
 
+import json
 import select
 import socket
+from collections.abc import Mapping
+from typing import Any
 
-from deepspeed_compress.services.rendezvous.wire import Message, decode, encode
+__all__ = ["Lines"]
 
-__all__ = ["Lines", "connect"]
-
-_LONGEST = 1 << 16
+_PIECE = 1 << 16
 
 
 class Lines:
-    """One end of a connection. Not for several threads."""
+    """One end of the pair. Not for several threads."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._rest = b""
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
 
-    def say(self, message: Message) -> None:
-        """OSError where the other end is gone."""
-        self.socket.sendall(encode(message))
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send `message`. OSError if the other end is gone."""
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, wait: float) -> list[Message]:
-        """What has come, for which this waits at most `wait` seconds. EOFError where the other end is gone."""
-        if not select.select([self.socket], [], [], wait)[0]:
+    def hear(self, wait: float) -> list[dict[str, Any]]:
+        """Return what has come, for which this waits at most `wait` seconds. EOFError if the other end is gone."""
+        if not self._poll.poll(wait * 1000):
             return []
         try:
-            found = self.socket.recv(_LONGEST)
+            found = self.socket.recv(_PIECE)
         except OSError as error:
             raise EOFError(str(error)) from error
         if not found:
             raise EOFError("it has closed the connection")
         *lines, self._rest = (self._rest + found).split(b"\n")
-        return [decode(line) for line in lines]
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
+        """Close this end."""
         self.socket.close()
-
-
-def connect(host: str, port: int, timeout: float) -> Lines:
-    """A connection that answers at once. OSError where nobody listens."""
-    connected = socket.create_connection((host, port), timeout)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.settimeout(timeout)
-    return Lines(connected)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_compress.services.agent.failures import EARLY, HOPELESS, Failure, hopeless, lost_slot
+from deepspeed_compress.services.agent.messages import Message
 from deepspeed_compress.services.agent.placement import Host, Placement, place
-from deepspeed_compress.services.rendezvous.wire import Message
 
 __all__ = ["LOST_AFTER", "Supervisor", "Terms"]
 
@@ -102,9 +102,12 @@ class Supervisor:
         """Nothing outlives the job."""
         return ""
 
-    def status(self) -> dict[str, Any]:
-        """For people."""
-        hosts = [{"address": one.address, "slots": list(one.slots)} for one in self._members.values()]
+    def status(self, now: float) -> dict[str, Any]:
+        """Return for people the phase of the job, and the hosts that are there."""
+        hosts = [
+            {"address": one.address, "slots": list(one.slots), "silent": round(now - one.heard, 1)}
+            for one in self._members.values()
+        ]
         state = self._state
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
@@ -141,7 +144,11 @@ class Supervisor:
 
     def _join(self, name: str, message: Message, now: float) -> None:
         if message["job"] != self._terms.job:
-            self._say(name, {"kind": "refused", "job": self._terms.job})
+            # Its name is not told: whoever knows that may join.
+            self._say(name, {"kind": "refused", "why": "it is of another job"})
+            return
+        if name in self._members:
+            # An agent joins once, and under another name after it has lost its connection.
             return
         self._members[name] = _Member(message["address"], tuple(message["slots"]), message["port"], now)
         if self._state.phase == "over":

@@ -1,7 +1,6 @@
-"""An island's side of the talk with its coordinator: one connection, kept up by threads of its own."""
+"""An island's side of the connection with its coordinator, which threads of its own keep up."""
 
 import contextlib
-import socket
 import threading
 import time
 import uuid
@@ -10,7 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.services.rendezvous.wire import LONGEST, Anchor, Message, Outcome, Round, decode, encode
+from deepspeed_compress.services.rendezvous.messages import FROM_COORDINATOR
+from deepspeed_compress.services.rendezvous.wire import COORDINATOR, Anchor, Message, Outcome, Round
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
+from deepspeed_compress.transport.fields import check_message
+from deepspeed_compress.transport.frames import Limits
 
 __all__ = ["Client", "status"]
 
@@ -26,6 +32,12 @@ BEATS = 4
 """In `timeout`."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
+CONNECTING = 5.0
+"""Least number of seconds for a connection to be made: short timeouts are meant for those that stand."""
+LEAVING = 1.0
+"""Most seconds for which the end of an island waits until the coordinator has heard of it."""
+_HEAD = 1 << 24
+"""Most bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
 class Client:
@@ -42,6 +54,7 @@ class Client:
         store: "host:port" of the store of this island.
         addresses: "host:port" at which each rank hands out its anchor.
         process: what tells this process from all others; "" where it may be several islands.
+        credentials: of this side; None: those that the environment and the user's files name.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Client:
         store: str,
         addresses: Sequence[str],
         process: str = "",
+        credentials: Credentials | None = None,
     ) -> None:
         self.run: str | None = None
         self.number = -1
@@ -64,15 +78,16 @@ class Client:
         self._joining = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
         self._joining |= {"addresses": list(addresses), "process": process}
         self._change = threading.Condition()
-        self._speaking = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._credentials = credentials or Credentials.find()
+        self._connection: Connection | None = None
         self._pending: Message | None = None
         self._answer: Message | None = None
         self._why, self._refused = "it has not answered yet", ""
         self._heard = time.monotonic()
         self._closed = False
-        for work in (self._stay_connected, self._beat):
-            threading.Thread(target=work, daemon=True).start()
+        self._talking = threading.Thread(target=self._stay_connected, daemon=True)
+        self._talking.start()
+        threading.Thread(target=self._beat, daemon=True).start()
         with self._change:
             self._await(lambda: self.run is not None, time.monotonic())
 
@@ -105,10 +120,14 @@ class Client:
                 return Outcome(round_, found["committed"])
 
     def leave(self) -> None:
-        """For ever."""
-        self._send({"kind": "leave"})
+        """Leave for ever. The coordinator ends the connection once it has heard of it."""
         self._closed = True
-        self._hang_up()
+        self._send({"kind": "leave"})
+        if self._connection is not None:
+            self._talking.join(LEAVING)
+        connection = self._connection
+        if connection is not None:
+            connection.end()
 
     def _ask(self, message: Message) -> Message:
         with self._change:
@@ -124,10 +143,7 @@ class Client:
         """`long`: others may take their time, as long as the coordinator is there."""
         while not done():
             if self._refused:
-                raise ConfigError(
-                    f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} refuses this island: "
-                    f"{self._refused} (allowed: the same in all islands); write the same, or name another coordinator"
-                )
+                raise ConfigError(f"/deepspeed_compress/islands/elastic/rendezvous: {self._refused}")
             left = max(begun, self._heard if long else 0.0) + self._give_up - time.monotonic()
             if left <= 0:
                 raise IslandError(
@@ -139,39 +155,51 @@ class Client:
             self._change.wait(min(left, 0.5))
 
     def _send(self, message: Message) -> None:
-        """Or not: what matters is said again after the next `join`."""
-        there = self._socket
-        if there is not None:
-            # Two threads speak, and a line must stay whole.
-            with self._speaking, contextlib.suppress(OSError):
-                there.sendall(encode(message))
+        """Send `message` if there is a connection: what matters is said again after the next `join`."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.send(message)
 
     def _beat(self) -> None:
-        while not self._closed:
+        while not self._closed and not self._refused:
             time.sleep(self._timeout / BEATS)
             self._send({"kind": "beat"})
 
     def _stay_connected(self) -> None:
-        host, _, port = self._address.rpartition(":")
         while not self._closed and not self._refused:
             try:
-                with socket.create_connection((host, int(port)), timeout=self._timeout) as there:
-                    self._talk(there)
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                # What is no message is of something else that listens there.
-                self._why = f"it cannot be reached ({error or type(error).__name__})"
+                with self._connect() as connection:
+                    self._talk(connection)
+            except (OSError, ValueError) as error:
+                self._fail(error)
             finally:
-                self._socket = None
-            time.sleep(PAUSE)
+                self._connection = None
+            if not self._closed:
+                time.sleep(PAUSE)
 
-    def _talk(self, there: socket.socket) -> None:
-        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = there
+    def _connect(self) -> Connection:
+        limits = Limits(head=_HEAD, patience=self._timeout)
+        patience = max(self._timeout, CONNECTING)
+        return connect(self._address, COORDINATOR, self._credentials, patience, limits, self._timeout)
+
+    def _fail(self, error: OSError | ValueError) -> None:
+        """Try again, unless it is the first attempt that cannot succeed: a run that has begun waits for `give_up`."""
+        self._why = f"it cannot be reached ({error or type(error).__name__})"
+        if self.run is None and isinstance(error, AuthenticationError | OtherServiceError | ValueError):
+            with self._change:
+                self._refused = f"{self._address}: {_ADVICE.get(getattr(error, 'service', ''), error)}"
+                self._change.notify_all()
+
+    def _talk(self, connection: Connection) -> None:
+        self._connection = connection
         self._join()
-        with there.makefile("rb") as lines:
-            while line := lines.readline(LONGEST):
-                self._hear(decode(line))
-        raise ConnectionError("it has closed the connection")
+        while (message := connection.receive(self._timeout)) is not None:
+            check_message(message, FROM_COORDINATOR)
+            self._hear(message)
+            if self._refused:
+                return
+        raise TimeoutError(f"it has been silent for {self._timeout:g} s")
 
     def _join(self) -> None:
         known = {} if self.run is None else {"run": self.run, "number": self.number}
@@ -188,7 +216,10 @@ class Client:
             elif kind == "open":
                 self.opened = True
             elif kind == "refused":
-                self._refused = message["why"]
+                self._refused = (
+                    f"{self._address} refuses this island: {message['why']} (allowed: the same in all islands); write "
+                    "the same, or name another coordinator"
+                )
             elif kind == "waiting":
                 self._why = message["why"]
             elif kind == "unknown":
@@ -199,20 +230,39 @@ class Client:
                 self.opened = self.opened and self._pending["kind"] != "arrive"
             self._change.notify_all()
 
-    def _hang_up(self) -> None:
-        there = self._socket
-        if there is not None:
-            with contextlib.suppress(OSError):
-                there.shutdown(socket.SHUT_RDWR)
-
 
 def _anchor(message: Message) -> Anchor:
     return Anchor(message["version"], message["sources"])
 
 
-def status(address: str, timeout: float = 5.0) -> dict[str, Any]:
-    """What the coordinator at `address` says of itself. OSError where it does not answer."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=timeout) as there, there.makefile("rb") as lines:
-        there.sendall(encode({"kind": "status"}))
-        return decode(lines.readline(LONGEST))
+def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:
+    """Return the summary of whatever service of the package runs at `address`.
+
+    Raises:
+        OSError: if nobody answers there in time, or something else does.
+    """
+    found = credentials or Credentials.find()
+    try:
+        return _status(address, COORDINATOR, timeout, found)
+    except OtherServiceError as error:
+        return _status(address, error.service, timeout, found)
+
+
+def _status(address: str, service: str, timeout: float, credentials: Credentials) -> dict[str, Any]:
+    with connect(address, service, credentials, timeout, Limits(head=_HEAD, patience=timeout)) as connection:
+        connection.send({"kind": "status"})
+        answer = connection.receive(timeout)
+    if answer is None:
+        raise TimeoutError(f"no answer for {timeout:g} s")
+    return {key: value for key, value in answer.items() if key != "kind"}
+
+
+_ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "parameter server": (
+            'the server is a parameter server, and this island meets in rounds; write "parameter_server": {}, or name '
+            "a coordinator"
+        )
+    }
+)
+"""Advice for an island that has found another service, by the name of that."""

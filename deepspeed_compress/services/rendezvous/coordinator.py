@@ -93,10 +93,16 @@ class Coordinator:
             self.lost(name, now)
         self._settle(now)
 
-    def status(self) -> dict[str, Any]:
-        """For people: the run, its newest version, and who is there."""
+    def status(self, now: float) -> dict[str, Any]:
+        """Return for people the run, its newest version, and the islands that are there."""
         there = [
-            {"number": one.number, "version": one.version, "waiting": one.arrived is not None}
+            {
+                "number": one.number,
+                "host": one.store.rpartition(":")[0],
+                "version": one.version,
+                "waiting": one.arrived is not None,
+                "silent": round(now - one.heard, 1),
+            }
             for one in sorted(self._islands.values(), key=lambda one: one.number)
         ]
         running = None if self._running is None else self._running.round.id

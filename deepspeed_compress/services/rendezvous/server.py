@@ -1,24 +1,42 @@
 """The process of a coordinator: connections, the clock, and the file that it comes back from."""
 
-import asyncio
-import contextlib
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.services.rendezvous.coordinator import Coordinator
+from deepspeed_compress.services.rendezvous.membership_log import MembershipLog
+from deepspeed_compress.services.rendezvous.messages import FROM_ISLANDS
 from deepspeed_compress.services.rendezvous.records import Saved
-from deepspeed_compress.services.rendezvous.wire import LONGEST, Message, decode, encode
+from deepspeed_compress.services.rendezvous.wire import COORDINATOR, Message
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import ProtocolError
+from deepspeed_compress.transport.fields import Table, check_message
+from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.notices import Notices, ignore
+from deepspeed_compress.transport.outgoing import Outgoing, flush_all
+from deepspeed_compress.transport.server import Server as TransportServer
 
-__all__ = ["Machine", "Server", "StateFile", "hold", "island_server", "put_in_place"]
+__all__ = ["Machine", "Server", "Service", "StateFile", "hold", "island_server", "put_in_place"]
 
 TICK = 0.1
 """Seconds between looks at the clock."""
+LATE = 1.0
+"""Seconds between two looks after which this process itself has stood still. What arrived meanwhile is heard first."""
+FLUSH = 0.5
+"""Most seconds for which the end of a server waits until clients have read what was said to them."""
+STRANGER = 30.0
+"""Seconds for a client that is authenticated to join, or to ask something."""
+_LIMITS = Limits(head=1 << 20, patience=10.0, rate=200.0, burst=400)
 
 
 def hold(path: Path) -> TextIO:
@@ -76,121 +94,208 @@ class StateFile:
 
 
 class Machine(Protocol):
-    """What a server serves: a state machine without sockets and clock, as `Coordinator` is."""
+    """A state machine without sockets and clock, as `Coordinator` is, for `Server` to serve."""
 
     def hear(self, name: str, message: Message, now: float) -> None:
-        """`message` of `name`. ValueError where it is none."""
+        """Take `message` of `name`, which fits the table of messages."""
 
     def lost(self, name: str, now: float) -> None:
-        """The connection to `name` has ended."""
+        """Take note that the connection to `name` has ended."""
 
     def tick(self, now: float) -> None:
-        """It is `now`, in seconds of any clock."""
+        """Take note that it is `now`, in seconds of any clock."""
 
     def take(self) -> list[tuple[str, Message]]:
-        """What is to be said to whom, in order."""
+        """Return what is to be said to whom, in order."""
 
-    def status(self) -> Message:
-        """For people."""
+    def status(self, now: float) -> Message:
+        """Return a summary for people."""
 
     def to_save(self) -> str:
-        """What must be on the disk before anything is said."""
+        """Return what must be on the disk before anything is said."""
 
 
 def island_server(
-    file: StateFile | None, host: str, port: int, told: Callable[[str], None] = lambda text: None
+    file: StateFile | None,
+    host: str,
+    port: int,
+    told: Callable[[str], None] = ignore,
+    credentials: Credentials | None = None,
 ) -> "Server":
-    """Serves a coordinator of islands, which comes back from `file` where there was one."""
+    """Return a server for a coordinator of islands, which continues from `file` if that has a state."""
     saved = file.read() if file is not None else None
-    return Server(Coordinator(saved or Saved(), came_back=saved is not None), file, host, port, told)
+    machine = Coordinator(saved or Saved(), came_back=saved is not None)
+    service = Service(COORDINATOR, "island", FROM_ISLANDS)
+    return Server(service, machine, file, host, port, told, credentials or Credentials.find())
+
+
+@dataclass(frozen=True)
+class Service:
+    """Name of a service, what its clients are called, and the messages that they may send."""
+
+    name: str
+    member: str
+    table: Table
+
+
+@dataclass
+class _Client:
+    """One connection, with the name that it has joined by ("" before it has)."""
+
+    connection: Connection
+    outgoing: Outgoing
+    name: str = ""
 
 
 class Server:
-    """Serves one `machine` at `host`:`port`, 0 for a free one. `told` gets a line for people now and then."""
+    """Serves one `machine` at `host`:`port`, 0 for a free one.
+
+    Each connection is read by a thread of its own, as fast as `Limits.rate` allows, and written by another one. The
+    machine is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
+
+    Args:
+        service: what is served. A message that is not in its table ends the connection of its client.
+        machine: called for every message.
+        file: where the state is kept before anything is said; None keeps nothing.
+        host: address to listen at; "" for all.
+        port: 0 takes a free one, which is `port` then.
+        told: gets lines for people.
+        credentials: of this side.
+
+    Raises:
+        OSError: if the address cannot be had.
+    """
 
     def __init__(
         self,
+        service: Service,
         machine: Machine,
         file: StateFile | None,
         host: str,
         port: int,
-        told: Callable[[str], None] = lambda text: None,
+        told: Callable[[str], None],
+        credentials: Credentials,
     ) -> None:
-        self._machine, self._file, self._host, self.port, self._told = machine, file, host, port, told
-        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._machine, self._table, self._file = machine, service.table, file
+        self._log, self._notices = MembershipLog(told, service.member), Notices(told)
+        self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, told=told)
+        self.port = self._transport.port
+        self._lock = threading.Lock()
+        self._clients: dict[str, _Client] = {}
         self._written = ""
-        self._stop: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = threading.Event()
+        self._broken: BaseException | None = None
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Until `stop`. `ready` is called when islands can connect. OSError where `host`:`port` cannot be had."""
-        asyncio.run(self._run(ready))
+        """Serve until `stop`. `ready` is called when clients can connect."""
+        clock = threading.Thread(target=self._keep_time, daemon=True)
+        clock.start()
+        try:
+            self._transport.run(partial(self._begin, ready), self._flush)
+        finally:
+            self._ended.set()
+            clock.join()
+            if self._file is not None:
+                self._file.close()
+        if self._broken is not None:
+            raise self._broken
 
     def stop(self) -> None:
-        """From any thread. Nothing where it does not run."""
-        if self._loop is not None and self._stop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
+        """End `run`. From any thread, and from a signal handler."""
+        self._transport.stop()
 
-    async def _run(self, ready: Callable[[], None]) -> None:
-        server = await asyncio.start_server(self._connected, self._host, self.port, limit=LONGEST)
-        # Where somebody else has the address there is nothing to stop, and no loop any more.
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self.port = server.sockets[0].getsockname()[1]
-        self._deliver()
+    def _begin(self, ready: Callable[[], None]) -> None:
+        with self._lock:
+            self._deliver()
         ready()
-        while not self._stop.is_set():
-            self._machine.tick(time.monotonic())
-            self._deliver()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK)
-        server.close()
-        for writer in self._writers.values():
-            writer.close()
-        if self._file is not None:
-            self._file.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Of one connection, until it ends. What is no message ends it."""
-        name = ""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError, asyncio.CancelledError):
-            while line := await reader.readline():
-                message = decode(line)
-                if message["kind"] == "status":
-                    writer.write(encode({"kind": "status", **self._machine.status()}))
-                    continue
-                if message["kind"] == "enter":
-                    writer.write(encode({"kind": "refused", "why": _ROUNDS}))
-                    continue
-                if message["kind"] == "join":
-                    name = str(message["name"])
-                    self._writers[name] = writer
-                self._machine.hear(name, message, time.monotonic())
-                if message["kind"] == "beat":
-                    writer.write(encode({"kind": "beat"}))
-                self._deliver()
-        if self._writers.get(name) is writer:
-            # Not one that has connected again meanwhile.
-            del self._writers[name]
-            self._machine.lost(name, time.monotonic())
-            self._deliver()
-        writer.close()
+    def _keep_time(self) -> None:
+        """Tell the machine the time. After a standstill of this process it hears first what has arrived meanwhile."""
+        last = time.monotonic()
+        try:
+            while not self._ended.wait(TICK):
+                with self._lock:
+                    now = time.monotonic()
+                    if now - last < LATE:
+                        self._machine.tick(now)
+                        self._deliver()
+                last = now
+        except BaseException as error:
+            self._broken = error
+            self.stop()
+
+    def _flush(self) -> None:
+        with self._lock:
+            queues = [client.outgoing for client in self._clients.values()]
+        flush_all(queues, FLUSH)
+
+    def _attend(self, connection: Connection) -> None:
+        """Serve one connection until it ends. A malformed message ends it."""
+        client = _Client(connection, Outgoing(connection))
+        why = "lost its connection"
+        try:
+            while (head := connection.receive(None if client.name else STRANGER)) is not None:
+                with self._lock:
+                    self._hear(client, head)
+                if head["kind"] == "leave":
+                    # The client waits for the end of its connection.
+                    return
+        except OSError as error:
+            why = f"lost its connection ({error})"
+            if not client.name:
+                raise
+        finally:
+            client.outgoing.end()
+            with self._lock:
+                self._lose(client, why)
+
+    def _hear(self, client: _Client, head: Message) -> None:
+        now = time.monotonic()
+        if head["kind"] == "status":
+            client.outgoing.put({"kind": "status", **self._machine.status(now)})
+            return
+        check_message(head, self._table)
+        if head["kind"] == "join":
+            self._join(client, head["name"])
+        if not client.name:
+            # A beat may overtake the first message of a client.
+            return
+        if head["kind"] == "beat":
+            client.outgoing.put({"kind": "beat"})
+        self._machine.hear(client.name, head, now)
+        if head["kind"] == "leave":
+            self._log.left(client.name, "left")
+        self._deliver()
+
+    def _join(self, client: _Client, name: str) -> None:
+        if client.name not in ("", name):
+            raise ProtocolError("a connection is of one client, and it joins under a second name")
+        former = self._clients.get(name)
+        if former is not None and former is not client:
+            former.connection.end()
+        client.name, self._clients[name] = name, client
+
+    def _lose(self, client: _Client, why: str) -> None:
+        if self._clients.get(client.name) is not client:
+            # It never joined, or has connected again meanwhile.
+            return
+        del self._clients[client.name]
+        self._log.left(client.name, why)
+        self._machine.lost(client.name, time.monotonic())
+        self._deliver()
 
     def _deliver(self) -> None:
-        """Save first: whoever hears of an outcome must find it again."""
+        """Save first: whoever hears of an outcome must find it again. Without that nothing is said."""
         text = self._machine.to_save()
         if text != self._written and self._file is not None:
-            self._file.write(text)
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._notices(f"nobody is answered, because the state cannot be written ({error})")
+                return
         self._written = text
         for name, message in self._machine.take():
-            self._tell(name, message)
-            writer = self._writers.get(name)
-            if writer is not None:
-                writer.write(encode(message))
-
-    def _tell(self, name: str, message: Message) -> None:
-        if message["kind"] in _TOLD:
-            self._told(f"{name[:8]}: " + json.dumps(message))
-
-
-_TOLD = frozenset({"welcome", "refused", "outcome", "waiting", "unknown"})
-_ROUNDS = "it settles rounds, and this island is asynchronous; start it with --parameter-server"
+            client = self._clients.get(name)
+            self._log.answered(name, "" if client is None else client.connection.peer, message)
+            if client is not None:
+                client.outgoing.put(message)

@@ -1,4 +1,4 @@
-"""What islands and their coordinator say to each other, as JSON objects, a line each.
+"""Messages between islands and their coordinator: heads of frames of the transport, without bodies.
 
 An island says: `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
 wants to exchange), `vote` (how its exchange went), `sources` (who has the newest anchor), `leave`. The coordinator
@@ -6,16 +6,15 @@ answers `welcome`, `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, a
 connection says `join` again and repeats what was not answered: all of it may be said twice.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["LONGEST", "Anchor", "Message", "Outcome", "Partner", "Round", "decode", "encode"]
+__all__ = ["COORDINATOR", "Anchor", "Message", "Outcome", "Partner", "Round"]
 
 Message = Mapping[str, Any]
-LONGEST = 1 << 24
-"""Bytes of a message: addresses of thousands of ranks."""
+COORDINATOR = "coordinator"
+"""Name of the service."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,3 @@ class Anchor:
 
     version: int
     sources: Sequence[Sequence[str]]
-
-
-def encode(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict[str, Any]:
-    """ValueError where it is no message."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
-        raise ValueError(f"no message: {line[:80]!r}")
-    return found

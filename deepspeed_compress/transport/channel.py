@@ -1,0 +1,125 @@
+"""A socket, plain or TLS, whose every read and write has a deadline, and which any thread can end at once."""
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+
+__all__ = ["Channel", "keep_alive"]
+
+_LOOK = 0.5
+"""Most seconds between looks at whether another thread has ended the channel."""
+_HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+_LONGEST_SILENCE = 2**15 - 1
+"""Most seconds that Linux takes for TCP_KEEPIDLE."""
+
+
+class Channel:
+    """A connected socket in non-blocking mode. One thread may read while another one writes.
+
+    OpenSSL does not allow that on one TLS connection, so calls of the socket are made under a lock, and waiting, for
+    which poll(2) takes descriptors of any number, is done outside of it.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.socket = connected
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @property
+    def is_open(self) -> bool:
+        """False once either side has ended the channel, as far as this side has noticed."""
+        return not self._ended
+
+    def read_some(self, into: memoryview, deadline: float | None) -> int:
+        """Read at least one byte, and return how many; 0 at the end of the stream.
+
+        Args:
+            into: memory to read into; not empty.
+            deadline: of time.monotonic(); None waits for ever.
+
+        Raises:
+            TimeoutError: if nothing comes before the deadline.
+        """
+        while True:
+            with self._lock:
+                self._check_open()
+                try:
+                    return self.socket.recv_into(into)
+                except (ssl.SSLWantReadError, BlockingIOError):
+                    wanted = select.POLLIN
+                except ssl.SSLWantWriteError:
+                    wanted = select.POLLOUT
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return 0
+            self._wait(wanted, deadline)
+
+    def write(self, data: memoryview, deadline: float) -> None:
+        """Write all of `data`. TimeoutError if the other side does not read it before the deadline."""
+        while data:
+            with self._lock:
+                self._check_open()
+                try:
+                    data = data[self.socket.send(data) :]
+                    continue
+                except (ssl.SSLWantWriteError, BlockingIOError):
+                    wanted = select.POLLOUT
+                except ssl.SSLWantReadError:
+                    wanted = select.POLLIN
+            self._wait(wanted, deadline)
+
+    def end(self) -> None:
+        """End the channel from any thread: reads and writes that wait raise ConnectionAbortedError."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                with contextlib.suppress(OSError):
+                    # Not SSLSocket.shutdown, which would read on without TLS.
+                    socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the channel, and free its descriptor. For the thread that owns it."""
+        self.end()
+        with self._lock:
+            self.socket.close()
+
+    def has_hung_up(self) -> bool:
+        """Return whether the other side has closed the connection, also if it sent something before."""
+        poll = select.poll()
+        with self._lock:
+            if self._ended:
+                return True
+            poll.register(self.socket, _HUNG_UP)
+            return bool(poll.poll(0))
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ConnectionAbortedError("this side has closed the connection")
+
+    def _wait(self, wanted: int, deadline: float | None) -> None:
+        left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError("the other side takes too long")
+        poll = select.poll()
+        with self._lock:
+            self._check_open()
+            poll.register(self.socket, wanted)
+        poll.poll(left * 1000)
+
+
+def keep_alive(connected: socket.socket, silence: float) -> None:
+    """Have the kernel end a connection whose other side has not been there for about three times `silence` seconds."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = min(max(1, round(silence)), _LONGEST_SILENCE)
+    for option, value in (
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", seconds),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", min(max(1, round(3000 * silence)), 2**31 - 1)),
+    ):
+        if hasattr(socket, option):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,107 @@
+"""The client's side: connect, prove, and get a connection."""
+
+import re
+import socket
+import ssl
+import time
+
+from deepspeed_compress.transport.channel import Channel, keep_alive
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError, ProtocolError
+from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
+from deepspeed_compress.transport.handshake import Steps, client_steps
+from deepspeed_compress.transport.secret import SECRET, SECRET_FILE
+
+__all__ = ["connect", "parse_address"]
+
+
+def connect(
+    address: str,
+    service: str,
+    credentials: Credentials,
+    timeout: float = 5.0,
+    limits: Limits = DEFAULT_LIMITS,
+    silence: float = 10.0,
+) -> Connection:
+    """Return an authenticated connection to `service` at `address` ("host:port").
+
+    Args:
+        timeout: seconds to connect, and again for TLS and the handshake.
+        limits: of what the server may send.
+        silence: seconds without a sign of the other host, after three times of which the kernel ends the connection.
+
+    Raises:
+        AuthenticationError: if the secrets or certificates differ. Trying again does not help.
+        OSError: if nobody answers there in time, or something else does.
+        ValueError: if `address` is not "host:port".
+    """
+    connected = socket.create_connection(parse_address(address), timeout=timeout)
+    try:
+        keep_alive(connected, silence)
+        connected.settimeout(timeout)
+        connected = _with_tls(connected, credentials)
+        channel = Channel(connected)
+        _follow(client_steps(credentials.secret.key, service), channel, time.monotonic() + timeout)
+        return Connection(channel, limits, address)
+    except (AuthenticationError, ConnectionError, ssl.SSLError) as error:
+        connected.close()
+        raise _explained(error, address, credentials) from None
+    except BaseException:
+        connected.close()
+        raise
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of "host:port"; an IPv6 address is written in brackets. ValueError otherwise."""
+    found = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\s\[\]]+)):([0-9]{1,5})", address)
+    if found is None or int(found[3]) > 65535:
+        raise ValueError(f"{address!r} is not an address (allowed: host:port); write 10.0.0.1:29400")
+    return found[1] or found[2], int(found[3])
+
+
+def _with_tls(connected: socket.socket, credentials: Credentials) -> socket.socket:
+    return connected if credentials.tls is None else credentials.tls.client.wrap_socket(connected)
+
+
+def _follow(steps: Steps, channel: Channel, deadline: float) -> None:
+    step = next(steps)
+    while True:
+        channel.write(memoryview(step.out), deadline)
+        received = _exactly(channel, step.wanted, deadline)
+        try:
+            step = steps.send(received)
+        except StopIteration:
+            return
+
+
+def _exactly(channel: Channel, size: int, deadline: float) -> bytes:
+    memory = memoryview(bytearray(size))
+    view = memory
+    while view:
+        count = channel.read_some(view, deadline)
+        if not count:
+            raise ProtocolError(_ENDED)
+        view = view[count:]
+    return memory.tobytes()
+
+
+def _explained(error: OSError, address: str, credentials: Credentials) -> OSError:
+    if isinstance(error, AuthenticationError):
+        return AuthenticationError(
+            f"{address}: {error}. The secret of this side is from {credentials.secret.source}: copy that file to the "
+            f"other host (mode 0600), or write the same to {SECRET} or {SECRET_FILE} on both"
+        )
+    if isinstance(error, ssl.SSLEOFError | BrokenPipeError | ConnectionResetError):
+        return ProtocolError(f"{address}: {_ENDED}")
+    if not isinstance(error, ssl.SSLError):
+        return error
+    return AuthenticationError(
+        f"{address}: TLS failed ({error}); use certificates of one authority on both sides, or TLS on neither"
+    )
+
+
+_ENDED = (
+    "it closed the connection during the handshake; it may be that only one side uses TLS, or that it does not accept "
+    "the certificate of this side"
+)

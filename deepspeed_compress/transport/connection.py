@@ -1,0 +1,225 @@
+"""One authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from deepspeed_compress.transport.channel import Channel, keep_alive
+from deepspeed_compress.transport.errors import ConnectionClosedError, ProtocolError
+from deepspeed_compress.transport.frames import HEADER, Head, Limits, decode, encode, sizes
+
+__all__ = ["PIECE", "Buffer", "Connection"]
+
+Buffer = bytes | bytearray | memoryview
+PIECE = 1 << 18
+"""Bytes of a body that are read or written under one deadline."""
+_COUNTED = 1 << 12
+"""Bytes of a head that count as another message."""
+
+
+class Connection:
+    """Sends and receives frames. One thread may receive while others send.
+
+    Every method raises an OSError when the connection is lost, late or in breach of the protocol; it cannot be used any
+    more then. Nothing here waits for the other side longer than `limits.patience`, except `receive` for a new frame.
+
+    Args:
+        channel: the connected socket.
+        limits: of what the other side may send.
+        peer: address of the other side, for messages.
+    """
+
+    def __init__(self, channel: Channel, limits: Limits, peer: str = "") -> None:
+        self.peer, self.limits = peer, limits
+        self.left = 0
+        """Bytes of the body of the last frame that were not read yet."""
+        self._channel = channel
+        self._allowance = _Allowance(limits.rate, limits.burst)
+        self._sending = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """False once this side has noticed that the connection cannot be used any more."""
+        return self._channel.is_open
+
+    @property
+    def own_address(self) -> str:
+        """IP address of this side."""
+        return str(self._channel.socket.getsockname()[0])
+
+    def send(self, head: Head, body: Buffer = b"") -> None:
+        """Send a frame. ValueError if `head` cannot be a head, before anything is sent."""
+        view = memoryview(body).cast("B")
+        self.send_pieces(head, len(view), (view,))
+
+    def send_pieces(self, head: Head, size: int, pieces: Iterable[Buffer]) -> None:
+        """Send a frame whose body of `size` bytes is made while it is sent. ValueError if `pieces` are not as long."""
+        begun = encode(head, size)
+        with self._sending, self._ended_by_errors():
+            self._write(memoryview(begun))
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                size -= len(view)
+                if size < 0:
+                    break
+                for start in range(0, len(view), PIECE):
+                    self._write(view[start : start + PIECE])
+            if size:
+                raise ValueError("the pieces of a body are not as long as was announced")
+
+    def send_encoded(self, frame: bytes) -> None:
+        """Send a whole frame that `frames.encode` made."""
+        with self._sending, self._ended_by_errors():
+            self._write(memoryview(frame))
+
+    def receive(self, timeout: float | None = None, body: int | None = None) -> dict[str, Any] | None:
+        """Return the head of the next frame; None if none begins for `timeout` seconds.
+
+        What is left of the body of the last frame is dropped. The size of the new body is in `left`; read it with
+        `read_body`, `read_into` or `pieces`.
+
+        Args:
+            timeout: seconds; None waits for ever. A frame that has begun must be whole within `limits.patience`.
+            body: most bytes of the body, in place of `limits.body`.
+        """
+        with self._ended_by_errors():
+            for _ in self.pieces():
+                pass
+            self._allowance.wait(lambda: self.is_open)
+            header = memoryview(bytearray(HEADER.size))
+            begun = self._begin(header, timeout)
+            return None if not begun else self._rest_of_head(header, begun, body)
+
+    def arrived(self, wait: float) -> list[dict[str, Any]]:
+        """Return the heads of all frames that have arrived, for the first of which this waits `wait` seconds."""
+        found: list[dict[str, Any]] = []
+        while (head := self.receive(0.0 if found else wait)) is not None:
+            found.append(head)
+        return found
+
+    def read_body(self) -> bytearray:
+        """Return the rest of the body. Its memory grows with what has come, not with what was announced."""
+        found = bytearray()
+        for piece in self.pieces():
+            found += piece
+        return found
+
+    def read_into(self, memory: Buffer) -> None:
+        """Fill `memory` with the next bytes of the body. ProtocolError if there are fewer."""
+        view = memoryview(memory).cast("B")
+        with self._ended_by_errors():
+            if len(view) > self.left:
+                raise ProtocolError(f"a body has {self.left} more bytes (expected: {len(view)})")
+            for start in range(0, len(view), PIECE):
+                self._read(view[start : start + PIECE])
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the rest of the body in pieces of at most `PIECE` bytes. The memory of a piece is used again."""
+        memory = memoryview(bytearray(min(self.left, PIECE)))
+        while self.left:
+            piece = memory[: self.left]
+            self.read_into(piece)
+            yield piece
+
+    def keep_alive(self, silence: float) -> None:
+        """Have the kernel end the connection if the other host is gone for about three times `silence` seconds."""
+        keep_alive(self._channel.socket, silence)
+
+    def has_hung_up(self) -> bool:
+        """Return whether the other side has closed the connection. Does not read."""
+        return self._channel.has_hung_up()
+
+    def end(self) -> None:
+        """End the connection from any thread: a thread that waits for the other side gets an OSError at once."""
+        self._channel.end()
+
+    def close(self) -> None:
+        """End the connection and free its descriptor. For the thread that owns it."""
+        self._channel.close()
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self, header: memoryview, timeout: float | None) -> int:
+        """Read the first bytes of a header, and return how many; 0 if none came in time."""
+        try:
+            count = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
+        except TimeoutError:
+            return 0
+        if not count:
+            raise ConnectionClosedError("the other side has closed the connection")
+        return count
+
+    def _rest_of_head(self, header: memoryview, begun: int, body: int | None) -> dict[str, Any]:
+        deadline = time.monotonic() + self.limits.patience
+        self._read_until(header[begun:], deadline)
+        most = self.limits.body if body is None else body
+        head_size, body_size = sizes(header.tobytes(), self.limits.head, most)
+        head = bytearray()
+        while len(head) < head_size:
+            piece = memoryview(bytearray(min(head_size - len(head), PIECE)))
+            self._read_until(piece, deadline)
+            head += piece
+        self._allowance.spend(1 + head_size / _COUNTED)
+        found = decode(head)
+        self.left = body_size
+        return found
+
+    def _read(self, view: memoryview) -> None:
+        self._read_until(view, time.monotonic() + self.limits.patience)
+        self.left -= len(view)
+
+    def _read_until(self, view: memoryview, deadline: float) -> None:
+        while view:
+            count = self._channel.read_some(view, deadline)
+            if not count:
+                raise ConnectionError("the other side has closed the connection inside a frame")
+            view = view[count:]
+
+    def _write(self, view: memoryview) -> None:
+        self._channel.write(view, time.monotonic() + self.limits.patience)
+
+    def _ended_by_errors(self) -> "_EndedByErrors":
+        return _EndedByErrors(self._channel)
+
+
+class _EndedByErrors:
+    """Ends a channel in whose middle something has failed: the next byte would be taken for another one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and kind is not GeneratorExit:
+            self._channel.end()
+
+
+class _Allowance:
+    """Messages that may still be received now: `burst` at most, `rate` more each second."""
+
+    def __init__(self, rate: float | None, burst: int) -> None:
+        self._rate, self._burst = rate, float(burst)
+        self._left, self._since = float(burst), time.monotonic()
+
+    def spend(self, messages: float) -> None:
+        """May leave less than nothing: the next `wait` is longer then."""
+        self._left -= messages
+
+    def wait(self, goes_on: Callable[[], bool]) -> None:
+        """Wait until a message may be received, or until `goes_on` returns False."""
+        if self._rate is None:
+            return
+        while self._refill(self._rate) <= 0 and goes_on():
+            time.sleep(min(-self._left / self._rate + 0.001, 0.5))
+
+    def _refill(self, rate: float) -> float:
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._since) * rate)
+        self._since = now
+        return self._left

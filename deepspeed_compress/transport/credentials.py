@@ -1,0 +1,26 @@
+"""Everything by which one side convinces the other: the shared secret, and TLS if it is asked for."""
+
+from dataclasses import dataclass
+
+from deepspeed_compress.transport.secret import Secret, find_secret
+from deepspeed_compress.transport.tls import Tls, find_tls
+
+__all__ = ["Credentials"]
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The secret of this user, and the TLS contexts of this side (None without TLS)."""
+
+    secret: Secret
+    tls: Tls | None = None
+
+    @classmethod
+    def find(cls) -> "Credentials":
+        """Return the credentials that the environment and the user's files name. Raises ConfigError."""
+        return cls(find_secret(), find_tls())
+
+    @classmethod
+    def of_this_process(cls) -> "Credentials":
+        """Return credentials that no other process has, for a server whose clients are in the same process."""
+        return cls(Secret.random())

@@ -1,0 +1,129 @@
+"""Mutual proof that both sides know the secret, without sending it: HMAC-SHA256 over nonces of both sides.
+
+    client -> server  hello   magic, version, service, nonce            64 bytes
+    server -> client  hello   magic, version, no service, nonce         64 bytes
+    client -> server  proof   HMAC of "client" and both hellos          32 bytes
+    server -> client  verdict code, service, HMAC of "server", both hellos, code and service
+
+A proof cannot be replayed, because the other side's nonce is fresh, nor reflected, because it names its role. The steps
+are generators without sockets: each yields what to send and how many bytes it wants next.
+"""
+
+import hmac
+import os
+import struct
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError, ProtocolError, ServerBusyError
+
+__all__ = ["VERSION", "Step", "Steps", "client_steps", "server_steps"]
+
+VERSION = 1
+"""Version of the transport. Both sides must have the same one."""
+_MAGIC = b"DSCOMPR\n"
+_NAME = 22
+"""Most bytes of the name of a service."""
+_NONCE = _PROOF = 32
+_HELLO = struct.Struct(f"!8sH{_NAME}s{_NONCE}s")
+_VERDICT = struct.Struct(f"!B{_NAME}s{_PROOF}s")
+_WELCOME, _WRONG_SECRET, _OTHER_SERVICE, _BUSY = range(4)
+
+
+class Step(NamedTuple):
+    """Bytes to send, and the number of bytes to receive after that (0: none, the handshake is over)."""
+
+    out: bytes
+    wanted: int
+
+
+Steps = Generator[Step, bytes, None]
+
+
+def client_steps(key: bytes, service: str) -> Steps:
+    """Prove to a server of `service` that this side knows `key`, and check that the server knows it.
+
+    Raises:
+        AuthenticationError: if one side does not accept the other's proof.
+        OtherServiceError: if the server runs another service.
+        ServerBusyError: if the server has no room for another connection.
+        ProtocolError: if something else, or another version, listens there.
+    """
+    ours = _HELLO.pack(_MAGIC, VERSION, _packed(service), os.urandom(_NONCE))
+    theirs = yield Step(ours, _HELLO.size)
+    _check_version(theirs)
+    if theirs == ours:
+        raise AuthenticationError("the server repeats what it is told")
+    verdict = yield Step(_client_proof(key, ours + theirs), _VERDICT.size)
+    _check_verdict(key, ours + theirs, verdict, service)
+
+
+def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Steps:
+    """Check that a client knows `key`, and prove that this side does. Raises as `client_steps` does."""
+    theirs = yield Step(b"", _HELLO.size)
+    wanted = _service_of(theirs)
+    ours = _HELLO.pack(_MAGIC, VERSION, b"", os.urandom(_NONCE))
+    # The client learns this side's version before the connection ends.
+    proof = yield Step(ours, _PROOF)
+    _check_version(theirs)
+    if not hmac.compare_digest(proof, _client_proof(key, theirs + ours)):
+        yield Step(_VERDICT.pack(_WRONG_SECRET, b"", bytes(_PROOF)), 0)
+        raise AuthenticationError("it has another secret")
+    code = _OTHER_SERVICE if wanted != _packed(service) else _WELCOME if has_room() else _BUSY
+    about = struct.pack(f"!B{_NAME}s", code, _packed(service))
+    yield Step(about + _server_proof(key, theirs + ours, about), 0)
+    if code == _OTHER_SERVICE:
+        raise OtherServiceError(service, _unpacked(wanted))
+    if code == _BUSY:
+        raise ServerBusyError("there are as many connections as the server allows")
+
+
+def _packed(service: str) -> bytes:
+    name = service.encode()
+    if not 0 < len(name) <= _NAME:
+        raise ValueError(f"service {service!r}: has {len(name)} bytes (allowed: 1 to {_NAME})")
+    return name.ljust(_NAME, b"\0")
+
+
+def _unpacked(name: bytes) -> str:
+    return name.rstrip(b"\0").decode(errors="replace")
+
+
+def _service_of(hello: bytes) -> bytes:
+    """Return the packed name of the service in `hello`."""
+    magic, _, service, _ = _HELLO.unpack(hello)
+    if magic != _MAGIC:
+        raise ProtocolError("it does not speak this protocol; something else runs there, or only one side uses TLS")
+    return bytes(service)
+
+
+def _check_version(hello: bytes) -> None:
+    _service_of(hello)
+    version = _HELLO.unpack(hello)[1]
+    if version != VERSION:
+        raise ProtocolError(
+            f"it speaks version {version} of the transport, and this side version {VERSION}; install the same "
+            "release of deepspeed_compress on both"
+        )
+
+
+def _client_proof(key: bytes, hellos: bytes) -> bytes:
+    return hmac.digest(key, b"deepspeed_compress client " + hellos, "sha256")
+
+
+def _server_proof(key: bytes, hellos: bytes, about: bytes) -> bytes:
+    return hmac.digest(key, b"deepspeed_compress server " + hellos + about, "sha256")
+
+
+def _check_verdict(key: bytes, hellos: bytes, verdict: bytes, wanted: str) -> None:
+    code, service, proof = _VERDICT.unpack(verdict)
+    if code == _WRONG_SECRET:
+        raise AuthenticationError("the server has another secret")
+    if not hmac.compare_digest(proof, _server_proof(key, hellos, verdict[: -len(proof)])):
+        raise AuthenticationError("the server does not know the secret")
+    if code == _OTHER_SERVICE:
+        raise OtherServiceError(_unpacked(service), wanted)
+    if code == _BUSY:
+        raise ServerBusyError("the server has as many connections as it allows")
+    if code != _WELCOME:
+        raise ProtocolError(f"the server answers with an unknown code, {code}")

@@ -1,0 +1,31 @@
+"""Lines for people about what others do, at most one in a while: a flood of connections must not fill a log."""
+
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Notices", "ignore"]
+
+
+def ignore(text: str) -> None:
+    """Tell nobody."""
+
+
+class Notices:
+    """Hands lines to `tell`, one in `every` seconds; the next one says how many were left out."""
+
+    def __init__(self, tell: Callable[[str], None], every: float = 5.0) -> None:
+        self._tell, self._every = tell, every
+        self._lock = threading.Lock()
+        self._next, self._left_out = 0.0, 0
+
+    def __call__(self, text: str) -> None:
+        """Tell `text`, or count it."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._left_out += 1
+                return
+            more = f" ({self._left_out} more since the last such line)" if self._left_out else ""
+            self._next, self._left_out = now + self._every, 0
+        self._tell(text + more)

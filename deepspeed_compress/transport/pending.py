@@ -1,0 +1,133 @@
+"""Connections that have not proved anything yet: they cost a socket and a few hundred bytes each, and no thread."""
+
+import selectors
+import socket
+import ssl
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed_compress.transport.handshake import Steps
+
+__all__ = ["PendingConnection", "PendingConnections", "PendingLimits"]
+
+
+@dataclass(frozen=True)
+class PendingLimits:
+    """Most connections that have not proved anything yet, and seconds for each to do so."""
+
+    count: int = 128
+    patience: float = 5.0
+
+
+class PendingConnection:
+    """One connection during TLS and the handshake. Call `step` whenever its socket is ready."""
+
+    def __init__(self, connected: socket.socket, address: str, steps: Steps, deadline: float) -> None:
+        self.socket, self.address, self.deadline = connected, address, deadline
+        self._steps, self._step = steps, next(steps)
+        self.has_greeted = False
+        """Whether it has sent a whole hello of this protocol."""
+        self._received = bytearray()
+        self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
+
+    def step(self) -> int | None:
+        """Go on as far as possible. Return the event of `selectors` to wait for; None if the handshake is over.
+
+        Raises:
+            OSError: if the handshake has failed.
+        """
+        try:
+            if self._tls is not None:
+                self._tls.do_handshake()
+                self._tls = None
+            while self._read():
+                pass
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            return selectors.EVENT_WRITE
+        return None
+
+    def _read(self) -> bool:
+        """Read what the present step wants, and begin the next one. False if there is none."""
+        data = self.socket.recv(self._step.wanted - len(self._received))
+        if not data:
+            raise ConnectionError("it closed the connection before it proved anything")
+        self._received += data
+        if len(self._received) == self._step.wanted:
+            self._step = self._steps.send(bytes(self._received))
+            self.has_greeted = True
+            self._received.clear()
+            # A few bytes into an empty buffer: they are taken at once.
+            self.socket.send(self._step.out)
+        if self._step.wanted:
+            return True
+        # What this raises is the reason that the other side has just been told.
+        next(self._steps, None)
+        return False
+
+
+class PendingConnections:
+    """All unauthenticated connections of a server, at most `limits.count`.
+
+    If there are more, one of the address that has most is closed, the oldest one that has not greeted, else the oldest:
+    a flooder pushes out its own connections. If new ones were refused, it could lock everybody else out.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, limits: PendingLimits) -> None:
+        self._selector, self._limits = selector, limits
+        self._connections: OrderedDict[PendingConnection, None] = OrderedDict()
+        self._of_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._connections
+
+    def add(self, connection: PendingConnection, ready: Callable[[], None]) -> None:
+        """Call `ready` whenever the socket of `connection` is ready."""
+        while len(self._connections) >= self._limits.count:
+            self.drop_one()
+        self._connections[connection] = None
+        self._of_address[connection.address] += 1
+        self._selector.register(connection.socket, selectors.EVENT_READ, ready)
+
+    def wait_for(self, connection: PendingConnection, event: int, ready: Callable[[], None]) -> None:
+        """Wait for another event."""
+        self._selector.modify(connection.socket, event, ready)
+
+    def release(self, connection: PendingConnection) -> None:
+        """Let `connection` go on without the selector; its socket stays open."""
+        self._selector.unregister(connection.socket)
+        del self._connections[connection]
+        self._of_address[connection.address] -= 1
+        if not self._of_address[connection.address]:
+            del self._of_address[connection.address]
+
+    def drop(self, connection: PendingConnection) -> None:
+        """Close `connection`."""
+        self.release(connection)
+        connection.socket.close()
+
+    def drop_one(self) -> None:
+        """Make room for another connection. Do nothing if there is none to drop."""
+        for address, _ in self._of_address.most_common(1):
+            found = [connection for connection in self._connections if connection.address == address]
+            self.drop(next((connection for connection in found if not connection.has_greeted), found[0]))
+
+    def drop_late(self, now: float) -> None:
+        """Drop all whose time to prove something is over."""
+        for connection in [connection for connection in self._connections if connection.deadline <= now]:
+            self.drop(connection)
+
+    def drop_all(self) -> None:
+        """Drop all, at the end of a server."""
+        for connection in list(self._connections):
+            self.drop(connection)
+
+    def deadline(self) -> float:
+        """Return until when a connection that comes now has time."""
+        return time.monotonic() + self._limits.patience

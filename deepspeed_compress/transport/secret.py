@@ -1,0 +1,134 @@
+"""The secret that all processes of a user share, and where it is kept.
+
+As Erlang's cookie, it is a file in the home directory that the first process to need it creates. Where hosts share home
+directories, nothing needs to be done; elsewhere users copy the file or set a variable.
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed_compress.errors import ConfigError
+
+__all__ = ["SECRET", "SECRET_FILE", "Secret", "default_file", "find_secret", "pass_on"]
+
+SECRET = "DS_COMPRESS_SECRET"
+"""Environment variable that holds the secret itself."""
+SECRET_FILE = "DS_COMPRESS_SECRET_FILE"
+"""Environment variable with the path of the file that holds the secret."""
+SHORTEST = 16
+"""Least number of characters of a secret."""
+_LONGEST = 4096
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A shared secret. `source` names the variable or file it came from, for messages."""
+
+    key: bytes = field(repr=False)
+    source: str
+
+    @classmethod
+    def random(cls) -> "Secret":
+        """Return a secret that no other process has, for a server whose clients are in the same process."""
+        return cls(secrets.token_hex(32).encode(), "this process")
+
+
+def default_file() -> Path:
+    """Return the path of this user's secret file, which need not exist."""
+    try:
+        return Path.home() / ".deepspeed_compress" / "secret"
+    except RuntimeError as error:
+        raise ConfigError(f"{SECRET_FILE}: this user has no home directory ({error}); set it or {SECRET}") from error
+
+
+def find_secret() -> Secret:
+    """Return the secret: `DS_COMPRESS_SECRET`, else the file `DS_COMPRESS_SECRET_FILE`, else the user's own file.
+
+    The user's own file is created if it does not exist.
+
+    Raises:
+        ConfigError: if the secret is too short, or its file cannot be read or is not private to this user.
+    """
+    text = os.environ.get(SECRET)
+    if text is not None:
+        return Secret(_checked(text, SECRET), SECRET)
+    named = os.environ.get(SECRET_FILE)
+    file = Path(named) if named else default_file()
+    if not named:
+        _create(file)
+    return Secret(_checked(_read(file), str(file)), str(file))
+
+
+def pass_on(environment: MutableMapping[str, str]) -> None:
+    """Name the file of the secret in `environment`, for child processes, and create it if it does not exist.
+
+    Do nothing if there is no usable file: a child that needs the secret raises the ConfigError that says why.
+    """
+    if SECRET in environment or SECRET_FILE in environment:
+        return
+    with contextlib.suppress(ConfigError):
+        environment[SECRET_FILE] = find_secret().source
+
+
+def _checked(text: str, source: str) -> bytes:
+    text = text.strip()
+    if len(text) < SHORTEST:
+        raise ConfigError(
+            f"{source}: the secret has {len(text)} characters (allowed: at least {SHORTEST}); "
+            "write one with `openssl rand -hex 32`"
+        )
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open(encoding="utf-8", errors="surrogateescape") as stream:
+            _check_private(os.fstat(stream.fileno()), file)
+            return stream.read(_LONGEST)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the secret cannot be read ({error.strerror}); copy the file of the host that has it, or set "
+            f"{SECRET} or {SECRET_FILE}"
+        ) from error
+
+
+def _check_private(found: os.stat_result, file: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{file}: expected a regular file with the secret; write another path to {SECRET_FILE}")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{file}: the secret belongs to user {found.st_uid}, not to this one ({os.geteuid()}); copy it to a file "
+            f"of your own, and write its path to {SECRET_FILE}"
+        )
+    if found.st_mode & _OTHERS:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"{file}: other users can use the secret (mode {mode:04o}); run `chmod 600 {file}`")
+
+
+def _create(file: Path) -> None:
+    """Create `file` with a random secret unless it exists. Others see the whole secret or no file."""
+    if file.exists():
+        return
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(secrets.token_hex(32) + "\n")
+            # A link, unlike a rename, fails if another process was first.
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, file)
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the secret cannot be created ({error.strerror}); set {SECRET}, or write the path of a file with "
+            f"mode 0600 to {SECRET_FILE}"
+        ) from error

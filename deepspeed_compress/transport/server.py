@@ -1,0 +1,239 @@
+"""The server's side: a selector for connections that prove themselves, and a thread for each that has."""
+
+import contextlib
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from deepspeed_compress.transport.channel import Channel, keep_alive
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import ConnectionClosedError, OtherServiceError
+from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
+from deepspeed_compress.transport.handshake import server_steps
+from deepspeed_compress.transport.notices import Notices, ignore
+from deepspeed_compress.transport.pending import PendingConnection, PendingConnections, PendingLimits
+
+__all__ = ["DEFAULT_BOUNDS", "Bounds", "Server", "listen"]
+
+_LOOK = 0.2
+"""Seconds between looks at connections that are late."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors that last until descriptors or memory are free again."""
+_PAUSE = 0.1
+"""Seconds without new connections after such an error."""
+_ENDING = 1.0
+"""Most seconds for which the end of a server waits for threads whose connections it has ended."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds on connections of a server.
+
+    Attributes:
+        connections: Most authenticated connections at once. A client above that gets ServerBusyError.
+        pending: Limits of those that have not proved anything yet.
+        silence: Seconds without a sign of the other host, after three times of which the kernel ends a connection.
+    """
+
+    connections: int = 1024
+    pending: PendingLimits = field(default_factory=PendingLimits)
+    silence: float = 10.0
+
+
+DEFAULT_BOUNDS = Bounds()
+"""As many connections as hosts of a large job."""
+
+
+class Server:
+    """Listens at `host`:`port` as soon as it is made, and serves while `run` runs.
+
+    Args:
+        service: name of the service, at most 22 bytes. A client of another service gets OtherServiceError.
+        serve: called with each authenticated connection, in a thread of its own. The connection is closed when it
+            returns or raises; what it raises ends nothing else.
+        host: address to listen at; "" for all.
+        port: 0 takes a free one, which is `port` then.
+        credentials: of this side.
+        limits: of what clients may send; `Connection.limits` may be set for one of them.
+        bounds: on the number of connections.
+        told: gets lines for people, a few at most, about connections that fail.
+
+    Raises:
+        OSError: if the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        serve: Callable[[Connection], None],
+        host: str,
+        port: int,
+        credentials: Credentials,
+        limits: Limits = DEFAULT_LIMITS,
+        bounds: Bounds = DEFAULT_BOUNDS,
+        told: Callable[[str], None] = ignore,
+    ) -> None:
+        self._service, self._serve, self._credentials = service, serve, credentials
+        self._limits, self._bounds, self._told = limits, bounds, Notices(told)
+        self._listener = listen(host, port)
+        self.port = int(self._listener.getsockname()[1])
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._drain: float | None = None
+        self._threads: dict[Connection, threading.Thread] = {}
+        self._change = threading.Condition()
+
+    def run(self, ready: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop`, and close the server at the end.
+
+        Args:
+            ready: called when clients can connect.
+            ending: called at the end, before connections are ended, such as to flush what they are to hear.
+        """
+        with selectors.DefaultSelector() as selector:
+            pending = PendingConnections(selector, self._bounds.pending)
+            selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, pending))
+            selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+            try:
+                ready()
+                while self._drain is None:
+                    for key, _ in selector.select(_LOOK):
+                        key.data()
+                    pending.drop_late(time.monotonic())
+            finally:
+                pending.drop_all()
+                self.close()
+                ending()
+                self._end_connections()
+
+    def stop(self, drain: float = 0.0) -> None:
+        """End `run`. From any thread, and from a signal handler; does not wait.
+
+        Args:
+            drain: seconds for which connections may go on that have been authenticated. Nobody else is let in.
+        """
+        self._drain = drain
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        """Close the sockets of a server that does not run here, such as the copy that a fork has left behind."""
+        for one in (self._listener, self._waker, self._woken):
+            one.close()
+
+    @property
+    def connections(self) -> int:
+        """Number of authenticated connections."""
+        return len(self._threads)
+
+    def _accept(self, pending: PendingConnections) -> None:
+        try:
+            connected, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._told(f"a connection could not be accepted ({error})")
+            if error.errno in _EXHAUSTED:
+                pending.drop_one()
+                time.sleep(_PAUSE)
+            return
+        try:
+            one = self._prepare(connected, str(address[0]), pending.deadline())
+        except OSError:
+            connected.close()
+            return
+        pending.add(one, partial(self._step, one, pending))
+
+    def _prepare(self, connected: socket.socket, address: str, deadline: float) -> PendingConnection:
+        connected.setblocking(False)
+        keep_alive(connected, self._bounds.silence)
+        tls = self._credentials.tls
+        if tls is not None:
+            connected = tls.server.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        steps = server_steps(self._credentials.secret.key, self._service, self._has_room)
+        return PendingConnection(connected, address, steps, deadline)
+
+    def _has_room(self) -> bool:
+        return len(self._threads) < self._bounds.connections
+
+    def _step(self, one: PendingConnection, pending: PendingConnections) -> None:
+        if one not in pending:
+            # An earlier event of this turn has dropped it.
+            return
+        try:
+            event = one.step()
+        except OSError as error:
+            self._refuse(one, error)
+            pending.drop(one)
+            return
+        if event is not None:
+            pending.wait_for(one, event, partial(self._step, one, pending))
+            return
+        pending.release(one)
+        self._begin(Connection(Channel(one.socket), self._limits, one.address))
+
+    def _refuse(self, one: PendingConnection, error: OSError) -> None:
+        source = self._credentials.secret.source
+        if not isinstance(error, OtherServiceError):
+            self._told(f"refused a connection from {one.address}: {error} (the secret here is from {source})")
+
+    def _begin(self, connection: Connection) -> None:
+        thread = threading.Thread(target=self._attend, args=(connection,), daemon=True)
+        with self._change:
+            self._threads[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._told(f"a connection from {connection.peer} was closed: {error}")
+            self._forget(connection)
+
+    def _attend(self, connection: Connection) -> None:
+        try:
+            self._serve(connection)
+        except ConnectionClosedError:
+            pass
+        except Exception as error:
+            if self._drain is None:
+                # Whatever one client makes a service raise ends the connection of this client alone.
+                self._told(f"a connection from {connection.peer} was closed: {type(error).__name__}: {error}")
+        finally:
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        connection.close()
+        with self._change:
+            self._threads.pop(connection, None)
+            self._change.notify_all()
+
+    def _end_connections(self) -> None:
+        """Wait while connections may go on, then end the rest without waiting for anybody's answer."""
+        with self._change:
+            self._change.wait_for(lambda: not self._threads, self._drain or 0.0)
+            left = list(self._threads)
+        for connection in left:
+            connection.end()
+        with self._change:
+            self._change.wait_for(lambda: not self._threads, _ENDING)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening, non-blocking socket; at all addresses, of IPv6 too if there are any, for `host` ""."""
+    if not host:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listening = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    else:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    listening.setblocking(False)
+    return listening
+
+
+_BACKLOG = 256

@@ -1,0 +1,91 @@
+"""Servers of the transport in a thread, and what is needed to talk to them badly."""
+
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import DEFAULT_LIMITS, Limits
+from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.server import DEFAULT_BOUNDS, Bounds, Server
+
+SERVICE = "echo"
+CREDENTIALS = Credentials(Secret(b"a secret of the tests of the transport", "the tests"))
+
+
+def echo(connection: Connection) -> None:
+    """Answer every frame with itself, until the connection ends."""
+    while True:
+        head = connection.receive()
+        assert head is not None
+        connection.send(head, connection.read_body())
+
+
+@contextlib.contextmanager
+def serving(
+    serve: Callable[[Connection], None] = echo,
+    credentials: Credentials = CREDENTIALS,
+    limits: Limits = DEFAULT_LIMITS,
+    bounds: Bounds = DEFAULT_BOUNDS,
+    told: Callable[[str], None] = lambda text: None,
+) -> Iterator[Server]:
+    """A server that runs in a thread, and has to end within two seconds."""
+    server = Server(SERVICE, serve, "127.0.0.1", 0, credentials, limits, bounds, told)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+    thread.start()
+    assert ready.wait(10), "the server does not start"
+    try:
+        yield server
+    finally:
+        begun = time.monotonic()
+        server.stop()
+        thread.join(10)
+        assert time.monotonic() - begun < 2, "the server waits for others at its end"
+
+
+def connected(
+    server: Server, credentials: Credentials = CREDENTIALS, limits: Limits = DEFAULT_LIMITS, timeout: float = 5.0
+) -> Connection:
+    return connect(f"127.0.0.1:{server.port}", SERVICE, credentials, timeout, limits)
+
+
+def plain(server: Server) -> socket.socket:
+    """A connection that has proved nothing."""
+    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not in {seconds} s"
+        time.sleep(0.01)
+
+
+def make_certificates(directory: Path) -> dict[str, str]:
+    """PEM files, by name: two authorities, and a certificate with its key that each has signed."""
+    found = {}
+    for authority, member in (("authority", "member"), ("other_authority", "stranger")):
+        ca, key = directory / f"{authority}.pem", directory / f"{authority}.key"
+        _openssl("req", "-x509", *_NEW, "-keyout", key, "-out", ca, "-subj", f"/CN={authority}", "-days", "2")
+        signed, own, request = (directory / f"{member}.{end}" for end in ("crt", "key", "csr"))
+        _openssl("req", *_NEW, "-keyout", own, "-out", request, "-subj", f"/CN={member}")
+        signing = ("-CA", ca, "-CAkey", key, "-CAcreateserial", "-days", "2")
+        _openssl("x509", "-req", "-in", request, "-out", signed, *signing)
+        both = directory / f"{member}.pem"
+        both.write_text(signed.read_text() + own.read_text())
+        found |= {authority: str(ca), member: str(both)}
+    return found
+
+
+_NEW = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)

@@ -1,0 +1,143 @@
+"""What a head may be, and sizes that are checked before anything is allocated."""
+
+import json
+import random
+import string
+
+import pytest
+
+from deepspeed_compress.transport.errors import ProtocolError
+from deepspeed_compress.transport.fields import (
+    a_boolean,
+    a_mapping,
+    a_number,
+    a_text,
+    an_integer,
+    check_message,
+    every,
+    optional,
+)
+from deepspeed_compress.transport.frames import DEPTH, HEADER, decode, encode, sizes
+
+
+def nested(levels: int) -> bytes:
+    return b'{"kind":"x","a":' + b"[" * levels + b"]" * levels + b"}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"kind"',
+        b"{}",
+        b'{"kind": 1}',
+        b'{"kind": null}',
+        b'{"kind": "x", "a": NaN}',
+        b'{"kind": "x", "a": Infinity}',
+        b'{"kind": "x", "a": -Infinity}',
+        b'{"kind": "x", "a": 1e999}',
+        b'{"kind": "x", "a": 9223372036854775808}',
+        b'{"kind": "x", "a": -9223372036854775808}',
+        b'{"kind": "x", "a": ' + b"1" * 4300 + b"}",
+        b'{"kind": "x", "a": ' + b"1" * 100_000 + b"}",
+        b'{"kind": "x\\ud800"}',
+        b'{"kind": "x", "\\udfff": 1}',
+        b'{"kind": "x", "a": ["\\ud83d"]}',
+        b'{"kind": "x", "a": "\xff"}',
+        b'{"kind": "x", "a": "\xed\xa0\x80"}',
+        b'{"kind": "x"} {"kind": "x"}',
+        b'{"kind": "x"',
+        nested(DEPTH),
+        nested(900),
+        nested(100_000),
+        b'{"kind":' * 50_000,
+    ],
+    ids=lambda text: repr(text[:30]),
+)
+def test_a_malformed_head_is_one_error(text: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(text)
+
+
+def test_what_is_sent_is_what_is_read() -> None:
+    head = {"kind": "x", "a": [1, -2.5, None, True, "ü \\ud800 \U0001f600"], "b": {"c": {}}, "n": (1 << 63) - 1}
+    text = encode(head, 7)
+    assert sizes(text[: HEADER.size], 1000, 7) == (len(text) - HEADER.size, 7)
+    assert decode(text[HEADER.size :]) == head
+    assert decode(nested(DEPTH - 1))["kind"] == "x"
+    assert decode(b'{"kind": "\\ud83d\\ude00"}') == {"kind": "\U0001f600"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800", float("inf")])
+def test_what_would_be_refused_is_not_sent(value: object) -> None:
+    with pytest.raises(ValueError, match=r"Out of range|surrogates not allowed"):
+        encode({"kind": "x", "a": value})
+
+
+@pytest.mark.parametrize(("head", "body"), [(11, 0), (10, 21), (2**32 - 1, 0), (0, 2**64 - 1)])
+def test_sizes_above_the_limits_are_refused(head: int, body: int) -> None:
+    with pytest.raises(ProtocolError, match="allowed: 10 and 20"):
+        sizes(HEADER.pack(b"DSCF", head, body), 10, 20)
+
+
+def test_random_bytes_never_raise_anything_else() -> None:
+    draw = random.Random(0)
+    for _ in range(5000):
+        text = "".join(draw.choices('{}[]":,\\u0d8kind1eE+-.' + string.ascii_letters, k=draw.randrange(60)))
+        for raw in (text.encode(), b'{"kind":"x","a":' + text.encode() + b"}", draw.randbytes(20)):
+            try:
+                assert isinstance(decode(raw)["kind"], str)
+            except ProtocolError:
+                continue
+
+
+TABLE = {
+    "join": {
+        "name": a_text(8, least=1),
+        "slots": every(an_integer(0, 9), 3),
+        "silent": optional(a_number(0.0)),
+        "terms": a_mapping,
+        "ok": a_boolean,
+    },
+    "beat": {},
+}
+GOOD = {"kind": "join", "name": "n", "slots": [0, 9], "silent": 1.5, "terms": {}, "ok": False}
+
+
+def test_a_message_that_fits_its_table_passes() -> None:
+    check_message(GOOD, TABLE)
+    check_message({**GOOD, "silent": None, "slots": [], "more": 1}, TABLE)
+    check_message({"kind": "beat"}, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kind", "jion"),
+        ("name", ""),
+        ("name", "x" * 9),
+        ("name", 1),
+        ("name", None),
+        ("slots", [0, True]),
+        ("slots", [10]),
+        ("slots", [-1]),
+        ("slots", [1.0]),
+        ("slots", [1] * 4),
+        ("slots", {"0": 1}),
+        ("silent", -0.1),
+        ("silent", "1"),
+        ("silent", True),
+        ("terms", []),
+        ("ok", 1),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(name: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=name):
+        check_message({**GOOD, name: value}, TABLE)
+
+
+def test_json_has_no_other_way_to_write_a_surrogate() -> None:
+    """`decode` looks for escapes alone."""
+    assert b"\\u" in json.dumps("\ud800").encode()

@@ -1,0 +1,424 @@
+"""Connections over sockets: frames both ways, limits, deadlines, floods, and ends that wait for nobody."""
+
+import os
+import random
+import resource
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from deepspeed_compress.transport import frames
+from deepspeed_compress.transport.client import connect, parse_address
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import (
+    AuthenticationError,
+    ConnectionClosedError,
+    OtherServiceError,
+    ServerBusyError,
+)
+from deepspeed_compress.transport.frames import HEADER, Limits, encode
+from deepspeed_compress.transport.outgoing import Outgoing
+from deepspeed_compress.transport.pending import PendingLimits
+from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.server import Bounds, Server
+from deepspeed_compress.transport.tls import Tls
+from tests.support.transport import CREDENTIALS, SERVICE, connected, make_certificates, plain, serving, until
+
+MEGABYTE = 1 << 20
+ENDED = "closed|reset|Broken pipe"
+
+
+def test_frames_travel_both_ways_whole() -> None:
+    draw = random.Random(0)
+    limits = Limits(body=4 * MEGABYTE)
+    with serving(limits=limits) as server, connected(server, limits=limits) as there:
+        for size in (0, 1, 1000, 3 * MEGABYTE + 17):
+            body = draw.randbytes(size)
+            there.send({"kind": "x", "size": size}, body)
+            assert there.receive(5) == {"kind": "x", "size": size}
+            assert there.left == size
+            assert there.read_body() == body
+        there.send_pieces({"kind": "y"}, 6, iter([b"ab", b"", b"cdef"]))
+        there.receive(5)
+        memory = bytearray(4)
+        there.read_into(memory)
+        assert (memory, there.left) == (b"abcd", 2)
+        there.send({"kind": "z"})
+        assert there.receive(5) == {"kind": "z"}, "what is left of a body is dropped"
+
+
+def test_nothing_comes_in_time_and_the_connection_lives_on() -> None:
+    with serving() as server, connected(server) as there:
+        assert there.receive(0.05) is None
+        there.send({"kind": "x"})
+        assert there.receive(5) == {"kind": "x"}
+
+
+def test_arrived_messages_come_together() -> None:
+    with serving() as server, connected(server) as there:
+        assert there.arrived(0.01) == []
+        for number in range(3):
+            there.send({"kind": "x", "number": number})
+        found: list[int] = []
+        until(lambda: bool(found.extend(one["number"] for one in there.arrived(0.1)) or len(found) == 3))
+        assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tampered", [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(b"DSCF", 2**32 - 1, 0), b"\0" * 500])
+def test_what_is_not_a_frame_ends_its_connection_alone(tampered: bytes) -> None:
+    with serving() as server, connected(server) as there, connected(server) as other:
+        there._channel.write(memoryview(tampered), time.monotonic() + 5)
+        with pytest.raises(OSError, match=ENDED):
+            there.receive(5)
+        other.send({"kind": "x"})
+        assert other.receive(5) == {"kind": "x"}
+
+
+def test_a_body_that_is_only_announced_allocates_nothing() -> None:
+    limits = Limits(head=frames.DEFAULT_LIMITS.head, body=1 << 40)
+    with serving(limits=limits) as server:
+        tracemalloc.start()
+        try:
+            for head, body in ((MEGABYTE, 0), (0, 1 << 40)):
+                there = connected(server)
+                text = b"" if head else encode({"kind": "x"}, body)
+                there._channel.write(memoryview(text or HEADER.pack(b"DSCF", head, body)), time.monotonic() + 5)
+                time.sleep(0.2)
+                there.close()
+            assert tracemalloc.get_traced_memory()[1] < 2 * MEGABYTE
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_frame_that_has_begun_must_end() -> None:
+    with serving(limits=Limits(patience=0.3)) as server:
+        there = connected(server)
+        there._channel.write(memoryview(encode({"kind": "x"})[:-1]), time.monotonic() + 5)
+        begun = time.monotonic()
+        with pytest.raises(OSError, match=ENDED):
+            there.receive(5)
+        assert 0.2 < time.monotonic() - begun < 3
+        there.close()
+
+
+def test_a_trickle_of_bytes_does_not_renew_the_deadline_of_a_head() -> None:
+    with serving(limits=Limits(patience=0.5)) as server:
+        there = connected(server)
+        begun, frame = time.monotonic(), encode({"kind": "x" * 500})
+        with pytest.raises(OSError, match=ENDED):
+            trickle(there, frame)
+        assert time.monotonic() - begun < 3
+        there.close()
+
+
+def trickle(connection: Connection, data: bytes) -> None:
+    for byte in data:
+        connection._channel.write(memoryview(bytes([byte])), time.monotonic() + 1)
+        time.sleep(0.05)
+
+
+def test_a_write_that_nobody_reads_ends_in_time() -> None:
+    silent = threading.Event()
+    with serving(lambda connection: bool(silent.wait(10)) or None) as server:
+        there = connected(server, limits=Limits(patience=0.3))
+        with pytest.raises(TimeoutError):
+            there.send({"kind": "x"}, bytes(64 * MEGABYTE))
+        assert not there.is_open
+        there.close()
+        silent.set()
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_pieces_of_another_length_end_the_connection(size: int) -> None:
+    with serving(limits=Limits(body=10)) as server, connected(server) as there:
+        with pytest.raises(ValueError, match="not as long as was announced"):
+            there.send_pieces({"kind": "x"}, 6, [bytes(size)])
+        assert not there.is_open
+
+
+def test_a_wrong_secret_says_which_file_to_copy() -> None:
+    told: list[str] = []
+    wrong = Credentials(Secret(b"another secret of somebody else", "/home/me/.deepspeed_compress/secret"))
+    with serving(told=told.append) as server:
+        with pytest.raises(AuthenticationError) as caught:
+            connected(server, wrong)
+        assert "has another secret" in str(caught.value)
+        assert "/home/me/.deepspeed_compress/secret" in str(caught.value)
+        assert "DS_COMPRESS_SECRET_FILE" in str(caught.value)
+        until(lambda: len(told) == 1)
+        assert "refused a connection from 127.0.0.1: it has another secret (the secret here is from the tests)" in told
+        assert server.connections == 0
+
+
+def test_another_service_and_a_full_server_are_told() -> None:
+    with serving(bounds=Bounds(connections=1)) as server:
+        with pytest.raises(OtherServiceError):
+            connect(f"127.0.0.1:{server.port}", "other", CREDENTIALS)
+        with connected(server), pytest.raises(ServerBusyError):
+            connected(server)
+        until(lambda: server.connections == 0)
+        connected(server).close()
+
+
+def test_something_else_that_listens_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            connect(f"127.0.0.1:{port}", SERVICE, CREDENTIALS, timeout=0.2)
+        assert time.monotonic() - begun < 3
+
+
+def test_unauthenticated_connections_are_few_and_short_lived() -> None:
+    with serving(bounds=Bounds(pending=PendingLimits(8, 3.0))) as server:
+        flood = [plain(server) for _ in range(30)]
+        with connected(server) as there:
+            there.send({"kind": "x"})
+            assert there.receive(5) == {"kind": "x"}
+        assert threading.active_count() < 20
+        assert sum(map(is_closed, flood)) >= 22
+        until(lambda: all(map(is_closed, flood)), 6)
+        for one in flood:
+            one.close()
+
+
+def is_closed(there: socket.socket) -> bool:
+    there.settimeout(0.01)
+    try:
+        return there.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_flooder_does_not_lock_an_honest_client_out() -> None:
+    """It opens connections as fast as it can, says half a hello on some, and random bytes on others."""
+    bounds, end = Bounds(pending=PendingLimits(32, 2.0)), threading.Event()
+    with serving(bounds=bounds) as server:
+        flooders = [threading.Thread(target=flood, args=(server, end, seed)) for seed in range(2)]
+        for one in flooders:
+            one.start()
+        try:
+            for _ in range(20):
+                with connected(server) as there:
+                    there.send({"kind": "x"})
+                    assert there.receive(5) == {"kind": "x"}
+        finally:
+            end.set()
+            for one in flooders:
+                one.join()
+
+
+def flood(server: Server, end: threading.Event, seed: int) -> None:
+    draw, kept = random.Random(seed), []
+    while not end.is_set():
+        try:
+            one = plain(server)
+            one.sendall(draw.choice([b"", b"DSCOMPR\n\0\1", draw.randbytes(64), draw.randbytes(5000)]))
+        except OSError:
+            continue
+        kept.append(one)
+        if len(kept) > 50:
+            kept.pop(0).close()
+    for one in kept:
+        one.close()
+
+
+def test_an_end_waits_for_nobody() -> None:
+    """`serving` checks that: one that has proved nothing, one that is silent, one that does not read."""
+    held: list[Connection] = []
+
+    def answer(connection: Connection) -> None:
+        connection.receive()
+        connection.send({"kind": "x"}, bytes(64 * MEGABYTE))
+
+    with serving(answer) as server:
+        silent, unread = plain(server), connected(server)
+        held.extend([connected(server), unread])
+        unread.send({"kind": "x"})
+        time.sleep(0.2)
+    silent.close()
+    for one in held:
+        one.close()
+
+
+def test_an_end_lets_a_call_finish_that_has_begun() -> None:
+    begun, ended = threading.Event(), []
+
+    def slow(connection: Connection) -> None:
+        connection.receive()
+        begun.set()
+        time.sleep(0.4)
+        connection.send({"kind": "done"})
+        ended.append(connection)
+
+    server = Server(SERVICE, slow, "127.0.0.1", 0, CREDENTIALS)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    with connected(server) as there:
+        there.send({"kind": "x"})
+        assert begun.wait(5)
+        server.stop(drain=5.0)
+        assert there.receive(5) == {"kind": "done"}
+    thread.join(2)
+    assert not thread.is_alive()
+    assert len(ended) == 1
+    with pytest.raises(ConnectionRefusedError):
+        plain(server)
+
+
+def test_an_error_of_a_service_ends_one_connection_and_is_told() -> None:
+    told: list[str] = []
+
+    def fail(connection: Connection) -> None:
+        head = connection.receive()
+        assert head is not None
+        connection.send({"kind": head["missing"]})
+
+    with serving(fail, told=told.append) as server:
+        with connected(server) as there:
+            there.send({"kind": "x"})
+            with pytest.raises(OSError, match=ENDED):
+                there.receive(5)
+        until(lambda: told != [])
+        assert told[0].endswith("was closed: KeyError: 'missing'")
+        with connected(server) as there:
+            there.send({"kind": "x", "missing": "y"})
+            assert there.receive(5) == {"kind": "y"}
+
+
+def test_one_that_floods_is_slowed_down() -> None:
+    with serving(limits=Limits(rate=100.0, burst=20)) as server, connected(server) as there:
+        begun = time.monotonic()
+        for _ in range(60):
+            there.send({"kind": "x"})
+        for _ in range(60):
+            assert there.receive(5) == {"kind": "x"}
+        assert 0.3 < time.monotonic() - begun < 3
+
+
+def test_a_client_that_reads_nothing_is_disconnected_before_memory_fills() -> None:
+    kept: list[Outgoing] = []
+
+    def talk(connection: Connection) -> None:
+        kept.append(Outgoing(connection, count=10_000, size=MEGABYTE))
+        while kept[0].put({"kind": "x", "text": "y" * 10_000}):
+            pass
+        assert connection.receive() is None
+
+    with serving(talk) as server, connected(server) as there:
+        until(lambda: bool(kept) and server.connections == 0)
+        assert kept[0]._bytes <= MEGABYTE + 20_000
+        assert there.is_open
+
+
+def test_queued_messages_are_written_in_order_before_a_flush_ends() -> None:
+    def talk(connection: Connection) -> None:
+        queue = Outgoing(connection)
+        for number in range(100):
+            assert queue.put({"kind": "x", "number": number})
+        queue.flush(5.0)
+        queue.end()
+
+    with serving(talk) as server, connected(server) as there:
+        assert [(there.receive(5) or {})["number"] for _ in range(100)] == list(range(100))
+        with pytest.raises(ConnectionClosedError):
+            there.receive(5)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[list[int]]:
+    """Takes all descriptors below 1,100."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, before[1]), before[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1100:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+    yield taken
+    for one in taken:
+        os.close(one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_descriptors_of_any_number_work(many_descriptors: list[int]) -> None:
+    with serving() as server, connected(server) as there:
+        assert there._channel.socket.fileno() > 1023
+        there.send({"kind": "x"})
+        assert there.receive(5) == {"kind": "x"}
+        assert not there.has_hung_up()
+    assert there.has_hung_up()
+
+
+def test_a_server_without_descriptors_lets_others_in_again(many_descriptors: list[int]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server:
+        waiting = socket.socket()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, before[1]))
+        waiting.connect(("127.0.0.1", server.port))
+        used = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - used < 0.3, "it does not spin"
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        with connected(server) as there:
+            there.send({"kind": "x"})
+            assert there.receive(5) == {"kind": "x"}
+        waiting.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("localhost:1", ("localhost", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:7", ("::1", 7))],
+)
+def test_addresses(address: str, expected: tuple[str, int]) -> None:
+    assert parse_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["", "here", "here:", ":1", "here:65536", "::1:7", "a b:1", "here:-1"])
+def test_what_is_no_address_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="is not an address"):
+        parse_address(address)
+
+
+def test_certificates_of_one_authority_are_accepted_and_no_others(tmp_path) -> None:
+    files = make_certificates(tmp_path)
+    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
+    stranger = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["authority"]))
+    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
+    wrong = Credentials(Secret(b"another secret of somebody", "a test"), member.tls)
+    body = random.Random(0).randbytes(3 * MEGABYTE)
+    limits = Limits(body=len(body))
+    with serving(credentials=member, limits=limits) as server:
+        with connected(server, member, limits) as there:
+            sender = threading.Thread(target=there.send, args=({"kind": "x"}, body))
+            # Both ways at once, which OpenSSL by itself does not allow.
+            sender.start()
+            assert there.receive(5) == {"kind": "x"}
+            assert there.read_body() == body
+            sender.join()
+        for other in (elsewhere, wrong):
+            with pytest.raises(AuthenticationError):
+                connected(server, other)
+        for unknown in (stranger, CREDENTIALS):
+            # The reason, which the server sends in TLS 1.3 after the client has begun to talk, may be lost.
+            with pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
+                connected(server, unknown)
+        with connected(server, member) as there:
+            there.send({"kind": "x"})
+            assert there.receive(5) == {"kind": "x"}
+    with serving() as server, pytest.raises(OSError, match=r"only one side uses TLS, or|TLS failed"):
+        connected(server, member)
+
+
+def test_an_authority_is_asked_for_by_both_sides(tmp_path) -> None:
+    """A client does not talk to a server of another authority either."""
+    files = make_certificates(tmp_path)
+    elsewhere = Credentials(CREDENTIALS.secret, Tls.load(files["stranger"], files["other_authority"]))
+    member = Credentials(CREDENTIALS.secret, Tls.load(files["member"], files["authority"]))
+    with serving(credentials=elsewhere) as server, pytest.raises(AuthenticationError, match="one authority"):
+        connected(server, member)
