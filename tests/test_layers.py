@@ -73,7 +73,7 @@ TABLE = {
     "services": allow(),
     "services.agent": allow("services.rendezvous.wire"),
     "services.agent.directory": allow(),
-    "services.agent.nursery": allow("services.agent.lines", lazily="config engine.initialize integrations.run torch"),
+    "services.agent.nursery": allow("services.agent.lines", lazily="config integrations.run torch"),
     "services.agent.placement": allow(),
     "services.agent.signs": allow(),
     "services.agent.sizes": allow("config"),
@@ -113,16 +113,18 @@ TABLE = {
     ),
     "training.data": allow("errors", "numpy tokenizers"),
     "integrations": allow(
-        "services.agent.signs checkpoints.files config engine errors monitor session",
+        "services.agent.signs checkpoints.files config engine.islands.elastic errors monitor session",
         "accelerate deepspeed torch transformers",
     ),
+    "integrations.install": allow("integrations", lazily="deepspeed engine.initialize"),
+    "integrations.run": allow("config errors integrations", lazily="session"),
     "integrations.at_exit": allow("errors"),
+    "integrations.importing": allow(),
     "integrations.plain": allow(
-        "adapters.sessions errors integrations.followed integrations.replacing",
-        "torch",
-        lazily="accelerate transformers",
+        "errors integrations.importing integrations.replacing",
+        lazily="accelerate adapters integrations.followed torch transformers",
     ),
-    "integrations.followed": allow("adapters errors", "torch"),
+    "integrations.followed": allow("errors session.copies", "torch", lazily="adapters"),
     "services.rendezvous": allow("errors"),
     "services.parameter_server": allow(
         "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
@@ -170,7 +172,8 @@ TABLE = {
         lazily="integrations matplotlib",
     ),
     "tools.tune.options": allow("tools.arguments"),
-    "tools.tune.rank": allow("config errors integrations monitor tools.tune.trials", "torch deepspeed"),
+    "tools.tune.rank": allow("errors integrations", lazily="tools.tune.recorder"),
+    "tools.tune.recorder": allow("config errors integrations monitor tools.tune.trials", "torch deepspeed"),
     "cli": allow("__init__ errors"),
 }
 """Rows of a room hold for its modules, but those with a row of their own."""

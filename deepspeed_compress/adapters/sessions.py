@@ -138,8 +138,9 @@ def attach_session(
     ranks of its group must call it."""
     group = exchanged.group
     session = make_session(exchanged, section, document, writes=group.rank() == 0)
-    steps = Steps(session, optimizer, scaler)
-    steps.begin(0)
+    with session.patches.undone_on_error():
+        steps = Steps(session, optimizer, scaler)
+        steps.begin(0)
     return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
 
 
