@@ -18,6 +18,8 @@ from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.foreign_warnings import hide_foreign_warnings
+from deepspeed_compress.integrations.failing import tell_failures
 from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
@@ -42,11 +44,13 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(USAGE)
     if not _has_launcher(os.environ):
         _be_alone(os.environ)
+    hide_foreign_warnings()
     install(section)
     methods = _watch()
     sys.argv = [given[0], *injected, *given[1:]]
     try:
-        _run(given[0], module)
+        with tell_failures():
+            _run(given[0], module)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
