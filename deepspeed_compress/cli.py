@@ -1,6 +1,7 @@
 """The command `ds-compress`. Each subcommand is a row of a table; its modules are imported when it is called."""
 
 import argparse
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage, 130 Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files, and what stands in them, may hold what no encoding can write.
+        sys.stdout.reconfigure(errors="backslashreplace")
     command = next((command for command in COMMANDS if [command.name] == given[:1]), None)
     options, unknown = _parser(command).parse_known_args(_separated(given, command))
     if unknown:

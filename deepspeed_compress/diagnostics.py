@@ -20,6 +20,7 @@ __all__ = [
     "at_key",
     "at_steps",
     "pointer",
+    "printable",
     "write",
 ]
 
@@ -32,8 +33,13 @@ Path = tuple[str | int, ...]
 
 
 def pointer(path: Iterable[str | int]) -> str:
-    """JSON pointer (RFC 6901) of a path of keys and indices."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    """Return the JSON pointer (RFC 6901) of a path of keys and indices."""
+    return printable("".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path))
+
+
+def printable(text: str) -> str:
+    """Return `text` with lone surrogates, which no encoding can write, as JSON spells them: `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,10 +110,10 @@ if [[ "$venv" == /* ]]; then
     export PATH="$venv/bin:$PATH"
 fi
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# Two things are compiled at the first start. A build that was killed leaves a lock on which all later ones would wait.
+# Two things are compiled at the first start. A build that was killed leaves a lock that all later ones would wait for.
 TORCH_EXTENSIONS_DIR=$(cd "$venv" && pwd)/torch_extensions
 export TORCH_EXTENSIONS_DIR
-find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
+python -m deepspeed_compress.engine.builds --clear-locks
 
 say "corpus"
 python -m deepspeed_compress.training.data data/shakespeare

@@ -66,7 +66,8 @@ def test_nothing_in_it_is_wrong_or_without_effect(name: str) -> None:
 
 
 def test_the_catalogue_has_a_row_for_every_file() -> None:
-    assert sorted(rows("file")) == FILES
+    different = sorted(set(rows("file")) ^ set(FILES))
+    assert sorted(rows("file")) == FILES, f"each file of configs/ needs a row in configs/README.md: {different} differ"
     assert sorted(rows("model")) == [f"models/{name}" for name in MODELS]
 
 

@@ -120,7 +120,10 @@ def test_every_key_of_the_schema_is_documented_with_its_default() -> None:
     documented = {(row.key, row.default) for row in ROWS}
     shown = {key for key in KEYS if (key.name, key.default) in documented}
     rest = {key for key in KEYS - shown if not {replace(key, name=name) for name in copied(key.name)} & shown}
-    assert sorted({(key.name, key.default) for key in rest}) == []
+    missing = sorted({(key.name, key.default) for key in rest})
+    assert missing == [], (
+        f"add a row | `key` | type | default | meaning | to docs/configuration.md for each of {missing}"
+    )
 
 
 def test_no_row_says_what_the_schema_does_not() -> None:
@@ -129,7 +132,7 @@ def test_no_row_says_what_the_schema_does_not() -> None:
         known.setdefault((key.name, key.default), set()).add(key.method)
     wrong = {row for row in ROWS if row.methods not in (None, known.get((row.key, row.default), {"unknown"}))}
     wrong |= {row for row in ROWS if (row.key, row.default) not in known}
-    assert wrong == set()
+    assert wrong == set(), f"docs/configuration.md has rows that the schema does not: correct or remove {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("method", sorted(ALL_METHODS))
@@ -156,7 +159,10 @@ def test_bits_of_an_element_are_those_of_the_payload(method: str) -> None:
 
 def test_rows_that_methods_refer_to_are_in_the_measured_table() -> None:
     linked = set(re.findall(r"\[`([^`]+)`\]\(#measured\)", METHODS_PAGE))
-    assert linked == set(SETTINGS)
+    assert linked == set(SETTINGS), (
+        "the measured table of docs/methods.md and SETTINGS of its program differ in "
+        f"{sorted(linked ^ set(SETTINGS))}: each needs a setting there and a row here"
+    )
 
 
 def test_everything_planned_is_listed() -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from deepspeed_compress.adapters.announce import announce
 from deepspeed_compress.adapters.limits import find_common_limits, find_foreign_optimizer, refuse
+from deepspeed_compress.adapters.optimizers import unwrap
 from deepspeed_compress.adapters.plan import Batch, Plan
 from deepspeed_compress.adapters.sessions import Attached, Config, Target, attach_session, read_section
 from deepspeed_compress.adapters.steps import Scaler
@@ -28,6 +29,7 @@ from deepspeed_compress.config import SECTION, CompressConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.announced import gradient_texts
+from deepspeed_compress.session.copies import leave_out_of_copies
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.traffic import ring_all_reduce
 
@@ -44,7 +46,8 @@ def attach(
     Args:
         model: of torch; one process group, one device.
         config: a path or a dict, with the section `deepspeed_compress`.
-        optimizer: steps the parameters of `model`. It ends the step of the compression too.
+        optimizer: steps the parameters of `model`, or wraps the optimizer that does, as Accelerate's. It ends the step
+            of the compression too.
         scaler: the `GradScaler` of the loss, where there is one.
 
     Returns:
@@ -65,20 +68,31 @@ def attach(
             "fully_shard has divided"
         )
     section, document = read_section(config)
+    optimizer = unwrap(optimizer)
     target = Target(_trained(model), model.process_group)
     if not target.parameters:
         refuse(model, ["nothing of it is trained"])
     refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
     attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
-    announce(attached.session, target.group, "DDP", partial(_figures, attached, target))
-    if section.gradients.method == "none":
-        model.register_forward_pre_hook(partial(_count, attached, target))
-        return attached
+    with attached.session.patches.undone_on_error():
+        announce(attached.session, target.group, "DDP", partial(_figures, attached, target))
+        _exchange(model, attached, target)
+    leave_out_of_copies(model)
+    return attached
+
+
+def _exchange(model: DistributedDataParallel, attached: Attached, target: Target) -> None:
+    """Have `model` exchange what the section says. Nothing is left on it if this raises."""
+    patches = attached.session.patches
+    if attached.session.config.gradients.method == "none":
+        patches.on_undo(model.register_forward_pre_hook(partial(_count, attached, target)).remove)
+        return
     unused = Unused(attached.session, target) if model.find_unused_parameters and not model.static_graph else None
     buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
+    before_forward = partial(_before_forward, attached, tuple(target.parameters.values()))
+    patches.on_undo(model.register_forward_pre_hook(before_forward).remove)
+    # Last, since DDP has no way to take it back.
     model.register_comm_hook(None, buckets.reduce)
-    model.register_forward_pre_hook(partial(_before_forward, attached, tuple(target.parameters.values())))
-    return attached
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:

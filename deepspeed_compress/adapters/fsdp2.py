@@ -21,6 +21,7 @@ from deepspeed_compress.adapters.fsdp2_units import Ranks, Unit, check_torch_of_
 from deepspeed_compress.adapters.fsdp2_weights import Gathers, is_gathered_by_us
 from deepspeed_compress.adapters.groups import find_place_in, make_group, make_hybrid_groups
 from deepspeed_compress.adapters.limits import find_common_limits, find_foreign_optimizer, refuse
+from deepspeed_compress.adapters.optimizers import unwrap
 from deepspeed_compress.adapters.sessions import Attached, Config, Exchanged, attach_session, read_section
 from deepspeed_compress.adapters.steps import Scaler
 from deepspeed_compress.communication.reducer import Run
@@ -43,7 +44,8 @@ def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scale
         model: after `fully_shard`; all parts that are divided share one mesh, of one dimension, or of two for copies of
             the model (HSDP): the first one is that of the copies.
         config: a path or a dict, with the section `deepspeed_compress`.
-        optimizer: steps the parameters of `model`. It ends the step of the compression too.
+        optimizer: steps the parameters of `model`, or wraps the optimizer that does, as Accelerate's. It ends the step
+            of the compression too.
         scaler: the `GradScaler` of the loss, where there is one.
 
     Returns:
@@ -64,18 +66,25 @@ def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scale
     """
     check_torch_of_fsdp2()
     section, document = read_section(config)
+    optimizer = unwrap(optimizer)
     divided = _Divided.of(model)
     refuse(model, _limits(divided, section, optimizer))
     attached = attach_session(divided.exchanged(section), optimizer, scaler, section, document)
+    with attached.session.patches.undone_on_error():
+        _exchange(model, divided, attached)
+    return attached
+
+
+def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None:
+    """Have `model` exchange what the section says. Nothing is left on it if this raises."""
     session = attached.session
-    exchange = compress_gradients if section.gradients.method != "none" else count_gradients
+    exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
     check = exchange(divided.units, divided.ranks, attached)
     gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
     hook = partial(_before_forward, attached, divided.units, check, gathers)
     # Before FSDP2's own, which gathers.
-    model.register_forward_pre_hook(hook, prepend=True)
+    session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
     announce(session, divided.whole, divided.text, partial(_figures, divided, session))
-    return attached
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,12 @@ def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) 
     reductions = []
     for unit in units:
         reductions.append(_Reduction(unit, ranks, attached))
+        patches = attached.session.patches
         if ranks.replicate is not None:
-            reduce_by_shards_alone(unit)
+            patches.on_undo(reduce_by_shards_alone(unit))
+        patches.on_undo(partial(unit.module.set_custom_reduce_scatter, unit.theirs._reduce_scatter_comm))
         unit.module.set_custom_reduce_scatter(reductions[-1])
-        attached.session.patches.wrap(unit.theirs, "post_backward", reductions[-1].around_post_backward)
+        patches.wrap(unit.theirs, "post_backward", reductions[-1].around_post_backward)
     return partial(_check_all, reductions)
 
 

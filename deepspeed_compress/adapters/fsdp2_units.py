@@ -4,7 +4,7 @@ FSDP2 (torch/distributed/fsdp/_fully_shard) exchanges a group of parameters at o
 module that `fully_shard` was called for, but those of modules inside for which it was called too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -157,16 +157,21 @@ def _check(group: Any) -> None:
         raise SeamError(f"FSDP2 of PyTorch {torch.__version__} has no {', '.join(missing)}")
 
 
-def reduce_by_shards_alone(unit: Unit) -> None:
+def reduce_by_shards_alone(unit: Unit) -> Callable[[], None]:
     """Leave the all-reduce between copies of the model to what reduce-scatters: FSDP2 goes on as without copies.
 
     There is no public way to have another all-reduce than torch's: `set_all_reduce_hook` comes after it. Where parts
-    lie, and what gathers them, stays.
+    lie, and what gathers them, stays. Returns what undoes it.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    theirs, before = unit.theirs, unit.theirs.mesh_info
+    theirs, before, after_forward = unit.theirs, unit.theirs.mesh_info, unit.theirs.post_forward_mesh_info
     theirs.mesh_info = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
     # The same object means that a forward pass divides parameters again as they were.
     if theirs.post_forward_mesh_info is before:
         theirs.post_forward_mesh_info = theirs.mesh_info
+
+    def undo() -> None:
+        theirs.mesh_info, theirs.post_forward_mesh_info = before, after_forward
+
+    return undo

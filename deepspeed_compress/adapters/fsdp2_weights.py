@@ -9,7 +9,7 @@ everything uncompressed, is exact.
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class Gathers:
         self._shard = ranks.shard
         self._gathers = [_Gather(unit, self, unit.theirs._all_gather_comm) for unit in units if unit.alone]
         for gather in self._gathers:
+            session.patches.on_undo(partial(gather.unit.module.set_custom_all_gather, gather.theirs))
             gather.unit.module.set_custom_all_gather(gather)
         if len(self._gathers) < len(units):
             text = f"{SECTION}: weights that are divided over several meshes in one module are not counted"
@@ -86,11 +87,11 @@ class _Gather(AllGather):
     """Gathers the weights of one unit: by `gathers`, or exactly by `theirs`."""
 
     def __init__(self, unit: Unit, gathers: Gathers, theirs: AllGather) -> None:
-        self.unit, self._gathers, self._theirs = unit, gathers, theirs
+        self.unit, self.theirs, self._gathers = unit, theirs, gathers
         self._rounded = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._theirs.allocate(size, dtype=dtype, device=device)
+        return self.theirs.allocate(size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def __call__(
@@ -100,7 +101,7 @@ class _Gather(AllGather):
         if not self._gathers.rounds_over(group):
             self._rounded = self._rounded and self._gathers.rounds
             self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
-            return self._theirs(output_tensor, input_tensor, group, async_op)
+            return self.theirs(output_tensor, input_tensor, group, async_op)
         self._rounded = True
         mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
         if mine.data_ptr() != input_tensor.data_ptr():

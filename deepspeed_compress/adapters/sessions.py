@@ -22,6 +22,7 @@ from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config, total_steps
 from deepspeed_compress.config.names import user_name
+from deepspeed_compress.diagnostics import pointer
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.monitor import Journal, Meter, write_configuration
 from deepspeed_compress.policy import Policy
@@ -122,7 +123,7 @@ def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:
     document = read_ds_config(config)
     section, others = parse_section(document), sorted(document.keys() - {SECTION, "scheduler"})
     if others:
-        text = f"{', '.join(f'/{key}' for key in others)}: no effect without DeepSpeed; pass {SECTION} alone"
+        text = f"{', '.join(pointer((key,)) for key in others)}: no effect without DeepSpeed; pass {SECTION} alone"
         warnings.warn(text, CompressWarning, stacklevel=3)
     return section, document
 
@@ -138,8 +139,9 @@ def attach_session(
     ranks of its group must call it."""
     group = exchanged.group
     session = make_session(exchanged, section, document, writes=group.rank() == 0)
-    steps = Steps(session, optimizer, scaler)
-    steps.begin(0)
+    with session.patches.undone_on_error():
+        steps = Steps(session, optimizer, scaler)
+        steps.begin(0)
     return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.copies import leave_out_of_copies
 from deepspeed_compress.session.remembered import FinishedStep
 from deepspeed_compress.session.session import Session
 
@@ -64,9 +65,10 @@ class Steps:
         self._scaler = scaler
         self._asked = self._applied = False
         self._changes_before, self._elsewhere = 0, 0
-        optimizer.register_step_post_hook(self._stepped)
+        session.patches.on_undo(optimizer.register_step_post_hook(self._stepped).remove)
         session.patches.wrap(optimizer, "zero_grad", self._zero_grad)
         if scaler is not None:
+            leave_out_of_copies(scaler)
             session.patches.wrap(scaler, "step", self._scaler_step)
             session.patches.wrap(scaler, "update", self._update)
 

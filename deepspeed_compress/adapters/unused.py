@@ -30,7 +30,8 @@ class Unused:
         self._device = target.device
         for place, parameter in enumerate(target.parameters.values()):
             mark = partial(_mark, self._used, place)
-            parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+            session.patches.on_undo(handle.remove)
 
     def take_back(self, buckets: Sequence[tuple[Tensor, Partition]]) -> None:
         """Remember the means in `buckets` of what no rank has used. Collective, and the host waits for it, as DDP's own

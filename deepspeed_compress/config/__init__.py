@@ -45,7 +45,7 @@ from deepspeed_compress.config.places import (
 from deepspeed_compress.config.schedules import phase_ends, total_steps
 from deepspeed_compress.config.schema import json_schema
 from deepspeed_compress.config.secrets import MASK, masked, masked_arguments
-from deepspeed_compress.config.section import find_missing, find_problems, parse_section
+from deepspeed_compress.config.section import find_missing, find_problems, is_misspelled, parse_section
 
 __all__ = [
     "MASK",
@@ -91,6 +91,7 @@ __all__ = [
     "find_notices",
     "find_problems",
     "gradient_candidates",
+    "is_misspelled",
     "json_schema",
     "masked",
     "masked_arguments",

@@ -89,11 +89,18 @@ def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
     return None if SECTION in ds_config else _missing_section(ds_config)
 
 
+def is_misspelled(ds_config: Mapping[str, Any]) -> bool:
+    """Return True if there is no section, but a key that can hardly be anything else, or a section inside another."""
+    inside = any(isinstance(value, dict) and SECTION in value for value in ds_config.values())
+    close = difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8)
+    return SECTION not in ds_config and (inside or bool(close))
+
+
 def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
     close = difflib.get_close_matches(SECTION, [str(key) for key in ds_config], n=1)
     inside = [str(key) for key, value in ds_config.items() if isinstance(value, dict) and SECTION in value]
     meant = [*close, *(f"{key}/{SECTION}" for key in inside)]
-    what = "the section is missing" + (f' (did you mean it by "{meant[0]}"?)' if meant else "")
+    what = "the section is missing" + (f" (did you mean it by {show(meant[0])}?)" if meant else "")
     parts = [str(key) for key in ds_config if key in CompressConfig.model_fields and isinstance(ds_config[key], dict)]
     if parts and not meant:
         what = f"the section is missing, and here are keys of it: {listed(parts)}"

@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from deepspeed_compress.communication.reduction import Parameters
 from deepspeed_compress.config import CompressedWeights, find_missing
+from deepspeed_compress.config.numbers import size
 from deepspeed_compress.engine.groups import reduction_group
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
 from deepspeed_compress.session.expected import one_bucket
 from deepspeed_compress.session.session import Session
-from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
+from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 __all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
@@ -32,7 +33,7 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
     if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
         text = f"an engine is not compressed: {problem} {meant}"
-        warnings.warn(text, CompressWarning, stacklevel=3)
+        warnings.warn(text, CompressWarning, stacklevel=4)
 
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
@@ -49,7 +50,19 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
         ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
         when = "each time they are gathered" if kind == "zero_3" else "a step"
         parts.append(weight_text(config.weights, parameters, ranks, itemsize, when))
+    elif parts and engine.zero_optimization_stage() in _SEND_WEIGHTS and config.islands is None:
+        parts.append(_plain_weights(engine, parameters))
     return parts
+
+
+_SEND_WEIGHTS = (1, 2)
+"""ZeRO stages that gather updated weights in every step, and can compress them."""
+
+
+def _plain_weights(engine: Any, parameters: Parameters) -> str:
+    numel = sum(parameters.numel(name) for name in parameters.shapes)
+    sent = ring_all_gather(numel * engine.get_data_types()[0].itemsize, reduction_group(engine).size())
+    return f'weights travel uncompressed: {size(sent)} a step; add "weights": {{"bits": 4}}'
 
 
 def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:

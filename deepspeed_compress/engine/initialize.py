@@ -1,9 +1,7 @@
-"""`initialize` in place of DeepSpeed's, and `install` for all engines to come: made so that `attach` fits."""
+"""`initialize` in place of DeepSpeed's, for one engine or for all: engines are made so that `attach` fits."""
 
 import copy
-import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,9 +27,9 @@ from deepspeed_compress.engine.islands.elastic import prepare_call
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.ownership import dealing
 from deepspeed_compress.engine.restarts import go_on
-from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.errors import ConfigError
 
-__all__ = ["initialize", "install"]
+__all__ = ["initialize", "initialize_if_asked"]
 
 
 def initialize(*args: Any, **options: Any) -> Any:
@@ -119,38 +117,17 @@ def _with_data(result: Any, training_data: Any) -> Any:
     return engine, optimizer, loader, scheduler
 
 
-def install() -> Callable[[], None]:
-    """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
+def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call `original`, DeepSpeed's own `initialize`, and attach to the engine if its configuration has the section.
 
-    For code that calls DeepSpeed by itself (`integrations.install` is for users). Configurations without the section
-    go to DeepSpeed untouched, with a warning where there are gradients to reduce, and engines without an optimizer
-    (evaluation, reference models) are left alone: they have no gradients. Returns a function that undoes it; a second
-    call changes nothing.
+    Configurations without the section go to DeepSpeed untouched, with a warning where there are gradients to reduce,
+    and engines without an optimizer (evaluation, reference models) are left alone: they have no gradients.
     """
-    original = deepspeed.initialize
-    if hasattr(original, "_compress_original"):
-        return lambda: None
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        call = _bind(original, args, options)
-        source = _configuration(call)
-        ds_config = {} if source is None else read_ds_config(source)
-        if SECTION not in ds_config:
-            result = original(*args, **options)
-            warn_of_uncompressed(result[0], ds_config)
-            return result
+    call = _bind(original, args, options)
+    source = _configuration(call)
+    ds_config = {} if source is None else read_ds_config(source)
+    if SECTION in ds_config:
         return _initialize(original, call, ds_config, wanted=has_optimizer)
-
-    wrapper._compress_original = original  # type: ignore[attr-defined]
-    deepspeed.initialize = wrapper
-
-    def uninstall() -> None:
-        if deepspeed.initialize is wrapper:
-            deepspeed.initialize = original
-        else:
-            warnings.warn(
-                "deepspeed.initialize was replaced after install(); left as it is", CompressWarning, stacklevel=2
-            )
-
-    return uninstall
+    result = original(*args, **options)
+    warn_of_uncompressed(result[0], ds_config)
+    return result

@@ -1,6 +1,7 @@
 """What ranks do that an agent has started: they give signs of life, and go on where those before them were."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_compress.checkpoints.files import LATEST
 from deepspeed_compress.errors import CompressWarning, ConfigError
-from deepspeed_compress.services.agent.signs import AGENT, RESUME, Signs
+from deepspeed_compress.services.agent.signs import AGENT, RESUME, Signs, read_sign
 from deepspeed_compress.session.session import Session
 
 __all__ = ["give_signs", "go_on"]
@@ -58,9 +59,20 @@ def go_on(engine: Any, session: Session) -> None:
             warnings.warn(text, CompressWarning, stacklevel=3)
     elif settings.resume or (settings.resume is None and again):
         path, client_state = engine.load_checkpoint(settings.directory)
+        if path is not None and started and engine.global_rank == 0:
+            print(_continuing(Path(path), int(engine.global_steps)), file=sys.stderr, flush=True)
         session.resumed = None if path is None else client_state or {}
     elif settings.resume is None and started:
         _refuse_others(Path(settings.directory))
+
+
+def _continuing(path: Path, steps: int) -> str:
+    """Return the line that says where this start goes on, and how many steps of those before it are made again."""
+    ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
+    made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
+    repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
+    tag = path.parent.name if path.is_file() else path.name
+    return f"ds-compress: continuing from {tag} ({repeated} steps repeated)"
 
 
 def _refuse_others(directory: Path) -> None:

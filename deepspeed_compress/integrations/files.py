@@ -1,12 +1,14 @@
 """DeepSpeed configurations that a command names and that have no section: said before anything is started."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from deepspeed_compress.config import find_missing, read_ds_config
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.config import SECTION, find_missing, is_misspelled, parse_section, read_ds_config
+from deepspeed_compress.errors import CompressWarning, ConfigError
 
-__all__ = ["find_configurations", "find_uncompressed"]
+__all__ = ["check_configurations", "find_configurations", "find_uncompressed"]
 
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
 """By which scripts and launchers are given the file."""
@@ -17,15 +19,42 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
 
     Nothing for what is no file, or cannot be read: the program itself will speak of it.
     """
-    found = []
+    missing = ((file, find_missing(ds_config)) for file, ds_config in _read(arguments))
+    return [f"{file}: nothing will be compressed: {problem}" for file, problem in missing if problem is not None]
+
+
+def check_configurations(arguments: Sequence[str], allow_uncompressed: bool) -> None:
+    """Check the sections of the DeepSpeed configurations that `arguments` name.
+
+    Raises ConfigError for a section that is wrong, and for one that seems to be misspelled, which would train
+    uncompressed, unless `allow_uncompressed`. A file without anything like a section is fine.
+    """
+    for file, ds_config in _read(arguments):
+        if SECTION in ds_config:
+            _check_section(file, ds_config)
+        elif is_misspelled(ds_config) and not allow_uncompressed:
+            what = f"{file}: nothing would be compressed: {find_missing(ds_config)}"
+            raise ConfigError(f"{what} Or go on as it is, by --allow-uncompressed.")
+
+
+def _check_section(file: Path, ds_config: dict[str, Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            # The ranks tell of what has no effect.
+            warnings.simplefilter("ignore", CompressWarning)
+            parse_section(ds_config)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError(f"{file}: {lines[1].strip(' -') if len(lines) == 2 else error}") from error
+
+
+def _read(arguments: Sequence[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
     for file in find_configurations(arguments):
         try:
-            problem = find_missing(read_ds_config(file))
+            ds_config = read_ds_config(file)
         except ConfigError:
             continue
-        if problem is not None:
-            found.append(f"{file}: nothing will be compressed: {problem}")
-    return found
+        yield file, ds_config
 
 
 def find_configurations(arguments: Sequence[str]) -> Iterator[Path]:

@@ -1,50 +1,59 @@
-"""Models without DeepSpeed that are attached to when they are trained, and what checkpoints of Hugging Face hold of it.
+"""Models without DeepSpeed that are attached to when they are trained, and what Hugging Face checkpoints hold of them.
 
-Who steps a model, and who scales its loss, is not told by the model: optimizers and scalers are remembered as they are
-made. A model is attached to at its first forward pass in training, when all of them are there.
+A model does not tell which optimizer steps it and which scaler scales its loss: optimizers and scalers are remembered
+as they are made. A model is attached to at its first forward pass in training, when all of them are there.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_compress.adapters import ddp
-from deepspeed_compress.adapters.sessions import Attached, Config
 from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.copies import leave_out_of_copies
 
-__all__ = ["Models"]
+if TYPE_CHECKING:
+    from deepspeed_compress.adapters.sessions import Attached, Config
+
+__all__ = ["FirstForward", "Models"]
 
 _FOLDER = "deepspeed_compress"
-"""Below a checkpoint of Trainer or Accelerate: a folder for each model, in the order in which they were made."""
+"""Folder below a checkpoint of Trainer or Accelerate: it holds a folder for each model of that checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """An engine: what its models are called, and who attaches to them."""
+    """An engine: what its models are called, and the function that attaches to them."""
 
     name: str
-    attach: Callable[[Any, Config, Optimizer, Any], Attached]
+    attach: "Callable[[Any, Config, Optimizer, Any], Attached]"
     call: str
 
 
-def _attach_fsdp2(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Any) -> Attached:
-    # Loads internals of torch, which other programs need not have.
+# Adapters load much of torch, which a program must not have imported before it has set its environment.
+
+
+def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
+    from deepspeed_compress.adapters import ddp
+
+    return ddp.attach(model, config, optimizer, scaler)
+
+
+def _attach_fsdp2(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
     from deepspeed_compress.adapters import fsdp2
 
     return fsdp2.attach(model, config, optimizer, scaler)
 
 
-_OF_DDP = _Kind("a DistributedDataParallel model", ddp.attach, "deepspeed_compress.ddp.attach")
+_OF_DDP = _Kind("a DistributedDataParallel model", _attach_ddp, "deepspeed_compress.ddp.attach")
 _OF_FSDP2 = _Kind("a model of fully_shard", _attach_fsdp2, "deepspeed_compress.fsdp2.attach")
 
 
@@ -57,25 +66,46 @@ class _Followed:
     hook: RemovableHandle
 
 
-class Models:
-    """The models of one program, in the order in which they were made, and what is attached to them."""
+@dataclass(frozen=True)
+class FirstForward:
+    """Forward pre-hook that attaches to its model. `copied`: a copy of a model, such as one of averages, need not be
+    trained, and is left alone as long as no optimizer steps it."""
 
-    def __init__(self, config: Config) -> None:
+    models: "Models"
+    kind: _Kind
+    copied: bool
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        self.models.before_forward(self.kind, self.copied, model, inputs)
+
+
+class Models:
+    """The models of one program, and what is attached to them."""
+
+    def __init__(self, config: "Config") -> None:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
         self._config = config
         self._models: list[_Followed] = []
         self._attached: weakref.WeakKeyDictionary[nn.Module, Attached] = weakref.WeakKeyDictionary()
-        self._to_load: Path | None = None
+        self._to_load: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
+        """Folders that models load when they are attached to."""
 
-    def follow(self, model: nn.Module, kind: _Kind = _OF_DDP) -> None:
-        """Attach to it when it is trained."""
+    def follow(self, model: nn.Module, kind: _Kind = _OF_DDP, copied: bool = False) -> None:
+        """Attach to `model` when it is trained."""
         # Before hooks of the engine, which may gather its weights.
-        hook = model.register_forward_pre_hook(partial(self._before_forward, kind), prepend=True)
+        hook = model.register_forward_pre_hook(FirstForward(self, kind, copied), prepend=True)
         self._models.append(_Followed(kind, weakref.ref(model), hook))
+        if kind is _OF_DDP:
+            # Those of fully_shard cannot be copied.
+            leave_out_of_copies(model)
+
+    def follow_copy(self, model: nn.Module) -> None:
+        """Attach to `model`, a copy of another one, when it is trained."""
+        self.follow(model, copied=True)
 
     def follow_divided(self, modules: Sequence[nn.Module]) -> None:
-        """The same for the outermost of the modules that are divided, which comes last: the model."""
+        """Attach to the outermost of the modules that `fully_shard` divides, which comes last: the model."""
         inside = {id(one) for module in modules for one in module.modules()}
         for followed in [one for one in self._models if one.kind is _OF_FSDP2 and id(one.model()) in inside]:
             followed.hook.remove()
@@ -84,38 +114,50 @@ class Models:
             self.follow(module, _OF_FSDP2)
 
     def follow_accelerator(self, accelerator: Any) -> None:
-        """Its checkpoints hold what is remembered."""
-        accelerator.register_save_state_pre_hook(lambda models, weights, directory: self.save(Path(directory)))
-        accelerator.register_load_state_pre_hook(lambda models, directory: self.load(Path(directory)))
+        """Have the checkpoints of `accelerator` hold what is remembered of its models."""
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, directory: self.save(accelerator._models, Path(directory))
+        )
+        accelerator.register_load_state_pre_hook(
+            lambda models, directory: self.load(accelerator._models, Path(directory))
+        )
 
     def save_for_trainer(self, trainer: Any, directory: Any) -> None:
-        self.save(Path(directory))
+        self.save([trainer.model_wrapped], Path(directory))
 
     def load_for_trainer(self, trainer: Any, directory: Any) -> None:
         if directory is not None:
-            self.load(Path(directory))
+            self.load([trainer.model_wrapped], Path(directory))
 
-    def save(self, directory: Path) -> None:
-        """What is remembered of all models. Collective, between steps."""
-        for number, model in self._living():
+    def save(self, models: Sequence[nn.Module], directory: Path) -> None:
+        """Write what is remembered of `models`. Collective, between steps."""
+        for number, model in enumerate(self._followed(models)):
             if model in self._attached:
                 self._attached[model].save(_folder(directory, number))
 
-    def load(self, directory: Path) -> None:
-        """The same. Models that have not been trained yet load when they are, after their optimizers."""
-        self._to_load = directory
-        for number, model in self._living():
+    def load(self, models: Sequence[nn.Module], directory: Path) -> None:
+        """Load the same. Models that have not been trained yet load when they are, after their optimizers."""
+        found = self._followed(models)
+        for model, folder in zip(found, _saved(directory, len(found)), strict=True):
             if model in self._attached:
-                self._attached[model].load(_folder(directory, number))
+                self._attached[model].load(folder)
+            else:
+                self._to_load[model] = folder
 
-    def _living(self) -> list[tuple[int, nn.Module]]:
-        found = [(number, followed.model()) for number, followed in enumerate(self._models)]
-        return [(number, model) for number, model in found if model is not None]
+    def _followed(self, models: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return the followed models that `models` are, or are wrapped in: Accelerate lists what a program has given
+        it. Of several around one module the newest counts."""
+        living = [model for followed in reversed(self._models) if (model := followed.model()) is not None]
+        found = (next((one for one in living if _inside(model) & _inside(one)), None) for model in models)
+        return [one for one in found if one is not None]
 
-    def _before_forward(self, kind: _Kind, model: nn.Module, inputs: object) -> None:
+    def before_forward(self, kind: _Kind, copied: bool, model: nn.Module, inputs: object) -> None:
+        """Attach to `model` if this forward pass is its first one in training."""
         if model in self._attached or not torch.is_grad_enabled():
             return
         if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        if copied and not self._stepping(model):
             return
         known = set(model._forward_pre_hooks)
         attached = self._attached[model] = self._attach(kind, model)
@@ -124,23 +166,36 @@ class Models:
             if number not in known:
                 # This pass has begun, and does not call what is new.
                 hook(model, inputs)
-        if self._to_load is not None:
-            number = next(number for number, other in self._living() if other is model)
-            attached.load(_folder(self._to_load, number))
+        if model in self._to_load:
+            attached.load(self._to_load.pop(model))
 
-    def _attach(self, kind: _Kind, model: nn.Module) -> Attached:
-        _divide_again(model)
+    def _stepping(self, model: nn.Module) -> list[Optimizer]:
+        """Return the optimizers that step parameters of `model`, without those that another of them calls."""
         parameters = _identities(model)
-        stepping = [one for one in self.optimizers if parameters & _stepped(one)]
-        optimizer = _only(stepping, kind, "optimizers step its parameters", "one optimizer, with several groups")
-        scaling = [one for one in self.scalers if one.is_enabled()]
+        found = [one for one in self.optimizers if parameters & _stepped(one)]
+        called = {id(vars(one).get(name)) for one in found for name in ("optim", "optimizer")}
+        return [one for one in found if id(one) not in called]
+
+    def _attach(self, kind: _Kind, model: nn.Module) -> "Attached":
+        if kind is _OF_FSDP2:
+            _divide_again(model)
+        if len(self._stepping(model)) > 1 or len(self._scaling()) > 1:
+            # Those of a training that is over, as of the fold before, may be waiting for the collector of garbage.
+            gc.collect()
+        optimizer = _only(
+            self._stepping(model), kind, "optimizers step its parameters", "one optimizer, with several groups"
+        )
+        scaling = self._scaling()
         scaler = _only(scaling, kind, "scalers of a loss are there", "one GradScaler") if scaling else None
         if kind is _OF_FSDP2:
             self._check_whole(model, optimizer)
         return kind.attach(model, self._config, optimizer, scaler)
 
+    def _scaling(self) -> list[GradScaler]:
+        return [one for one in self.scalers if one.is_enabled()]
+
     def _check_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """UnsupportedError where `model` is one part of several that are trained together."""
+        """Raise UnsupportedError if `model` is one part of several that are trained together."""
         stepped = _stepped(optimizer)
         divided = [one.model() for one in self._models if one.kind is _OF_FSDP2]
         parts = [one for one in divided if one is not None and _identities(one) & stepped]
@@ -155,8 +210,27 @@ def _folder(directory: Path, number: int) -> Path:
     return directory / _FOLDER / f"model_{number}"
 
 
+def _inside(model: nn.Module) -> set[int]:
+    """Return the identities of `model`, and of the modules that it is only a wrapper of."""
+    found = {id(model)}
+    for name in ("_orig_mod", "module", "_orig_mod"):
+        # Of torch.compile, of DistributedDataParallel, and of torch.compile inside that.
+        model = getattr(model, name, model)
+        found.add(id(model))
+    return found
+
+
+def _saved(directory: Path, count: int) -> list[Path]:
+    """Return the folders of `count` models. A program that had made other models before wrote a higher number than 0
+    for its only one, with the first version of this package."""
+    found = list((directory / _FOLDER).glob("model_*"))
+    return found if len(found) == count == 1 else [_folder(directory, number) for number in range(count)]
+
+
 def _divide_again(model: nn.Module) -> None:
-    """After an evaluation FSDP2 may have whole weights still, which are not those that the optimizer steps."""
+    """Divide the weights of FSDP2 again, which may be whole after an evaluation: the optimizer steps the parts."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -171,7 +245,7 @@ def _stepped(optimizer: Optimizer) -> set[int]:
 
 
 def _only(found: Iterable[Any], kind: _Kind, what: str, instead: str) -> Any:
-    """The only one of `found`. Raises UnsupportedError where there are more, or none."""
+    """Return the only one of `found`. Raises UnsupportedError if there are more, or none."""
     every = list(found)
     if len(every) != 1:
         raise UnsupportedError(

@@ -8,6 +8,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.pipe import PipelineModule
-from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from deepspeed_compress.checkpoints.files import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION, parse_section
@@ -203,6 +204,7 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
                 self._trainer._save_checkpoint = self._exactly(self._trainer._save_checkpoint)
             # Of the newest engine alone: every trial of a search has one.
             self._session = session
+        self._print_readably()
 
     def _exactly(self, save: Callable[..., None]) -> Callable[..., None]:
         """`save`, which all ranks call, with exact weights: it collects those of the model before DeepSpeed saves."""
@@ -247,6 +249,12 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         logs.update(figures)
         state.log_history[-1].update(figures)
         self._show(figures)
+
+    def _print_readably(self) -> None:
+        """Have what prints the logs print megabytes; reporters and `trainer_state.json` have bytes."""
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, PrinterCallback | ProgressCallback) and "on_log" not in vars(one):
+                one.on_log = partial(_printing_readably, one.on_log)
 
     def _show(self, figures: Mapping[str, float]) -> None:
         bars = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
@@ -298,6 +306,25 @@ def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
         known = [value for value in map(of, measured) if value is not None]
         found |= {name: known[-1]} if known else {}
     return {f"compression_{name}": value for name, value in found.items()}
+
+
+def _printing_readably(on_log: Callable[..., Any], *given: Any, logs: Mapping[str, Any], **more: Any) -> Any:
+    return on_log(*given, logs=readable(logs), **more)
+
+
+def readable(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `logs` with megabytes, as `compression_MB_sent`, in the place of bytes, as `compression_bytes_sent`."""
+    return dict(map(_in_megabytes, logs.items()))
+
+
+def _in_megabytes(entry: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = entry
+    if not name.startswith(_BYTES):
+        return entry
+    return _MEGABYTES + name.removeprefix(_BYTES), round(value / 1e6, 3)
+
+
+_BYTES, _MEGABYTES = "compression_bytes_", "compression_MB_"
 
 
 def _total(measured: list[StepStatistics]) -> dict[str, float]:

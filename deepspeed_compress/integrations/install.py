@@ -1,20 +1,29 @@
-"""`install`: every engine to come is attached to, and Hugging Face libraries check the section as early as they can."""
+"""`install`: attach to every engine to come, and have Hugging Face libraries check the section early.
+
+Nothing is imported here before the program imports it, so that libraries read the environment that the program sets.
+"""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from deepspeed_compress.integrations.importing import Undo, after_import
+from deepspeed_compress.integrations.plain import attach_to_all
+from deepspeed_compress.integrations.replacing import replace_method
 
 __all__ = ["install"]
 
 
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
-    """From now on `deepspeed.initialize` attaches to every engine whose configuration has the section.
+    """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.
 
     For code that calls DeepSpeed by itself: HF Trainer, Accelerate, TRL, scripts that cannot be edited. Configurations
     without the section go to DeepSpeed untouched, and so do engines without an optimizer, which have no gradients.
     Where Accelerate is installed the section is checked when the configuration is read, before there is a model, and
-    Trainers log what compression does (`integrations.hf`). A second call changes nothing.
+    Trainers log what compression does (`integrations.hf`). A second call changes nothing. Imports no library by
+    itself: each is changed when the program imports it.
 
     Args:
         section: a file, or a dict, with the section, for programs without DeepSpeed: every model of
@@ -29,27 +38,46 @@ def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], 
         >>> uninstall = deepspeed_compress.install()
         >>> trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json"))
     """
-    # Loads torch and DeepSpeed, which those who only import this do not wait for.
-    undo = [] if find_spec("deepspeed") is None else _install_for_deepspeed()
-    if section is not None:
-        from deepspeed_compress.integrations.plain import attach_to_all
-
-        undo.append(attach_to_all(section))
-
-    def uninstall() -> None:
-        for action in undo:
-            action()
-
-    return uninstall
+    with ExitStack() as undo:
+        if find_spec("deepspeed") is not None:
+            for module, action in _ACTIONS:
+                undo.callback(after_import(module, action))
+        if section is not None:
+            undo.callback(attach_to_all(section))
+        return undo.pop_all().close
 
 
-def _install_for_deepspeed() -> list[Callable[[], None]]:
-    from deepspeed_compress.engine import initialize
+def _follow_deepspeed() -> Undo:
+    import deepspeed
 
-    undo = [initialize.install()]
-    if find_spec("accelerate") is not None:
-        from deepspeed_compress.integrations.early import check_early
-        from deepspeed_compress.integrations.saving import warn_of_inexact
+    return replace_method(deepspeed, "initialize", _attaching)
 
-        undo += [check_early(), warn_of_inexact()]
-    return undo
+
+def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize(*args: Any, **options: Any) -> Any:
+        # Loads the compiler of torch, which reads its environment, so the program must have come this far.
+        from deepspeed_compress.engine.initialize import initialize_if_asked
+
+        return initialize_if_asked(original, args, options)
+
+    return initialize
+
+
+def _check_early() -> Undo:
+    from deepspeed_compress.integrations.early import check_early
+
+    return check_early()
+
+
+def _warn_of_inexact() -> Undo:
+    from deepspeed_compress.integrations.saving import warn_of_inexact
+
+    return warn_of_inexact()
+
+
+_ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
+    ("deepspeed", _follow_deepspeed),
+    ("accelerate.utils.deepspeed", _check_early),
+    ("accelerate.accelerator", _warn_of_inexact),
+)
+"""Modules, and what is done once a program has imported them."""

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -60,6 +61,13 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
         "none": Launcher("", _none, "script", "rest"),
     }
 )
+
+
+def _starts_here(parsed: Any) -> bool:
+    """Return False if DeepSpeed's launcher has a file of hosts, which may have other files than this one."""
+    return not Path(getattr(parsed, "hostfile", None) or "").is_file()
+
+
 _MODULE_SWITCHES = ("-m", "--module")
 
 
@@ -68,8 +76,8 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
 
     Everything is passed on as it stands, the launcher's switch for modules excepted, which ours takes the place of.
     `runner` is the module that runs the script in every process, and `own` are its options. Raises ConfigError when
-    accelerate is missing, or the program is none for Python. What the launcher's own parser refuses ends as there, with
-    SystemExit.
+    accelerate or the script is missing, or the program is none for Python. What the launcher's own parser refuses ends
+    as there, with SystemExit.
     """
     chosen = LAUNCHERS[launcher]
     if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
@@ -77,9 +85,12 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
     parsed = chosen.parse(arguments)
     if getattr(parsed, "no_python", False):
         raise ConfigError("--no_python: compression is installed in a Python program; start one, without this option")
+    script = getattr(parsed, chosen.script)
+    if not parsed.module and _starts_here(parsed) and not Path(script).is_file():
+        raise ConfigError(f"{script}: no such file (allowed: a Python script, or -m and a module); write its path")
     begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
     # argparse takes a "--" away that comes right after the script.
-    begin -= arguments[begin] != getattr(parsed, chosen.script)
+    begin -= arguments[begin] != script
     options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
     start = ["-m", chosen.module, *options, "--module", runner] if chosen.module else ["-m", runner]
     return [sys.executable, *start, *own, *(["-m"] if parsed.module else []), *arguments[begin:]]

@@ -1,31 +1,31 @@
-"""Programs without DeepSpeed: every model of `DistributedDataParallel` or `fully_shard` is attached to, as if the
-program called `ddp.attach` or `fsdp2.attach`.
+"""Programs without DeepSpeed: attach to every model of `DistributedDataParallel` or `fully_shard`, as if the program
+called `ddp.attach` or `fsdp2.attach`.
 
-What is made is followed from here; what becomes of it is in `followed`.
+What is made is followed from here; what becomes of it is in `followed`. Each library is changed when the program has
+imported it.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.amp import GradScaler
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-
-from deepspeed_compress.adapters.sessions import Config
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.integrations.followed import Models
+from deepspeed_compress.integrations.importing import Undo, after_import, is_waiting
 from deepspeed_compress.integrations.replacing import is_replaced, replace_method
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from deepspeed_compress.adapters.sessions import Config
+    from deepspeed_compress.integrations.followed import Models
 
 __all__ = ["attach_to_all"]
 
 
-def attach_to_all(config: Config) -> Callable[[], None]:
-    """From now on every model of `DistributedDataParallel` or `fully_shard` is compressed by the section in `config`.
+def attach_to_all(config: "Config") -> Undo:
+    """Compress every model of `DistributedDataParallel` or `fully_shard` from now on, by the section in `config`.
 
     Checkpoints of Trainer and of `Accelerator.save_state` hold what is remembered; other programs call `save` and
     `load` of `model.compression`, which is there from the first forward pass in training on.
@@ -36,49 +36,89 @@ def attach_to_all(config: Config) -> Callable[[], None]:
     Raises:
         ConfigError: it is done already, with a section of its own.
     """
-    if is_replaced(DistributedDataParallel, "__init__"):
-        raise ConfigError("install has a section already (allowed: one); undo the first install, or pass none")
-    models = Models(config)
-    undo = [
-        replace_method(Optimizer, "__init__", partial(_remembering, models.optimizers)),
-        replace_method(GradScaler, "__init__", partial(_remembering, models.scalers)),
-        replace_method(DistributedDataParallel, "__init__", partial(_following, models.follow)),
-        # A program may have imported `fully_shard` by name, so that what it calls is replaced.
-        replace_method(FSDPState, "init", partial(_dividing, models.follow_divided)),
-    ]
-    if find_spec("accelerate") is not None:
-        undo += _follow_accelerate(models)
-    if find_spec("transformers") is not None:
-        undo += _follow_trainer(models)
-
-    def uninstall() -> None:
-        for action in undo:
-            action()
-
-    return uninstall
+    if is_waiting(_FollowTorch):
+        raise ConfigError(_TWICE)
+    return after_import("torch", _FollowTorch(config))
 
 
-def _follow_accelerate(models: Models) -> list[Callable[[], None]]:
-    from accelerate import Accelerator
-
-    return [replace_method(Accelerator, "__init__", partial(_following, models.follow_accelerator))]
+_TWICE = "install has a section already (allowed: one); undo the first install, or pass none"
 
 
-def _follow_trainer(models: Models) -> list[Callable[[], None]]:
-    from transformers import Trainer
+@dataclass(frozen=True)
+class _FollowTorch:
+    """Follows what a program makes of torch, and of libraries that are built on it."""
 
-    return [
-        replace_method(Trainer, "_save_optimizer_and_scheduler", partial(_before, models.save_for_trainer)),
-        replace_method(Trainer, "_load_optimizer_and_scheduler", partial(_before, models.load_for_trainer)),
-    ]
+    config: "Config"
+
+    def __call__(self) -> Undo:
+        from torch.amp import GradScaler
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim import Optimizer
+
+        from deepspeed_compress.integrations.followed import Models
+
+        if is_replaced(DistributedDataParallel, "__init__"):
+            raise ConfigError(_TWICE)
+        models = Models(self.config)
+        with ExitStack() as undo:
+            for owner, name, follow in (
+                (Optimizer, "__init__", models.optimizers.add),
+                (GradScaler, "__init__", models.scalers.add),
+                (DistributedDataParallel, "__init__", models.follow),
+                (DistributedDataParallel, "__setstate__", models.follow_copy),
+            ):
+                undo.callback(replace_method(owner, name, partial(_following, follow)))
+            for module, action in _LATER:
+                undo.callback(after_import(module, partial(action, models)))
+            return undo.pop_all().close
 
 
-def _remembering(found: "weakref.WeakSet[Any]", original: Callable[..., None]) -> Callable[..., None]:
-    return _following(found.add, original)
+def _follow_fsdp2(models: "Models") -> Undo:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    # A program may have imported `fully_shard` by name, so that what it calls is replaced.
+    return replace_method(FSDPState, "init", partial(_dividing, models.follow_divided))
+
+
+def _follow_accelerate(models: "Models") -> Undo:
+    from accelerate.accelerator import Accelerator
+
+    return replace_method(Accelerator, "__init__", partial(_following, models.follow_accelerator))
+
+
+def _follow_trainer(models: "Models") -> Undo:
+    from transformers.trainer import Trainer
+
+    with ExitStack() as undo:
+        undo.callback(
+            replace_method(Trainer, "_save_optimizer_and_scheduler", partial(_before, models.save_for_trainer))
+        )
+        undo.callback(
+            replace_method(Trainer, "_load_optimizer_and_scheduler", partial(_before, models.load_for_trainer))
+        )
+        return undo.pop_all().close
+
+
+def _leave_uncompiled(models: "Models") -> Undo:
+    import torch._dynamo
+
+    from deepspeed_compress.integrations.followed import FirstForward
+
+    # torch.compile of a model takes its hooks along, and what attaches to a model is not to be compiled.
+    return replace_method(FirstForward, "__call__", torch._dynamo.disable)
+
+
+_LATER: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", _follow_fsdp2),
+    ("torch._dynamo", _leave_uncompiled),
+    ("accelerate.accelerator", _follow_accelerate),
+    ("transformers.trainer", _follow_trainer),
+)
+"""Modules that are imported after torch, and what is done then."""
 
 
 def _following(follow: Callable[[Any], object], original: Callable[..., None]) -> Callable[..., None]:
-    """A constructor, after which `follow` gets the object."""
+    """Return a constructor, or what takes its place for a copy, after which `follow` gets the object."""
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
         original(self, *args, **options)
@@ -87,10 +127,10 @@ def _following(follow: Callable[[Any], object], original: Callable[..., None]) -
     return __init__
 
 
-def _dividing(follow: Callable[[Sequence[nn.Module]], object], original: Callable[..., None]) -> Callable[..., None]:
-    """What `fully_shard` calls once for its modules, after which `follow` gets them."""
+def _dividing(follow: Callable[[Sequence["nn.Module"]], object], original: Callable[..., None]) -> Callable[..., None]:
+    """Return what `fully_shard` calls once for its modules, after which `follow` gets them."""
 
-    def init(self: Any, modules: Sequence[nn.Module], *args: Any, **options: Any) -> None:
+    def init(self: Any, modules: Sequence["nn.Module"], *args: Any, **options: Any) -> None:
         original(self, modules, *args, **options)
         follow(modules)
 
@@ -98,7 +138,7 @@ def _dividing(follow: Callable[[Sequence[nn.Module]], object], original: Callabl
 
 
 def _before(action: Callable[[Any, Any], object], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with one argument, before which `action` gets the object and that."""
+    """Return a method with one argument, before which `action` gets the object and the argument."""
 
     def method(self: Any, argument: Any, *args: Any, **options: Any) -> Any:
         action(self, argument)

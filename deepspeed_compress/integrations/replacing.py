@@ -1,8 +1,9 @@
-"""Wrapping one method of a foreign class, so that it can be undone."""
+"""Wrapping one method of a foreign class, or one function of a foreign module, so that it can be undone."""
 
 import functools
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from deepspeed_compress.errors import CompressWarning
@@ -12,13 +13,13 @@ __all__ = ["is_replaced", "replace_method"]
 _OURS = "_compress_original"
 
 
-def is_replaced(owner: type, name: str) -> bool:
+def is_replaced(owner: type | ModuleType, name: str) -> bool:
     """Whether `replace_method` has wrapped it, and nobody has undone that."""
     return hasattr(getattr(owner, name), _OURS)
 
 
 def replace_method(
-    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: type | ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
     """Replace the method `name` of `owner` by `wrap(method)`, once; its signature stays. Returns what undoes it."""
     original = getattr(owner, name)

@@ -1,7 +1,8 @@
 """`python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] SCRIPT ...`: a program, compressed.
 
 What the processes of `ds-compress run` do. SCRIPT, or `-m MODULE`, runs as `__main__` and sees the arguments that it
-would see without us, a `--local_rank=N` of DeepSpeed's launcher among them.
+would see without us, a `--local_rank=N` of DeepSpeed's launcher among them. No library is imported before it begins:
+what it sets in its environment holds as it does without us.
 """
 
 import gc
@@ -11,16 +12,17 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.foreign_warnings import hide_foreign_warnings
+from deepspeed_compress.integrations.failing import tell_failures
+from deepspeed_compress.integrations.importing import Undo, after_import
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
-from deepspeed_compress.session.session import Session
 
 __all__ = ["main"]
 
@@ -42,20 +44,28 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(USAGE)
     if not _has_launcher(os.environ):
         _be_alone(os.environ)
+    hide_foreign_warnings()
     install(section)
     methods = _watch()
     sys.argv = [given[0], *injected, *given[1:]]
     try:
-        _run(given[0], module)
+        with tell_failures():
+            _run(given[0], module)
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        # A process that ends with gloo's threads alive may be aborted, although its program has done its work.
-        gc.collect()
-        dist.destroy_process_group()
+    _leave_gloo()
     if not methods:
         warnings.warn(_why_nothing(section), CompressWarning, stacklevel=1)
+
+
+def _leave_gloo() -> None:
+    """Destroy a process group of gloo: a process that ends with its threads alive may be aborted, although its program
+    has done its work."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _why_nothing(section: str | None) -> str:
@@ -100,21 +110,27 @@ def _run(program: str, module: bool) -> None:
 
 
 def _watch() -> list[str]:
-    """Gets the method of every engine that is compressed from now on, by whatever entry point.
+    """Return a list that gets the method of every engine that is compressed from now on, by whatever entry point.
 
-    Not the session itself: what holds process groups must end before the program does.
+    It does not get the session itself: what holds process groups must end before the program does.
     """
     methods: list[str] = []
-
-    def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Session, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
-            original(self, *args, **options)
-            methods.append(self.config.gradients.method)
-
-        return __init__
-
-    replace_method(Session, "__init__", wrap)
+    after_import("deepspeed_compress.session.session", partial(_note_methods, methods))
     return methods
+
+
+def _note_methods(methods: list[str]) -> Undo:
+    from deepspeed_compress.session.session import Session
+
+    return replace_method(Session, "__init__", partial(_noting, methods))
+
+
+def _noting(methods: list[str], original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
+        original(self, *args, **options)
+        methods.append(self.config.gradients.method)
+
+    return __init__
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate.accelerator import Accelerator
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import CompressWarning

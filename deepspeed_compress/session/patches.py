@@ -1,7 +1,8 @@
 """What is replaced on an engine and on what belongs to it, and how to put everything back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,15 @@ class Patches:
     def on_undo(self, action: Callable[[], object]) -> None:
         """Call `action` when everything that is replaced from now on has been put back."""
         self._undo.append(action)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Put everything back if an exception leaves this context, which attaches something."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         """Put everything back, the newest first.

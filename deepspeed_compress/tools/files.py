@@ -18,6 +18,7 @@ def write_text(file: Path, text: str, private: bool = False) -> None:
     scratch.unlink(missing_ok=True)
     # Permissions are set when the file is made: nobody may read it between the two.
     handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+    # Names of files need not be UTF-8: what Python has made of such a one is written as it was.
+    with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as stream:
         stream.write(text)
     os.replace(scratch, file)

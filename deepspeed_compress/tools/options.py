@@ -17,6 +17,8 @@ __all__ = [
     "own_run_options",
 ]
 
+CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed's operators have left, which programs would wait for"
+
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
@@ -113,6 +115,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="what starts the processes (default: deepspeed); none runs the script in this one. Comes first",
     )
     _add_agent_arguments(parser.add_argument_group("to start again what is lost, in place of a launcher"))
+    parser.add_argument("--clear-locks", action="store_true", help=CLEAR_LOCKS)
+    what = "go on although a DeepSpeed configuration seems to have a misspelled section, and would not be compressed"
+    parser.add_argument("--allow-uncompressed", action="store_true", help=what)
     section = "file with the section, for programs with DistributedDataParallel or fully_shard, and no DeepSpeed"
     parser.add_argument("--section", type=Path, metavar="FILE", help=section)
     _add_tls_arguments(parser)
@@ -147,7 +152,7 @@ def own_run_options() -> Mapping[str, int]:
     """How many values each option of `run` itself takes."""
     agent = ("restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
     valued = ("launcher", "section", *agent, "tls-certificate", "tls-authority")
-    return {**{f"--{name}": 1 for name in valued}, "--cold": 0}
+    return {**{f"--{name}": 1 for name in valued}, "--cold": 0, "--clear-locks": 0, "--allow-uncompressed": 0}
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:

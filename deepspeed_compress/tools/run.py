@@ -3,18 +3,17 @@
 import argparse
 import os
 import sys
-import warnings
 from typing import NoReturn
 
 from deepspeed_compress.config import parse_section, read_ds_config
-from deepspeed_compress.engine.builds import warn_of_abandoned_locks
-from deepspeed_compress.integrations.files import find_uncompressed
+from deepspeed_compress.engine.builds import print_locks
+from deepspeed_compress.integrations.files import check_configurations, find_uncompressed
 from deepspeed_compress.integrations.launch import launch_command
 from deepspeed_compress.tools import supervise
 from deepspeed_compress.transport.secret import pass_on
 from deepspeed_compress.transport.tls import set_tls
 
-__all__ = ["print_locks", "run"]
+__all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,21 +29,13 @@ def run(options: argparse.Namespace) -> int:
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     pass_on(os.environ)
     command = launch_command("none" if agent else options.launcher, options.arguments[1:], own=own)
+    check_configurations(options.arguments[1:], options.allow_uncompressed)
     for text in find_uncompressed(options.arguments[1:]):
         print(f"ds-compress: warning: {text}", file=sys.stderr, flush=True)
-    print_locks()
+    print_locks(options.clear_locks)
     return supervise.run(options, command) if agent else _become(command)
 
 
 def _become(command: list[str]) -> NoReturn:
     """The launcher takes the place of this process, so that signals and exit codes need no hands to go through."""
     os.execv(command[0], command)
-
-
-def print_locks() -> None:
-    """Warn on standard error of builds of DeepSpeed that were abandoned, on whose locks new ones would wait."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_abandoned_locks()
-    for warning in caught:
-        print(f"ds-compress: warning: {warning.message}", file=sys.stderr, flush=True)

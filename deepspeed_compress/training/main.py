@@ -3,15 +3,15 @@
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.engine.builds import warn_of_abandoned_locks
+from deepspeed_compress.engine.builds import print_locks
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.foreign_warnings import hide_foreign_warnings
 from deepspeed_compress.services.agent.signs import RESUME
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
@@ -25,19 +25,13 @@ from deepspeed_compress.training.setup import Data, RunConfig, Training, prepare
 from deepspeed_compress.training.stepper import PipelineStepper, PlainStepper, share_of
 
 PROMPT_TOKENS = 16
-FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    (".*is deprecated. Please use `torch.distributed", FutureWarning),
-    ("c10d::broadcast_: an autograd kernel was not registered", UserWarning),
-)
-"""About calls inside DeepSpeed, which a user of this program cannot change."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 2 after one line on stderr when the user has something to correct."""
     options = parse_options(argv)
-    for message, category in FOREIGN_WARNINGS:
-        warnings.filterwarnings("ignore", message, category)
-    warn_of_abandoned_locks()
+    hide_foreign_warnings()
+    print_locks(options.clear_locks)
     ranks = start_ranks(options.local_rank)
     status = 0
     try:

@@ -49,6 +49,7 @@ class Options:
     sample_tokens: int
     export: Path | None
     resume: bool
+    clear_locks: bool
     local_rank: int
 
 
@@ -148,6 +149,11 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
         "--resume",
         action="store_true",
         help="go on from the newest checkpoint in OUTPUT_DIR; from step 0 without one",
+    )
+    group.add_argument(
+        "--clear-locks",
+        action="store_true",
+        help="remove locks that killed builds of DeepSpeed's operators have left, which this program would wait for",
     )
 
 

@@ -1,14 +1,16 @@
 """`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
 
 import contextlib
+import copy
 import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -712,3 +714,136 @@ def test_the_first_rank_tells_what_is_compressed() -> None:
     assert int(uncompressed.replace(",", "")) == alone
     assert other == ""
     assert [text for text, _ in run_forks(2, told, {"announce": False})] == ["", ""]
+
+
+def copied(rank: int) -> list[list[float]]:
+    """Weights after a step of: a model, its copy, and what was saved of it, all three from the same ones."""
+    start()
+    model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    assert b"deepspeed_compress" not in written.getvalue()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    found = []
+    for one in (copy.deepcopy(model), torch.load(written, weights_only=False)):
+        assert not hasattr(one, "compression")
+        stepping = torch.optim.SGD(one.parameters(), lr=0.05)
+        loss_of(one, rank, 1).backward()
+        stepping.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in one.parameters()]).tolist())
+    # The model itself goes on.
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    return found
+
+
+def test_copies_and_pickles_leave_out_what_is_attached() -> None:
+    for copy_, saved in run_forks(2, copied):
+        assert copy_ == saved
+
+
+def scaled(rank: int) -> bool:
+    """Whether a copy of a scaler still calls what follows the first one."""
+    start()
+    model = DistributedDataParallel(Branches())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
+    return "update" in vars(copy.deepcopy(scaler))
+
+
+def test_a_copied_scaler_is_a_plain_one() -> None:
+    assert run_forks(1, scaled) == [False]
+
+
+def wrapped_optimizer(kind: str, model: nn.Module) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    if kind == "accelerate":
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True).prepare(inner)
+    if kind == "post_local":
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=100))
+    if kind == "sharded":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    if kind == "scheduled":
+        torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 1.0)
+    return inner
+
+
+def with_wrapped(rank: int, kinds: Sequence[str]) -> list[tuple[list[float], int]]:
+    start()
+    found = []
+    for kind in kinds:
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
+        optimizer = wrapped_optimizer(kind, model)
+        attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+        found.append((flat, attached.steps.count))
+    return found
+
+
+def test_optimizers_that_wrap_another_one() -> None:
+    """Each steps as the one inside does."""
+    kinds = ("plain", "accelerate", "post_local", "sharded", "scheduled")
+    for plain, *others in run_forks(2, with_wrapped, kinds):
+        assert plain[1] == 3
+        assert all(other == plain for other in others)
+
+
+def not_an_optimizer(rank: int) -> str:
+    start()
+    try:
+        deepspeed_compress.ddp.attach(DistributedDataParallel(Branches()), section(FOUR_BITS), object())  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_followed_is_named() -> None:
+    [told] = run_forks(1, not_an_optimizer)
+    assert "steps of a object cannot be followed" in told
+    assert "pass the optimizer of torch" in told
+
+
+def failing(rank: int) -> list[list[float]]:
+    """Weights of a model alone, and of one to which attaching has failed at first: alone, and attached again."""
+    start()
+    found = []
+    for attempts in (0, 1, 2):
+        model, optimizer, _ = Setting(None).build()
+        hooks = len(model._forward_pre_hooks)
+        for attempt in range(attempts):
+            with contextlib.ExitStack() as stack:
+                if not attempt:
+                    stack.enter_context(mock.patch("deepspeed_compress.adapters.ddp.Plan", side_effect=MemoryError))
+                    stack.enter_context(pytest.raises(MemoryError))
+                deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+            if not attempt:
+                assert len(model._forward_pre_hooks) == hooks
+                assert not optimizer._optimizer_step_post_hooks
+                assert "zero_grad" not in vars(optimizer)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist())
+    return found
+
+
+def test_nothing_is_left_when_attaching_fails() -> None:
+    for alone, failed, again in run_forks(2, failing):
+        assert alone == failed != again

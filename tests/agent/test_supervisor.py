@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_compress.services.agent.failures import HOPELESS
+from deepspeed_compress.services.agent.failures import HOPELESS, PERMANENT
 from deepspeed_compress.services.agent.placement import Host, Placement, place
 from deepspeed_compress.services.agent.sizes import why_not
 from deepspeed_compress.services.agent.supervisor import LOST_AFTER, Supervisor, Terms
@@ -404,3 +404,12 @@ def test_the_largest_that_fits(there, fits, shape):
 def test_numbers_of_ranks_that_train_the_same_batches(config, ranks, reason):
     found = why_not(config, ranks)
     assert (reason in found) if reason else (found == "")
+
+
+def test_an_error_of_the_configuration_is_not_started_again() -> None:
+    job = Job(restarts=10)
+    job.join("1")
+    job.fail_alone(code=PERMANENT)
+    assert job.last("1")["kind"] == "over"
+    assert "no restart cures that" in job.last("1")["why"]
+    assert "starts in a row" not in job.last("1")["why"]

@@ -1,5 +1,9 @@
 import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -360,3 +364,45 @@ def test_what_is_written_within_an_object_of_a_preset_wins_alone() -> None:
     own = {"size": 1, "preset": "sparseloco", "exchange": {"method": "topk", "values": {"bits": 4}}}
     values = parse_section({SECTION: {"islands": own}}).islands.exchange.values
     assert values.bits == 4
+
+
+SURROGATE = "\ud800x"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {SECTION: {"monitor": {"path": SURROGATE}}},
+        {SECTION: {"gradients": {"method": SURROGATE}}},
+        {SECTION: {SURROGATE: 1}},
+        {SECTION: {"gradients": {"overrides": [{"match": SURROGATE, "bits": 8}]}}},
+        {f"deepspeed_compres{SURROGATE}": {}},
+        {SURROGATE: {SECTION: {}}},
+    ],
+)
+def test_what_no_encoding_can_write_is_told_as_json_spells_it(file: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_section(file)
+    assert "\\ud800x" in str(caught.value).encode().decode()
+    (tmp_path / "ds_config.json").write_text(json.dumps(file))
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", "check", str(tmp_path / "ds_config.json")],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (1, False)
+
+
+def test_a_file_whose_name_is_no_text_is_checked(tmp_path: Path) -> None:
+    file = os.fsencode(tmp_path) + b"/\xff.json"
+    with open(file, "w") as stream:
+        json.dump({SECTION: {"gradients": {"bits": 5}}}, stream)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_compress.cli", "check", file],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (1, False), done.stderr
+    assert b"1 error" in done.stdout

@@ -129,3 +129,17 @@ def test_islands_say_what_they_exchange(size: int, where: str) -> None:
     section = {"gradients": {"method": "none"}, "islands": islands}
     first, *_ = run_forks(2 * size, measure, Job(stage=1, section=section, zero=WHOLE, steps=1))
     assert f"{where}; islands exchange blockwise bits=4 every 5 steps (" in first[0][0]
+
+
+def test_weights_that_travel_uncompressed_are_told_with_their_size() -> None:
+    """Under ZeRO 1 and 2 alone, which send weights in every step, and where gradients are compressed."""
+    gradients = {"bits": 4, "block_size": 32}
+    jobs = [job(stage, gradients) for stage in range(4)]
+    jobs += [job(1, {"method": "none"}), Job(stage=1, section={"gradients": gradients, "weights": {"bits": 8}})]
+    lines, sent = zip(*run_forks(2, measure, *jobs, timeout=200)[0], strict=True)
+    advice = re.compile(r'weights travel uncompressed: ([\d,]+) bytes a step; add "weights": \{"bits": 4\}')
+    told = [advice.search(line) for line in lines]
+    assert [found is not None for found in told] == [False, True, True, False, False, False]
+    for found, seen in zip(told, sent, strict=True):
+        if found is not None:
+            assert float(found[1].replace(",", "")) == pytest.approx(seen["bytes_weights"], rel=0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_compress import CompressWarning, cli
 from deepspeed_compress.engine import builds
-from deepspeed_compress.engine.builds import abandoned_locks, warn_of_abandoned_locks
+from deepspeed_compress.engine.builds import abandoned_locks, clear_locks, warn_of_abandoned_locks
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_lock_that_was_just_taken_is_left_alone(lock: Path, tmp_path: Path) ->
 
 
 def test_no_locks_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builds, "_open_files", lambda: pytest.fail("looked at all processes"))
+    monkeypatch.setattr(builds, "_used_by_processes", lambda: pytest.fail("looked at all processes"))
     assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
 
 
@@ -71,6 +71,51 @@ def test_run_says_it_before_anything_is_started(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(os, "execv", lambda *given: (_ for _ in ()).throw(SystemExit(0)))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     with pytest.raises(SystemExit):
         cli.main(["run", "--launcher", "none", "train.py"])
     assert f"type: rm {lock}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--clear-locks", "--launcher", "none", "train.py"])
+    assert f"{lock}: removed" in capsys.readouterr().err
+    assert not lock.exists()
+
+
+def test_what_a_compiler_works_beside_is_left_alone(lock: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=lock.parent) as compiler:
+        assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+        compiler.kill()
+    assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == [lock]
+
+
+@pytest.mark.parametrize(
+    ("hours", "every", "removed"), [(1, False, False), (3, False, True), (1, True, True), (0, True, True)]
+)
+def test_only_stale_locks_are_removed_without_being_asked(
+    hours: int, every: bool, removed: bool, lock: Path, tmp_path: Path
+) -> None:
+    then = time.time() - 3600 * hours
+    os.utime(lock, (then, then))
+    told: list[str] = []
+    clear_locks(every, told.append, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert lock.exists() is not removed
+    assert ["removed" in text for text in told] == [removed]
+    assert all(str(lock) in text for text in told)
+
+
+def test_a_lock_that_is_held_is_not_removed_when_asked(lock: Path, tmp_path: Path) -> None:
+    with lock.open():
+        clear_locks(True, pytest.fail, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert lock.exists()
+
+
+def test_the_module_is_a_command(lock: Path, tmp_path: Path) -> None:
+    """The quickstart calls it."""
+    command = [sys.executable, "-m", "deepspeed_compress.engine.builds"]
+    settings = {"env": {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, "capture_output": True, "text": True}
+    told = subprocess.run(command, check=True, **settings).stderr
+    assert f"type: rm {lock}" in told
+    told = subprocess.run([*command, "--clear-locks"], check=True, **settings).stderr
+    assert f"{lock}: removed" in told
+    assert not lock.exists()

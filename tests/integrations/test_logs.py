@@ -1,5 +1,7 @@
 """What Trainer logs of compression: where, when, and that reporters and the progress bar get it."""
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,31 @@ def test_entries_are_means_and_the_newest_of_what_is_sampled() -> None:
 def test_nothing_sent_has_no_ratio() -> None:
     entries = hf.log_entries([step(bytes_sent=0, bytes_uncompressed=0)])
     assert entries == {"compression_bytes_sent": 0.0, "compression_time_ms": 3.0}
+
+
+def test_people_read_megabytes() -> None:
+    logs = {
+        "loss": "2.5",
+        "compression_bytes_sent": 1_234_567.0,
+        "compression_ratio": 4.0,
+        "compression_bytes_weights": 8e6,
+    }
+    shown = {"loss": "2.5", "compression_MB_sent": 1.235, "compression_ratio": 4.0, "compression_MB_weights": 8.0}
+    assert hf.readable(logs) == shown
+
+
+def printed(rank: int, job: Job) -> tuple[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        done = train(rank, replace(job, args={**job.args, "disable_tqdm": True}))
+    return written.getvalue(), done
+
+
+def test_what_trainer_prints_has_megabytes(tmp_path: Path) -> None:
+    [(text, done), _] = run_forks(2, printed, Job(str(tmp_path), 2, INT4, {"logging_steps": 2}))
+    assert "compression_MB_sent" in text
+    assert "compression_bytes" not in text
+    # What programs read stays.
+    assert all(value > 0 for value in done[0].of("compression_bytes_sent"))
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "max_steps": 6}

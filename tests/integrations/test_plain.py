@@ -1,5 +1,6 @@
 """Programs without DeepSpeed that do not know of this package: PyTorch's DDP, Accelerate, Trainer."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -145,6 +146,97 @@ def test_trainer_saves_and_resumes_what_is_remembered(tmp_path: Path) -> None:
     assert run_forks(2, with_trainer, replace(job, resume=True)) == whole
     alone = run_forks(2, with_trainer, replace(job, directory=str(tmp_path / "alone"), section=None))
     assert alone[0][0] != whole[0][0]
+
+
+def fold(accelerator: Accelerator, network: torch.nn.Module, directory: Path, load: bool) -> int:
+    """One training of three steps; how many steps have been counted when it ends."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(network, optimizer)
+    if load:
+        accelerator.load_state(directory)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, accelerator.process_index, step).backward()
+        optimizer.step()
+    accelerator.save_state(directory)
+    steps: int = model.compression.steps.count
+    accelerator.free_memory()
+    return steps
+
+
+def folds(rank: int, directory: str, loads: list[bool], same: bool) -> list[int]:
+    deepspeed_compress.install(section(FOUR_BITS))
+    accelerator, network = Accelerator(cpu=True), Branches()
+    return [
+        fold(accelerator, network if same else Branches(), Path(directory), load) for number, load in enumerate(loads)
+    ]
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["new", "same"])
+def test_models_are_trained_one_after_the_other(same: bool, tmp_path: Path) -> None:
+    """Each fold of a cross-validation has a model of its own, or wraps the same one again, and loads what it asks for
+    and nothing else."""
+    assert run_forks(2, folds, str(tmp_path), [False, True, False, True], same) == [[3, 6, 3, 6]] * 2
+    assert [place.name for place in (tmp_path / "deepspeed_compress").iterdir()] == ["model_0"]
+
+
+def test_a_checkpoint_of_a_later_model_of_the_first_version_is_found(tmp_path: Path) -> None:
+    run_forks(2, folds, str(tmp_path), [False], False)
+    saved = tmp_path / "deepspeed_compress"
+    (saved / "model_0").rename(saved / "model_3")
+    assert run_forks(2, folds, str(tmp_path), [True], False) == [[6], [6]]
+
+
+def compiled(rank: int) -> list[list[list[float]]]:
+    """Weights of a model that was compiled with its DistributedDataParallel, alone and with `install`."""
+    start()
+    found = []
+    for settings in (None, FOUR_BITS, None):
+        undo = (lambda: None) if settings is None else deepspeed_compress.install(section(settings))
+        model = DistributedDataParallel(torch.nn.Linear(12, 3))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.25)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        whole = torch.compile(model, backend="eager")
+        for step in range(3):
+            optimizer.zero_grad()
+            whole(
+                torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+            ).square().sum().backward()
+            optimizer.step()
+        assert hasattr(model, "compression") == (settings is not None)
+        found.append(values(model))
+        undo()
+    return found
+
+
+def test_a_model_is_compiled_with_its_hooks() -> None:
+    for alone, installed, again in run_forks(2, compiled):
+        assert alone == again != installed
+
+
+def copied(rank: int) -> list[bool]:
+    """Whether copies of a model, made before and after its first step, are compressed, once they are trained."""
+    start()
+    deepspeed_compress.install(section(FOUR_BITS))
+    model = DistributedDataParallel(Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    copies = [copy.deepcopy(model)]
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    copies.append(copy.deepcopy(model))
+    loss_of(copies[0], rank, 0)
+    found = [hasattr(one, "compression") for one in (model, *copies)]
+    for one in copies:
+        stepping = torch.optim.SGD(one.parameters(), lr=0.05)
+        loss_of(one, rank, 1).backward()
+        stepping.step()
+    return found + [hasattr(one, "compression") for one in copies]
+
+
+def test_copies_of_a_model_are_followed_when_they_are_trained() -> None:
+    assert run_forks(2, copied) == [[True, False, False, True, True]] * 2
 
 
 SCRIPT = """

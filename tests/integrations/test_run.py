@@ -27,6 +27,14 @@ EXAMPLE = str(ROOT / "launch" / "run_trainer.py")
 RUNNER = "--module deepspeed_compress.integrations.run"
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty `train.py` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path / "train.py"
+
+
 @pytest.mark.parametrize(
     ("launcher", "given", "command"),
     [
@@ -53,6 +61,7 @@ RUNNER = "--module deepspeed_compress.integrations.run"
         ("none", "-m pkg.train", "-m deepspeed_compress.integrations.run -m pkg.train"),
     ],
 )
+@pytest.mark.usefixtures("script")
 def test_everything_is_passed_on(launcher: str, given: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
@@ -134,12 +143,12 @@ def test_a_program_that_calls_initialize_by_itself_is_compressed(tmp_path: Path)
     ("content", "options", "text"),
     [
         ({"compress": {}}, "--deepspeed {}", 'did you mean it by "compress"?'),
-        ({"zero_optimization": {SECTION: {}}}, "--deepspeed_config={}", f'by "zero_optimization/{SECTION}"?'),
         ({"train_batch_size": 1}, "--deepspeed_config_file {}", "the section is missing."),
         ({SECTION: {}}, "--deepspeed {}", ""),
         ({"train_batch_size": 1}, "--other {}", ""),
     ],
 )
+@pytest.mark.usefixtures("script")
 def test_a_file_without_the_section_is_told_at_the_start(
     content: Any,
     options: str,
@@ -158,6 +167,60 @@ def test_a_file_without_the_section_is_told_at_the_start(
     assert (f"warning: {file}: nothing will be compressed" in told) is bool(text)
 
 
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"deepspeed_compres": {}}, 'did you mean it by "deepspeed_compres"?'),
+        ({"zero_optimization": {SECTION: {}}}, f'by "zero_optimization/{SECTION}"?'),
+    ],
+)
+def test_a_misspelled_section_is_refused(
+    content: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would train uncompressed. A program without anything like a section may, as before."""
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    monkeypatch.setattr(os, "execv", lambda *given: sys.exit(0))
+    rest = ["train.py", "--deepspeed_config=ds.json"]
+    assert cli.main(["run", *rest]) == 1
+    told = capsys.readouterr().err
+    assert text in told
+    assert told.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--allow-uncompressed", *rest])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize("own", [[], ["--restarts", "3", "--ranks", "2"]])
+def test_a_wrong_section_is_one_line_before_anything_starts(
+    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({SECTION: {"gradients": {"bit": 4}}}))
+    monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
+    monkeypatch.setattr("deepspeed_compress.tools.supervise.run", lambda *given: pytest.fail("started"))
+    assert cli.main(["run", *own, "train.py", "--deepspeed", "ds.json"]) == 1
+    told = capsys.readouterr().err
+    assert f"ds.json: /{SECTION}/gradients/bit: unknown key" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "none"])
+def test_a_missing_script_is_told_before_anything_starts(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda *given: pytest.fail("started"))
+    assert cli.main(["run", "--launcher", launcher, "nowhere/train.py", "--flag"]) == 1
+    assert capsys.readouterr().err.startswith("ds-compress: error: nowhere/train.py: no such file")
+
+
+def test_hosts_of_a_file_may_have_a_script_that_is_not_here(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("worker-1 slots=4\n")
+    command = launch_command("deepspeed", ["--hostfile", str(tmp_path / "hostfile"), "nowhere/train.py"])
+    assert command[-1] == "nowhere/train.py"
+
+
+@pytest.mark.usefixtures("script")
 def test_what_is_no_configuration_is_the_programs_business(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,8 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
     """Call the command in `tmp_path`; candidates without a result of their own are slow."""
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(json.dumps(FILE))
+    for script in ("train.py", "other.py"):
+        Path(script).touch()
 
     def call(*options: str, results: Mapping[str, Result] = GOOD, script: str = "train.py") -> int:
         def run(self: Trials, candidate: Candidate, rung: Rung, seconds: float, progress: object) -> Result:
@@ -178,4 +180,10 @@ def test_what_is_wrong_is_said_before_anything_is_started(tune: Tune, capsys: py
     Path("space.json").write_text('[{"name": "w", "weights": {"bits": 4}}]')
     assert tune("--space", "space.json") == 1
     assert "no candidate fits this file.\n  - w: " in capsys.readouterr().err
+    assert not Path("tuning_results").exists()
+
+
+def test_a_missing_script_is_told_before_the_first_trial(tune: Tune, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(script="nowhere.py") == 1
+    assert "nowhere.py: no such file" in capsys.readouterr().err
     assert not Path("tuning_results").exists()

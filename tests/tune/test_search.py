@@ -3,7 +3,8 @@
 import io
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -43,9 +44,13 @@ class Fake:
         progress(rung.steps)
         needed = self.seconds.get(candidate.name, 10.0)
         self.clock.now += min(needed, seconds)
-        return self.results[candidate.name] if needed <= seconds else Result(candidate.name, "stopped")
+        return self.results[candidate.name] if needed <= seconds else Result(candidate.name, "stopped", seconds=seconds)
 
-    def begin(self, candidate: Candidate, rung: Rung) -> None:
+    def directory(self, candidate: Candidate, rung: Rung) -> Path:
+        return Path("exps") / candidate.name
+
+    def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
+        assert log == Path("exps") / candidate.name / "stdout.log"
         self.told.append(f"begin {candidate.name}")
 
     def steps(self, done: int) -> None:
@@ -188,9 +193,9 @@ def test_the_bar_names_rung_candidate_and_time_left() -> None:
     [none, int4] = candidates("int4")
     rungs = make_rungs(10, 2, 0.01)
     with Display(console, 1, rungs, Budget(600)) as display:
-        display.begin(none, rungs[0])
+        display.begin(none, rungs[0], Path("log"))
         display.end(BASE, rungs[0], again=True)
-        display.begin(int4, rungs[0])
+        display.begin(int4, rungs[0], Path("log"))
         display.steps(5)
         display._progress.refresh()
         [task] = display._progress.tasks
@@ -210,6 +215,39 @@ def test_without_a_budget_none_is_shown() -> None:
     out = io.StringIO()
     rungs = make_rungs(10, 1, 0.01)
     with Display(Console(file=out, force_terminal=True, width=140), 1, rungs, Budget(None)) as display:
-        display.begin(candidates("int4")[1], rungs[0])
+        display.begin(candidates("int4")[1], rungs[0], Path("log"))
         display._progress.refresh()
     assert " min" not in out.getvalue()
+
+
+def test_a_trial_tells_where_its_log_is_how_far_it_is_and_what_it_waits_for() -> None:
+    out, clock, looked = io.StringIO(), Clock(), []
+    [none, int4] = candidates("int4")
+    rungs = make_rungs(10, 1, 0.01)
+
+    def look(tell: Callable[[str], None]) -> None:
+        looked.append(clock.now)
+        tell("a lock is in the way")
+
+    with Display(Console(file=out, width=200), 1, rungs, Budget(None, clock), look) as display:
+        display.begin(none, rungs[0], Path("exps/none/stdout.log"))
+        for _ in range(100):
+            clock.now += 1
+            display.steps(0)
+        assert len(looked) == 3
+        display.steps(5)
+        display.end(replace(BASE, seconds=600.0), rungs[0], again=False)
+        display.begin(int4, rungs[0], Path("exps/int4/stdout.log"))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "trial 1 of 2: none, 10 steps, log exps/none/stdout.log"
+    assert lines[1:3] == ["trial 1 of 2: none, 0 of 10 steps after 31 s", "a lock is in the way"]
+    assert "trial 2 of 2: int4, 10 steps, about 10 min, log exps/int4/stdout.log" in lines
+
+
+def test_a_trial_timeout_holds_for_uncompressed_training_too() -> None:
+    fake = Fake(GOOD, seconds={BASELINE: 1000.0})
+    budget = Budget(None, fake.clock, trial=60.0)
+    outcome = search(candidates(*"ab"), RUNGS, fake, "bytes", budget, fake)
+    assert fake.clock.now == Clock().now + 60
+    assert outcome.failure is not None
+    assert outcome.failure.error == "took longer than --trial-timeout, 60 s"

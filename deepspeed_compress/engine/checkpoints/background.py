@@ -9,6 +9,7 @@ import atexit
 import inspect
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -315,6 +316,8 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         if self._saved != self._engine.global_steps:
             self._save_automatically(self._disk)
         self.wait()
+        if self._rank == 0:
+            print(f"ds-compress: saved global_step{self._saved} in {self._directory}", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGTERM)
 
     def _save_automatically(self, lane: Lane) -> None:

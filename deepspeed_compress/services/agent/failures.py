@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from deepspeed_compress.services.agent.placement import Host
 
-__all__ = ["EARLY", "HOPELESS", "Failure", "hopeless", "lost_slot"]
+__all__ = ["EARLY", "HOPELESS", "PERMANENT", "Failure", "hopeless", "lost_slot"]
 
 EARLY = 3
 """Starts in a row that fail at one slot before their first step, after which that slot is left out."""
+PERMANENT = 78
+"""Exit code of a rank that no restart can help, as its configuration is wrong (EX_CONFIG of sysexits.h)."""
 HOPELESS = 3
 """Starts in a row that end alike without a new step, after which there is no other."""
 
@@ -37,7 +39,9 @@ def lost_slot(failures: Sequence[Failure]) -> tuple[str, int] | None:
 
 
 def hopeless(failures: Sequence[Failure]) -> bool:
-    """Whether starts have ended with one exit code, at the same step and on the same hosts. Of an error that all ranks
-    run into any may be the first that is seen."""
+    """Return True if a rank says so by its exit code, or if starts have ended with one exit code, at the same step and
+    on the same hosts. Of an error that all ranks run into any may be the first that is seen."""
+    if failures and failures[-1].code == PERMANENT:
+        return True
     last = [(one.code, one.steps, one.hosts) for one in failures[-HOPELESS:]]
     return len(last) == HOPELESS and last[0][0] is not None and all(one == last[0] for one in last)

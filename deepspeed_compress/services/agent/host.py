@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from deepspeed_compress.services.agent.directory import JobDirectory
+from deepspeed_compress.services.agent.failures import PERMANENT
 from deepspeed_compress.services.agent.messages import FROM_SUPERVISOR, SUPERVISOR, Message
 from deepspeed_compress.services.agent.signs import AGENT, HOSTS, MEMORY, RESUME, Sign, read_sign
 from deepspeed_compress.services.agent.supervisor import FAILED, LOST_AFTER, SIGNALLED
@@ -250,6 +251,7 @@ class Agent:
         ended = bad[0]
         # Where one was killed others may have raised for that alone.
         code = ended.status if all(one.status > 0 for one in bad) else None
+        code = PERMANENT if any(one.status == PERMANENT for one in bad) else code
         self._say(
             "failed",
             start,

@@ -1,8 +1,9 @@
 """`python -m deepspeed_compress.services.agent.nursery DESCRIPTOR WARM [SCRIPT]`: of this process ranks are forked.
 
-It has imported what ranks import, which is most of what a start takes, and nothing else: no thread, no device, no file.
-So a fork of it is a new process that need not import. It is the parent of the ranks. It ends with its agent, and they
-end with it.
+It has imported what the program imports before it does anything else, which is most of what a start takes: no
+thread, no device, no file. So a fork of it is a new process that need not import. What the program imports later is
+left to it, as libraries read the environment that it may have set by then (HF_HOME, HF_HUB_OFFLINE). This process is
+the parent of the ranks: it ends with its agent, and they end with it.
 """
 
 import ast
@@ -27,8 +28,14 @@ __all__ = ["main"]
 RUNNER = "deepspeed_compress.integrations.run"
 _KNOWN = ("accelerate", "datasets", "deepspeed", "deepspeed_compress", "numpy", "peft", "torch", "transformers", "trl")
 """Libraries that a program imports before it does anything: imports of these have no effect but themselves."""
-_LATE = ("deepspeed.module_inject.auto_ep_config", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""What deepspeed.initialize imports, and much of PyTorch with it."""
+_LATE = (
+    "deepspeed_compress.engine.initialize",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+"""Modules that deepspeed.initialize imports, and with them the compiler of PyTorch, which reads the environment."""
+_CHANGES = frozenset({"clear", "pop", "putenv", "setdefault", "update"})
+"""Functions that change an environment."""
 _LOOK_EVERY = 0.05
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DIE_WITH_PARENT = 1
@@ -53,35 +60,80 @@ def main(descriptor: int, warm: bool, script: str) -> None:
 def _imports(script: str) -> bool:
     """Import what ranks import; whether it is safe to fork now."""
     from deepspeed_compress.config import SECTION, parse_section
-    from deepspeed_compress.engine import initialize
     from deepspeed_compress.integrations import run
 
-    assert initialize, run
+    assert run
     # The first section builds the models that read it.
     parse_section({SECTION: {}})
-    for module, names in (*((late, ()) for late in _LATE), *_imported_by(script)):
-        with suppress(Exception):
-            found = importlib.import_module(module)
-            for name in names:
-                # Libraries such as transformers load their parts when these are asked for.
-                getattr(found, name, None)
+    body = _statements(script)
+    for module, names in _imported_first(body):
+        _import(module, names)
+    if "deepspeed" in sys.modules and not any(map(_sets_environment, body)):
+        for module in _LATE:
+            _import(module)
     gc.collect()
     gc.freeze()
-    return _may_fork()
+    return "torch" not in sys.modules or _may_fork()
 
 
-def _imported_by(script: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """(module, names) of the imports of known libraries at the top of a program."""
+def _import(module: str, names: Sequence[str] = ()) -> None:
+    with suppress(Exception):
+        found = importlib.import_module(module)
+        for name in names:
+            # Libraries such as transformers load their parts when these are asked for.
+            getattr(found, name, None)
+
+
+def _statements(script: str) -> list[ast.stmt]:
+    """Return the statements at the top of a program; none if it cannot be read."""
     with suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import):
-                yield from ((one.name, ()) for one in node.names if _is_known(one.name))
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level and _is_known(node.module):
-                yield node.module, [one.name for one in node.names]
+        return ast.parse(Path(script).read_text(encoding="utf-8")).body
+    return []
+
+
+def _imported_first(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield (module, names) for the imports of known libraries that a program begins with, in their order. They end at
+    the first statement that does something, such as an import of its own modules, which may set the environment."""
+    for node in body[1 if _is_docstring(body[:1]) else 0 :]:
+        found = list(_modules(node))
+        if not found or not all(_is_known(module) or _is_standard(module) for module, _ in found):
+            return
+        yield from (one for one in found if _is_known(one[0]))
+
+
+def _is_docstring(body: Sequence[ast.stmt]) -> bool:
+    return any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in body)
+
+
+def _modules(node: ast.stmt) -> Iterator[tuple[str, Sequence[str]]]:
+    if isinstance(node, ast.Import):
+        yield from ((one.name, ()) for one in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield node.module, [one.name for one in node.names]
+
+
+def _sets_environment(node: ast.AST) -> bool:
+    """Return True if something in `node` writes to `os.environ`."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Subscript) and not isinstance(one.ctx, ast.Load) and _is_environment(one.value):
+            return True
+        if isinstance(one, ast.Attribute) and (
+            one.attr == "putenv" or (one.attr in _CHANGES and _is_environment(one.value))
+        ):
+            return True
+    return False
+
+
+def _is_environment(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] == "environ"
 
 
 def _is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
 
 
 def _may_fork() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.services.agent.failures import EARLY, HOPELESS, Failure, hopeless, lost_slot
+from deepspeed_compress.services.agent.failures import EARLY, HOPELESS, PERMANENT, Failure, hopeless, lost_slot
 from deepspeed_compress.services.agent.messages import Message
 from deepspeed_compress.services.agent.placement import Host, Placement, place
 
@@ -210,7 +210,8 @@ class Supervisor:
         elif state.restarts == self._terms.restarts:
             self._finish(FAILED, f"{failure.why}, and all {state.restarts} restarts are used")
         elif not self._give_up_slot() and hopeless(state.failures):
-            text = f"as {HOPELESS} starts in a row have without a new step: no restart cures that; see its output above"
+            row = f"as {HOPELESS} starts in a row have without a new step: "
+            text = f"{'' if failure.code == PERMANENT else row}no restart cures that; see its output above"
             self._finish(FAILED, f"{failure.why}, {text}")
         else:
             state.restarts += 1

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import json
+import math
 import shlex
 import signal
 import sys
@@ -14,10 +16,10 @@ from rich.console import Console
 
 from deepspeed_compress.checkpoints.alone import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
+from deepspeed_compress.engine.builds import clear_locks, print_locks
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot
-from deepspeed_compress.tools.run import print_locks
 from deepspeed_compress.tools.tune.halving import make_rungs
 from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
 from deepspeed_compress.tools.tune.space import Candidate, Excluded, find_candidates, load_space
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     Raises ConfigError for what is wrong with the files or the command, before anything is started.
     """
     options.arguments = options.arguments[1:]  # without the "--" of the command line
-    print_locks()
+    print_locks(options.clear_locks)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     ds_config = read_ds_config(options.config)
     if SECTION in ds_config:
@@ -121,9 +123,10 @@ def _search(
     options: argparse.Namespace, ds_config: Mapping[str, Any], candidates: Sequence[Candidate], console: Console
 ) -> Outcome:
     rungs = make_rungs(options.steps, options.rungs, options.target_loss_gap)
-    budget = Budget(options.time_budget)
+    budget = Budget(options.time_budget, trial=options.trial_timeout or math.inf)
+    look = functools.partial(clear_locks, options.clear_locks)
     trials = Trials(ds_config, options.config, options.launcher, options.arguments, options.output)
-    with _terminable(), Display(console, len(candidates) - 1, rungs, budget) as display:
+    with _terminable(), Display(console, len(candidates) - 1, rungs, budget, look) as display:
         return search(candidates, rungs, trials, options.metric, budget, display)
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.tools.arguments import integer_from
+from deepspeed_compress.tools.options import CLEAR_LOCKS
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "none")
 METRICS = ("step_time", "bytes")
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def own_options() -> dict[str, int]:
     """How many values each option of `tune` takes: what begins with another word is passed on."""
-    return dict.fromkeys(_OPTIONS, 1)
+    return {name: 0 if settings.get("action") == "store_true" else 1 for name, settings in _OPTIONS.items()}
 
 
 def share(text: str) -> float:
@@ -90,6 +91,13 @@ _OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "help": "optimizer steps of a trial of the first rung; three times as many in each further (default: 30)",
         },
         "--rungs": {"type": integer_from(1), "default": 3, "metavar": "N", "help": "rungs (default: 3)"},
+        "--trial-timeout": {
+            "type": duration,
+            "metavar": "TIME",
+            "help": "such as 10m, 1h: a trial that takes longer is ended, uncompressed training too (default: no limit "
+            "for that, and about three times as long as it took for all others)",
+        },
+        "--clear-locks": {"action": "store_true", "help": CLEAR_LOCKS},
         "--launcher": {
             "choices": LAUNCHERS,
             "default": "deepspeed",

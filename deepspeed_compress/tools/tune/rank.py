@@ -2,116 +2,23 @@
 
 What the processes of a trial do: what those of `ds-compress run` do, and besides they follow the first engine that is
 trained, and end the program when it has made the steps that its configuration asks for. All ranks count the same steps,
-so they end together.
+so they end together. As there, no library is imported before the program does it.
 """
 
-import functools
-import json
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
-
-from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations import run
-from deepspeed_compress.integrations.replacing import replace_method
-from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.tools.tune.trials import TRIAL, Task
+from deepspeed_compress.integrations.importing import Undo, after_import
+
+if TYPE_CHECKING:
+    from deepspeed_compress.tools.tune.recorder import EngineWatcher
 
 __all__ = ["main"]
-
-
-class Recorder:
-    """Losses and times of the optimizer steps of a trial, on this rank, and the statistics on the one that has them."""
-
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self.task = task
-        self.statistics: dict[int, StepStatistics] = {}
-        self._device = device
-        self._parts: list[Tensor] = []
-        self._losses: list[Tensor] = []
-        self._times = [time.perf_counter()]
-
-    @property
-    def steps(self) -> int:
-        return len(self._losses)
-
-    def add(self, loss: Tensor) -> None:
-        """`loss`, (), is this rank's part of the loss of the step that is under way: the parts add up to it."""
-        self._parts.append(loss.detach().float().reshape(()))
-
-    def end_step(self) -> None:
-        """An optimizer step is over. Raises SystemExit after the last one, ConfigError when no loss was seen."""
-        if not self._parts:
-            raise ConfigError(
-                "a trial takes the loss from engine.backward(loss), or from engine.train_batch of a pipeline, and "
-                "neither was called before the optimizer step. Write engine.backward(loss) instead of loss.backward()."
-            )
-        get_accelerator().synchronize()
-        self._times.append(time.perf_counter())
-        self._losses.append(torch.stack(self._parts).sum())
-        self._parts.clear()
-        if self.steps == self.task.steps:
-            self._finish()
-
-    def _finish(self) -> NoReturn:
-        losses = torch.stack(self._losses).to(self._device)
-        dist.all_reduce(losses)
-        if dist.get_rank() == 0:
-            self._write((losses / dist.get_world_size()).tolist())
-        # Nobody leaves, and takes the means of communication along, before all have got here.
-        dist.barrier()
-        raise SystemExit(0)
-
-    def _write(self, losses: Sequence[float]) -> None:
-        lines = []
-        for step, loss in enumerate(losses, 1):
-            found = self.statistics.get(step)
-            sent = None if found is None else sum(getattr(found, kind) or 0 for kind in KINDS)
-            elapsed = 1e3 * (self._times[step] - self._times[step - 1])
-            fields = {"step": step, "loss": loss, "step_ms": elapsed, "bytes": sent}
-            lines.append(json.dumps({**fields, "cosine": None if found is None else found.cosine}) + "\n")
-        scratch = self.task.lines.with_suffix(".new")
-        scratch.write_text("".join(lines), encoding="utf-8")
-        os.replace(scratch, self.task.lines)
-
-
-class EngineWatcher:
-    """Follows the first engine that is trained, however it was made; `recorder` is None before that."""
-
-    def __init__(self) -> None:
-        self.recorder: Recorder | None = None
-        self._engine: Any = None
-
-    def of(self, engine: Any) -> Recorder | None:
-        """The recorder if `engine` is the one that is followed."""
-        if self.recorder is None:
-            task = _task(engine.config)
-            self.recorder, self._engine = Recorder(task, engine.device), engine
-            engine.compression.subscribe(self._keep)
-        return self.recorder if engine is self._engine else None
-
-    def _keep(self, statistics: StepStatistics) -> None:
-        assert self.recorder is not None, "subscribed to by a recorder"
-        self.recorder.statistics[self.recorder.steps + 1] = statistics
-
-
-def _task(ds_config: Mapping[str, Any]) -> Task:
-    if TRIAL not in ds_config or SECTION not in ds_config:
-        raise ConfigError(
-            f"/{TRIAL}: is missing from the configuration that DeepSpeed got, so the script has not handed the trial's "
-            "file on as it stands (allowed: the whole file). Pass the path, or everything that is read from it."
-        )
-    return Task(**ds_config[TRIAL])
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -119,12 +26,10 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises ConfigError when the program ends before, or DeepSpeed gets another configuration than the trial's.
     """
-    watcher = EngineWatcher()
-    replace_method(DeepSpeedEngine, "backward", functools.partial(_with_loss, watcher))
-    replace_method(DeepSpeedEngine, "step", functools.partial(_with_end, watcher))
-    replace_method(PipelineEngine, "train_batch", functools.partial(_with_both, watcher))
+    watchers: list[EngineWatcher] = []
+    after_import("deepspeed", partial(_watch, watchers))
     run.main(arguments)
-    done, wanted = (watcher.recorder.steps, watcher.recorder.task.steps) if watcher.recorder else (0, None)
+    done, wanted = watchers[0].steps if watchers else (0, None)
     if done != wanted:
         raise ConfigError(
             f"the script ended after {done} optimizer steps of DeepSpeed, before the {wanted or 'first'} of this trial "
@@ -132,49 +37,11 @@ def main(arguments: Sequence[str]) -> None:
         )
 
 
-Method = Callable[..., Any]
+def _watch(watchers: "list[EngineWatcher]") -> Undo:
+    from deepspeed_compress.tools.tune.recorder import EngineWatcher
 
-
-def _with_loss(watcher: EngineWatcher, backward: Method) -> Method:
-    """DeepSpeedEngine.backward returns the loss of a micro-step as it enters the one of the step."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        scaled = backward(engine, *args, **options)
-        recorder = None if isinstance(engine, PipelineEngine) else watcher.of(engine)
-        if recorder is not None:
-            recorder.add(scaled)
-        return scaled
-
-    return watched
-
-
-def _with_end(watcher: EngineWatcher, step: Method) -> Method:
-    """DeepSpeedEngine.step is called for every micro-step; the engine counts those that are optimizer steps."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        before = engine.global_steps
-        result = step(engine, *args, **options)
-        recorder = watcher.of(engine) if engine.global_steps > before else None
-        if recorder is not None:
-            recorder.end_step()
-        return result
-
-    return watched
-
-
-def _with_both(watcher: EngineWatcher, train_batch: Method) -> Method:
-    """PipelineEngine.train_batch is an optimizer step, and returns the mean loss on every rank."""
-
-    def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        # Before the step: its statistics are wanted too.
-        recorder = watcher.of(engine)
-        loss = train_batch(engine, *args, **options)
-        if recorder is not None:
-            recorder.add(loss)
-            recorder.end_step()
-        return loss
-
-    return watched
+    watchers.append(EngineWatcher())
+    return watchers[0].follow()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from deepspeed_compress.tools.tune.halving import Result, Round, Rung, promoted, reserve, trials_left
 from deepspeed_compress.tools.tune.space import BASELINE, Candidate
-from deepspeed_compress.tools.tune.trials import Trials
+from deepspeed_compress.tools.tune.trials import LOG, Trials
 
 __all__ = ["Budget", "Display", "Outcome", "search"]
 
@@ -23,10 +24,11 @@ AS_LONG, STARTUP = 3.0, 60.0
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds that may still pass by `clock`; None is without end."""
+    """Seconds that may still pass by `clock`; None is without end. `trial`: seconds that one trial may take."""
 
     seconds: float | None
     clock: Callable[[], float] = time.monotonic
+    trial: float = math.inf
     begun: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -46,11 +48,33 @@ class Outcome:
     failure: Result | None = None
 
 
-class Display:
-    """Counts optimizer steps, those of all rungs that are still to come among them."""
+SILENT = 30.0
+"""Seconds without a word about a running trial, after which a line tells how far it is."""
 
-    def __init__(self, console: Console, candidates: int, rungs: Sequence[Rung], budget: Budget) -> None:
-        self._console, self._rungs, self._budget = console, rungs, budget
+
+class Display:
+    """Counts optimizer steps, those of all rungs that are still to come among them, and tells of the trial that runs.
+
+    `look`: looks for what a trial may be waiting for, such as abandoned locks, and tells it to the function that it is
+    given. It is called while a trial has not made its first measured step.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        candidates: int,
+        rungs: Sequence[Rung],
+        budget: Budget,
+        look: Callable[[Callable[[str], None]], None] = lambda tell: None,
+    ) -> None:
+        self._console, self._rungs, self._budget, self._look = console, rungs, budget, look
+        self._number, self._count = 0, sum(count for _, count in trials_left(candidates, rungs))
+        """Of the trial that runs, and how many there may be."""
+        self._running = ("", 0)
+        """Name and steps of the trial that runs."""
+        self._begun = self._told = budget.clock()
+        self._pace: float | None = None
+        """Seconds of a step, those of starting included, in the last trial that finished."""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
         text = TextColumn("{task.fields[budget]}")
         self._progress = Progress(*columns, TimeRemainingColumn(), text, console=console, transient=True)
@@ -65,30 +89,52 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
 
-    def begin(self, candidate: Candidate, rung: Rung) -> None:
+    def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
+        self._number += 1
+        self._running, self._begun = (candidate.name, rung.steps), self._budget.clock()
+        estimate = "" if self._pace is None else f", about {_duration(self._pace * rung.steps)}"
+        self._line(f"trial {self._number} of {self._count}: {candidate.name}, {rung.steps} steps{estimate}, log {log}")
         text = f"rung {rung.number}/{len(self._rungs)}  {candidate.name}"
         self._progress.update(self._task, description=escape(text), budget=self._time_left())
 
     def steps(self, done: int) -> None:
+        if self._budget.clock() - self._told > SILENT:
+            name, steps = self._running
+            elapsed = _duration(self._budget.clock() - self._begun)
+            self._line(f"trial {self._number} of {self._count}: {name}, {done} of {steps} steps after {elapsed}")
+            if not done:
+                self._look(self._line)
         self._progress.update(self._task, completed=self._before + done, budget=self._time_left())
 
     def end(self, result: Result, rung: Rung, again: bool) -> None:
+        self._told = self._budget.clock()
         self._before += rung.steps
+        if result.finished and not again:
+            self._pace = result.seconds / rung.steps
         self.steps(0)
         figures = f"{result.step_ms:9,.1f} ms a step, loss {result.loss:.4f}"
         text = figures if result.finished else f"{result.status}: {result.error}"
         known = ", from before" if again else ""
         line = f"rung {rung.number}, {rung.steps} steps  {result.name:<22}{text}{known}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._line(line)
+
+    def _line(self, text: str) -> None:
+        self._told = self._budget.clock()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def rung_over(self, rung: Rung, left: int) -> None:
         """`left` candidates go on, fewer than were counted on perhaps."""
+        self._count = self._number + sum(count for _, count in trials_left(left, self._rungs[rung.number :]) if left)
         total = self._before + _steps(left, self._rungs[rung.number :]) if left else self._before
         self._progress.update(self._task, total=total)
 
     def _time_left(self) -> str:
         left = self._budget.left()
         return "" if math.isinf(left) else f"of {max(0, left) / 60:.0f} min"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _steps(candidates: int, rungs: Sequence[Rung]) -> int:
@@ -142,8 +188,8 @@ def _trials(
         found = trials.find(candidate, rung)
         if found is None and budget.left() <= 0:
             return
-        display.begin(candidate, rung)
-        seconds = min(_longest(baseline), budget.left())
+        display.begin(candidate, rung, trials.directory(candidate, rung) / LOG)
+        seconds = min(_longest(baseline), budget.trial, budget.left())
         result = found or _timely(trials.run(candidate, rung, seconds, display.steps), budget)
         display.end(result, rung, again=found is not None)
         yield result
@@ -157,13 +203,16 @@ def _longest(baseline: Result | None) -> float:
 
 
 def _timely(result: Result, budget: Budget) -> Result:
-    """A trial that was ended before the budget is used up was too slow by itself."""
+    """Return a trial that was ended before the budget is used up as one that was too slow by itself."""
+    limit = f"took more than {AS_LONG:g} times as long as uncompressed training"
+    if result.seconds >= budget.trial:
+        limit = f"took longer than --trial-timeout, {_duration(budget.trial)}"
     if result.status == "stopped" and budget.left() > 0:
         return Result(
             result.name,
             "failed",
             seconds=result.seconds,
-            error=f"took more than {AS_LONG:g} times as long as uncompressed training",
+            error=limit,
             tail=result.tail,
         )
     return result

@@ -20,8 +20,8 @@ import deepspeed
 import torch.distributed as dist
 
 from deepspeed_compress.engine.gradients import early
-from deepspeed_compress.engine.initialize import install
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.integrations import install
 from tests.engine.programs.program import Program, Records, Run
 from tests.support.forks import RankError, run_forks
 

@@ -246,7 +246,7 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
     severity="info",
     family="compress",
     summary="Hugging Face must be told to compress.",
-    reason="The Trainer and Accelerate call deepspeed.initialize, which deepspeed_compress.install() extends.",
+    reason="The Trainer and Accelerate call deepspeed.initialize, which ds-compress run and install() extend.",
     wrong=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}, **with_section()),
     right=config(**_ONE, gradient_clipping=1.0, zero_optimization={"stage": 0}),
     proof=accepts("gradients travel uncompressed unless the program calls deepspeed_compress.install()"),
@@ -255,6 +255,7 @@ def _training_bytes(document: Document, context: Context, elements: int) -> int:
 def compress_needs_install(document: Document, context: Context) -> Iterator[Diagnostic]:
     if isinstance(document.get(OUR_SECTION), dict) and hugging_face(context):
         what = "Hugging Face starts DeepSpeed itself, which ignores this section"
-        yield Diagnostic(
-            at_key(OUR_SECTION), what, write("deepspeed_compress.install() into the program, ahead of everything else")
+        instead = (
+            "ds-compress run in front of the script, or deepspeed_compress.install() ahead of everything else in it"
         )
+        yield Diagnostic(at_key(OUR_SECTION), what, write(instead))

@@ -1,0 +1,72 @@
+"""What the ranks of an agent say when their program fails: the rank that has the reason says it, and nobody hides it.
+
+When one rank fails, all others lose their connections to it, and each raises an error of its own. Such tracebacks
+go to a file, so that the reason is not lost among them. An error of the configuration, which no restart can
+help, is one line.
+"""
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
+from deepspeed_compress.services.agent.failures import PERMANENT
+from deepspeed_compress.services.agent.signs import AGENT
+
+__all__ = ["tell_failures"]
+
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
+"""In messages of gloo, NCCL and the store of torch, from a rank whose peer has gone."""
+_AFTER_FIRST = 1.0
+"""Seconds for which other ranks leave the word to the first one of the job."""
+
+
+@contextmanager
+def tell_failures() -> Iterator[None]:
+    """Tell on standard error why the program that runs in this context has failed, if an agent has started it. Anything
+    else that it raises is passed on."""
+    try:
+        yield
+    except (ConfigError, SeamError, UnsupportedError) as error:
+        if AGENT not in os.environ:
+            raise
+        _tell_permanent(error)
+        raise SystemExit(PERMANENT) from error
+    except Exception as error:
+        if AGENT not in os.environ or not _has_lost_a_peer(error):
+            raise
+        _tell_lost(error)
+        raise SystemExit(1) from error
+
+
+def _tell_permanent(error: Exception) -> None:
+    if _rank() != "0":
+        time.sleep(_AFTER_FIRST)
+    print(f"ds-compress: error: rank {_rank()}: {error}", file=sys.stderr, flush=True)
+
+
+def _has_lost_a_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST)
+
+
+def _tell_lost(error: BaseException) -> None:
+    file = Path(tempfile.gettempdir(), f"ds_compress_rank_{_rank()}_{os.getpid()}.txt")
+    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    print(f"ds-compress: rank {_rank()} has lost another rank; its traceback is in {file}", file=sys.stderr, flush=True)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,89 @@
+"""Actions that run when a program imports a library.
+
+A library that is imported before a program begins has read its environment too early: HF_HOME, HF_HUB_OFFLINE and
+CUDA_VISIBLE_DEVICES are often set in the first lines of a script. So nothing is imported for the sake of a patch: a
+finder in front of `sys.meta_path` waits until the program itself imports the module.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["Undo", "after_import", "is_waiting"]
+
+Undo = Callable[[], None]
+
+
+def after_import(name: str, action: Callable[[], Undo]) -> Undo:
+    """Run `action` when the module `name` has been imported, or at once if it already has been.
+
+    Returns:
+        What undoes it: it drops an action that still waits, and calls what one that ran has returned.
+    """
+    hook = _Hook(name, action)
+    if name in sys.modules:
+        hook.run()
+    else:
+        sys.meta_path.insert(0, hook)
+    return hook.undo
+
+
+def is_waiting(kind: type) -> bool:
+    """Return True if an action of the class `kind` waits for its module."""
+    return any(isinstance(finder, _Hook) and isinstance(finder.action, kind) for finder in sys.meta_path)
+
+
+class _Hook(MetaPathFinder):
+    """Waits for one module. `sys.meta_path` holds it until the module has been executed, or the hook is undone."""
+
+    def __init__(self, name: str, action: Callable[[], Undo]) -> None:
+        self.action = action
+        self._name = name
+        self._undo: Undo | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        # Those before this one have not found it, or are asking this one.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.run)
+        return spec
+
+    def run(self) -> None:
+        self._leave()
+        self._undo = self.action()
+
+    def undo(self) -> None:
+        self._leave()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+class _Loader(Loader):
+    """The loader `wrapped`, which calls `then` after the module has been executed."""
+
+    def __init__(self, wrapped: Loader, then: Callable[[], None]) -> None:
+        self._wrapped, self._then = wrapped, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._wrapped.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module, and whoever looks for its source or its data, sees the loader that it has without us.
+        module.__loader__ = self._wrapped
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._wrapped
+        self._wrapped.exec_module(module)
+        self._then()

@@ -1,0 +1,162 @@
+"""What a program sets in its environment before it imports a library holds under `ds-compress run`, as without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.integrations.importing import after_import, is_waiting
+from deepspeed_compress.services.agent import nursery
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, os, pathlib, sys
+os.environ["HF_HOME"] = "/nowhere/home"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = "7"
+loaded = [name for name in ("torch", "deepspeed", "accelerate", "transformers") if name in sys.modules]
+import transformers
+from huggingface_hub import constants
+directory = pathlib.Path(sys.argv[-1])
+(directory / f"seen_{os.environ.get('RANK', '0')}.json").write_text(
+    json.dumps({"loaded": loaded, "home": constants.HF_HOME, "offline": constants.HF_HUB_OFFLINE})
+)
+"""
+
+
+def run(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "compress.json").write_text(json.dumps({SECTION: {}}))
+    left_out = ("HF_HOME", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed_compress.cli",
+        "run",
+        *options,
+        str(tmp_path / "train.py"),
+        str(tmp_path),
+    ]
+    return subprocess.run(
+        command,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--launcher", "none"],
+        ["--launcher", "none", "--section", "compress.json"],
+        ["--restarts", "0", "--ranks", "1", "--section", "compress.json"],
+    ],
+    ids=["plain", "section", "restarts"],
+)
+def test_libraries_see_the_environment_of_the_program(options: list[str], tmp_path: Path) -> None:
+    given = [str(tmp_path / one) if one == "compress.json" else one for one in options]
+    done = run(tmp_path, *given)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "seen_0.json").read_text())
+    assert found == {"loaded": [], "home": "/nowhere/home", "offline": True}
+
+
+TOP = '"""A program."""\nimport os, sys\nfrom pathlib import Path\nimport torch\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "imported"),
+    [
+        ("", []),
+        (TOP, ["torch"]),
+        (TOP + "import deepspeed\n", ["torch", "deepspeed"]),
+        (TOP + "os.environ['HF_HOME'] = 'x'\nimport transformers\n", ["torch"]),
+        (TOP + "import settings\nimport transformers\n", ["torch"]),
+        (TOP + "from .settings import home\nimport transformers\n", ["torch"]),
+        ("import os\nos.environ.setdefault('HF_HOME', 'x')\nimport torch\n", []),
+        ("raise SystemExit(", []),
+    ],
+)
+def test_only_what_a_program_begins_with_is_imported_before_it(text: str, imported: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    body = nursery._statements(str(tmp_path / "train.py"))
+    assert [module for module, _ in nursery._imported_first(body)] == imported
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("rank = os.environ['RANK']", False),
+        ("rank = os.environ.get('RANK')", False),
+        ("settings.update(a=1)", False),
+        ("os.environ['A'] = 'b'", True),
+        ("environ.update(a='b')", True),
+        ("def f():\n    del os.environ['A']", True),
+        ("os.putenv('A', 'b')", True),
+    ],
+)
+def test_what_changes_the_environment(text: str, changes: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert any(map(nursery._sets_environment, nursery._statements(str(tmp_path / "train.py")))) is changes
+
+
+MODULE = "value = 1\nloader = __spec__.loader\n"
+
+
+class Action:
+    """Counts what is done to a module that was imported."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done = name, 0
+
+    def __call__(self) -> "Action.undo":  # type: ignore[name-defined]
+        assert sys.modules[self.name].value == 1
+        self.done += 1
+        return self.undo
+
+    def undo(self) -> None:
+        self.done -= 1
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "imported_later.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "imported_later", raising=False)
+    return "imported_later"
+
+
+def test_an_action_waits_for_the_import_of_its_module(module: str) -> None:
+    finders, first, second = list(sys.meta_path), Action(module), Action(module)
+    undo = [after_import(module, action) for action in (first, second)]
+    assert is_waiting(Action)
+    assert (first.done, second.done) == (0, 0)
+    __import__(module)
+    assert (first.done, second.done) == (1, 1)
+    assert sys.meta_path == finders
+    # Tools that look for the source of a module find the loader that wrote it there.
+    assert (
+        type(sys.modules[module].loader).__name__ == type(sys.modules[module].__loader__).__name__ == "SourceFileLoader"
+    )
+    third = Action(module)
+    after_import(module, third)()
+    assert third.done == 0
+    for one in undo:
+        one()
+    assert (first.done, second.done) == (0, 0)
+
+
+def test_an_action_that_waits_can_be_undone(module: str) -> None:
+    finders, action = list(sys.meta_path), Action(module)
+    after_import(module, action)()
+    assert sys.meta_path == finders
+    __import__(module)
+    assert action.done == 0

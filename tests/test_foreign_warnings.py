@@ -1,0 +1,30 @@
+"""What other packages say of their own future, under programs of ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import warnings
+from deepspeed_compress.foreign_warnings import hide_foreign_warnings
+hide_foreign_warnings()
+warnings.warn_explicit("theirs", FutureWarning, "x.py", 1, "torch.nn.modules.linear")
+warnings.warn_explicit("x is deprecated. Please use `torch.distributed.y`", FutureWarning, "x.py", 1, "__main__")
+warnings.warn_explicit("the user's own", FutureWarning, "x.py", 1, "__main__")
+warnings.warn_explicit("of torch, but not of its future", UserWarning, "x.py", 1, "torch.nn.modules.linear")
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_they_are_hidden_unless_the_user_asks_for_them(asked: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), **({"PYTHONWARNINGS": "default"} if asked else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    ).stderr
+    assert ("theirs" in done, "Please use" in done) == (asked, asked)
+    assert "the user's own" in done
+    assert "not of its future" in done
