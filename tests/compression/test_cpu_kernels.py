@@ -1,6 +1,9 @@
 """The C++ kernels against plain torch, bit for bit where arithmetic is elementwise."""
 
 import math
+import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_compress.compression.kernels import SWITCH, implementations, reference
+from deepspeed_compress.compression.kernels.compiled import MARCH
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
 from tests.support.properties import properties
 
@@ -289,6 +293,23 @@ def test_threads_do_not_change_a_bit() -> None:
 
 def test_every_implementation_has_all_operations() -> None:
     assert set(cpu.__all__) == set(reference.__all__)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="reads x86-64 machine code by objdump"
+)
+def test_the_instruction_set_can_be_chosen(tmp_path: Path) -> None:
+    program = (
+        "import torch\n"
+        "from deepspeed_compress.compression.kernels import for_device\n"
+        "print(for_device(torch.device('cpu')).__name__)\n"
+    )
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), MARCH: "x86-64-v2"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["deepspeed_compress.compression.kernels.cpu"]
+    (library,) = tmp_path.glob("*.so")
+    # No register of AVX.
+    assert "ymm" not in subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
 
 
 def test_without_a_compiler_torch_is_used_and_the_user_is_told(tmp_path: Path) -> None:

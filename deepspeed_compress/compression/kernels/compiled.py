@@ -17,12 +17,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["load_library"]
+__all__ = ["MARCH", "load_library"]
 
+MARCH = "DS_COMPRESS_MARCH"
+"""Environment variable: the instruction set that the kernels are built for (`-march` of the compiler), by default that
+of this processor."""
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
-    *("-O3", "-march=native", "-fopenmp", "-std=c++17"),
+    *("-O3", "-fopenmp", "-std=c++17"),
     # The bits of the reference: no fused multiply-add where it has two roundings.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
@@ -43,6 +46,11 @@ def load_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+def _flags() -> list[str]:
+    """Return the compiler's options."""
+    return [*_FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
+
+
 def _cache_path() -> Path:
     default = Path.home() / ".cache" / "torch_extensions"
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default) / f"deepspeed_compress_{_fingerprint()}.so"
@@ -50,7 +58,7 @@ def _cache_path() -> Path:
 
 def _fingerprint() -> str:
     """Of everything that the library depends on: a home directory may be shared by machines of several kinds."""
-    parts = [*_FLAGS, os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
+    parts = [*_flags(), os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
     texts = (file.read_text() for file in (*_SOURCES, *_HEADERS))
     return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
 
@@ -76,7 +84,7 @@ def _build(path: Path) -> None:
         cpp_extension.load(
             "deepspeed_compress_kernels",
             [str(source) for source in _SOURCES],
-            extra_cflags=list(_FLAGS),
+            extra_cflags=_flags(),
             extra_ldflags=["-fopenmp"],
             build_directory=directory,
             is_python_module=False,
