@@ -1,4 +1,4 @@
-"""Which tests run, and when: shares of those that rotate, and turns of those that must be alone.
+"""Which tests run, when, and as which processor: shares of those that rotate, and turns of those that must be alone.
 
 Marks: `slow` (CI runs these too, a third a day), `rotating(parts, *sources)` (resting but for one part a day, or when a
 source has changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
@@ -15,18 +15,26 @@ import pytest
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
-from tests.support.rotation import is_due, today
+from tests.support.rotation import PROCESSORS, is_due, processor_features, processor_of, today
 from tests.support.turns import Turns
 
 SLOW = pytest.mark.rotating(3).mark
 DAY = "TESTS_DAY"
 """In the environment: the day by which tests rotate; the processes that run tests must agree on it."""
+PROCESSOR = "TESTS_PROCESSOR"
+"""Environment variable: a processor to compute as (`PROCESSORS`), or a commit, by which one is chosen."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Set what all processes of the run must agree on, before any of them computes."""
     os.environ.setdefault(DAY, str(today()))
     # Servers and clients of the tests, and not what else this user runs.
     os.environ.setdefault(SECRET, secrets.token_hex(32))
+    try:
+        chosen = processor_of(os.environ.get(PROCESSOR, "native"), processor_features())
+    except ValueError as error:
+        raise pytest.UsageError(f"{PROCESSOR}: {error}") from None
+    os.environ |= {PROCESSOR: chosen, **PROCESSORS[chosen]}
 
 
 def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
@@ -35,10 +43,12 @@ def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
         warm_up()
 
 
-def pytest_report_header() -> str:
-    return (
-        f"rotating tests: the share of day {os.environ[DAY]}, and all whose sources changed in the last commit or since"
-    )
+def pytest_report_header() -> list[str]:
+    return [
+        "rotating tests: "
+        f"the share of day {os.environ[DAY]}, and all whose sources changed in the last commit or since",
+        f"processor: {os.environ[PROCESSOR]} (to repeat this run, set {PROCESSOR}={os.environ[PROCESSOR]})",
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)

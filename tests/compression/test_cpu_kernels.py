@@ -77,9 +77,15 @@ def encoded(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, *SIZES, 1024, 3001])
 def test_sums_of_squares_differ_by_their_order_alone(numel: int, dtype: torch.dtype) -> None:
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    for ops in (cpu, reference):
-        assert float(ops.square_norm(x)) == pytest.approx(float(x.double() @ x.double()), rel=1e-6)
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator).to(dtype)
+    assert float(cpu.square_norm(x)) == pytest.approx(float(x.double() @ x.double()), rel=1e-6)
+    # Sums of these are exact in any order.
+    x = torch.randint(-7, 8, (numel,), generator=generator).to(dtype)
+    exact = float(x.double() @ x.double())
+    assert float(cpu.square_norm(x)) == exact
+    # torch takes a square root, which is rounded to fp32.
+    assert float(reference.square_norm(x)) == pytest.approx(exact, rel=torch.finfo(torch.float32).eps)
     for bad in (math.nan, math.inf) if numel else ():
         x[numel // 2] = bad
         assert not math.isfinite(cpu.square_norm(x))

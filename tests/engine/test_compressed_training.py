@@ -11,6 +11,10 @@ from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_sta
 pytestmark = pytest.mark.rotating(2, "deepspeed_compress/engine", "tests/engine/test_compressed_training.py")
 
 
+STEPS = {"randomk": 80}
+"""Steps of methods that learn slowly: after 40, random-k has a loss of 0.4 to 0.9 of the first one, by the seed."""
+
+
 def outcomes(ranks: int, **job) -> list:
     return [outcome for (outcome,) in run_forks(ranks, train, Job(**job))]
 
@@ -26,7 +30,7 @@ def assert_learned(results: list) -> None:
 @pytest.mark.parametrize(("stage", "names"), by_stage(list(METHODS)))
 def test_replicas_agree_and_learn(stage, names):
     """Methods one after the other in the same processes."""
-    jobs = [Job(stage=stage, section={"gradients": METHODS[name]}, steps=40) for name in names]
+    jobs = [Job(stage=stage, section={"gradients": METHODS[name]}, steps=STEPS.get(name, 40)) for name in names]
     for results in zip(*run_forks(2, train, *jobs), strict=True):
         assert_learned(list(results))
 

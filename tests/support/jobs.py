@@ -36,6 +36,8 @@ class Job:
     """(step, rank) of a batch that holds a NaN."""
     skip: tuple[int, ...] = ()
     """Steps whose batches are left out."""
+    seed: int = 0
+    """Seed of the data and, unless the model is a pipeline, of its first weights."""
 
     def config(self) -> dict[str, Any]:
         config = {
@@ -64,9 +66,9 @@ class Outcome:
     skipped: int = 0
 
 
-def network() -> nn.Sequential:
+def network(seed: int = 0) -> nn.Sequential:
     """Sizes that neither 2 nor any block size divides, some parameters smaller than the number of ranks."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 3), nn.Linear(3, 1, bias=False)
     )
@@ -74,7 +76,7 @@ def network() -> nn.Sequential:
 
 def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The micro-batches of a rank."""
-    generator = torch.Generator().manual_seed(100 + rank)
+    generator = torch.Generator().manual_seed(100 + rank + 1000 * job.seed)
     batches = []
     for step in range(job.steps):
         for _ in range(job.accumulation):
@@ -87,6 +89,13 @@ def data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches
 
 
+def steady_data(rank: int, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return all of the rank's data for every micro-step, so that only what is compared tells runs apart."""
+    batches = data(rank, job)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return [(x, y)] * len(batches)
+
+
 def start(job: Job) -> Any:
     """An engine for the job's model."""
     if "fp16" in job.extra:
@@ -94,7 +103,7 @@ def start(job: Job) -> Any:
         get_accelerator().is_fp16_supported = lambda: True
     if job.stages > 1:
         deepspeed.init_distributed("gloo")
-    model = pipeline(job.stages) if job.stages > 1 else network()
+    model = pipeline(job.stages) if job.stages > 1 else network(job.seed)
     initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
     return initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
 

@@ -1,16 +1,51 @@
-"""Tests of which a default run takes a share a day, and all where a file that they check has changed."""
+"""What changes from run to run: which of the rotating tests run, by the day, and as which processor, by the commit."""
 
+import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from datetime import date
 from functools import cache
 from pathlib import Path
 from zlib import crc32
 
 ROOT = Path(__file__).parents[2]
+PROCESSORS: Mapping[str, Mapping[str, str]] = {
+    "native": {},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "DS_COMPRESS_MARCH": "x86-64-v3"},
+    "default": {"ATEN_CPU_CAPABILITY": "default"},
+}
+"""Environment under which torch and our kernels compute as on another processor, whose rounding is another one."""
 
 
 def today() -> int:
     return date.today().toordinal()
+
+
+def processor_of(asked: str, features: Iterable[str]) -> str:
+    """Return a name of `PROCESSORS`: the one that is asked for, or the one whose turn it is at a commit.
+
+    Args:
+        asked: A name, or the hash of a commit, for which the same name is returned each time.
+        features: Names of the features of this machine's processor.
+
+    Raises:
+        ValueError: This machine cannot compute as the processor that is asked for, or there is none of this name.
+    """
+    usable = [name for name in PROCESSORS if name != "avx2" or "avx2" in features]
+    if asked in usable:
+        return asked
+    try:
+        return usable[int(asked, 16) % len(usable)]
+    except ValueError:
+        raise ValueError(f"{asked!r} is neither of {usable}, which this machine can run, nor a commit") from None
+
+
+def processor_features() -> list[str]:
+    """Return the features of this machine's processor, as Linux names them on x86-64."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not cpuinfo.exists():
+        return []
+    return next(line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
 
 
 def is_due(test: str, parts: int, sources: tuple[str, ...], day: int) -> bool:
