@@ -19,8 +19,8 @@ __all__ = [
     "at",
     "at_key",
     "at_steps",
+    "encodable",
     "pointer",
-    "printable",
     "write",
 ]
 
@@ -34,10 +34,10 @@ Path = tuple[str | int, ...]
 
 def pointer(path: Iterable[str | int]) -> str:
     """Return the JSON pointer (RFC 6901) of a path of keys and indices."""
-    return printable("".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path))
+    return encodable("".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path))
 
 
-def printable(text: str) -> str:
+def encodable(text: str) -> str:
     """Return `text` with lone surrogates, which no encoding can write, as JSON spells them: `\\ud800`."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -138,7 +138,9 @@ TABLE = {
     "tools": allow(),
     "tools.arguments": allow(),
     "tools.check": allow("config", "rich"),
-    "tools.checkpoint": allow("checkpoints.files checkpoints.sizes config errors", lazily="rich tools.universal"),
+    "tools.checkpoint": allow(
+        "checkpoints.files checkpoints.sizes config errors tools.outputs.printable", lazily="rich tools.universal"
+    ),
     "tools.universal": allow("checkpoints.files errors", "deepspeed torch"),
     "tools.files": allow(),
     "tools.options": allow("tools.arguments"),
@@ -159,7 +161,9 @@ TABLE = {
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy tools.plan_islands tools.plots", lazily="matplotlib rich"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
-    "tools.run_directory": allow("config errors monitor"),
+    "tools.line_files": allow("errors tools.outputs.printable"),
+    "tools.run_checks": allow("tools.line_files"),
+    "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
     "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.bench": allow(
         "__init__ communication compression.kernels config errors models monitor policy tools.files tools.plots "
@@ -175,9 +179,12 @@ TABLE = {
     ),
     "tools.gpu_check.options": allow("tools.arguments"),
     "tools.doctor": allow("config diagnostics errors tools.outputs tools.rules tools.run_directory", "pydantic rich"),
-    "tools.report": allow("config errors tools.plots tools.run_directory", lazily="matplotlib rich"),
+    "tools.report": allow(
+        "config errors tools.line_files tools.outputs.printable tools.plots tools.run_checks tools.run_directory",
+        lazily="matplotlib rich",
+    ),
     "tools.tune": allow(
-        "checkpoints.alone config engine.builds errors tools.files tools.plots tools.run_directory",
+        "checkpoints.alone config engine.builds errors tools.files tools.line_files tools.plots tools.run_directory",
         "rich",
         lazily="integrations matplotlib",
     ),

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from deepspeed_compress.config.models import SECTION
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, printable, write
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, encodable, write
 from deepspeed_compress.errors import ConfigError
 
 
 def show(value: object) -> str:
     """Return a value as it stands in JSON, shortened to one line of a message."""
-    text = printable(json.dumps(value, default=repr, ensure_ascii=False))
+    text = encodable(json.dumps(value, default=repr, ensure_ascii=False))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -11,6 +11,7 @@ from deepspeed_compress.checkpoints.files import Checkpoint
 from deepspeed_compress.checkpoints.sizes import loads_on
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError
+from deepspeed_compress.tools.outputs.printable import printable
 
 __all__ = ["run"]
 
@@ -55,11 +56,6 @@ def _list(options: argparse.Namespace) -> int:
         if one.problem:
             print(f"error: {printable(one.problem)}")
     return 0
-
-
-def printable(text: str) -> str:
-    """Return `text` in one line that changes no terminal: what cannot be printed is written as Python escapes it."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _shown(number: int | None) -> str:

@@ -1,21 +1,33 @@
-"""What a run has left in its directories, read in one way by all who look at runs.
+"""The files that a run leaves in its directories, read in one way by all commands that look at runs.
 
-A directory may have been written by several runs one after the other, and by several processes of one that was resumed.
-What counts is the last run, or the one that summary.json names, and of it the steps that later ones stand on: where a
-process went on from a checkpoint, what came after that checkpoint before is abandoned. Lines say what they are of in
-"run" (`monitor.Part`); those of older versions do not, and only their order tells.
+Several runs may have written into a directory one after the other, and several processes of one run that was resumed.
+The last run counts, or the one that summary.json names; and of it the steps that later ones build on: if a process
+continued from a checkpoint, earlier lines about steps after that checkpoint are abandoned. Lines name their part of a
+run in "run" (`monitor.Part`). Lines of older versions do not, and only their order tells.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.monitor import CONFIGURATION, EVENTS, STATISTICS
+from deepspeed_compress.tools.line_files import LineIndex, Part, index_lines, loads
+from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.run_checks import (
+    EVENT,
+    METRIC,
+    STATISTIC,
+    SUMMARY_FIELDS,
+    TRAINER_STATE,
+    Field,
+    find_problem,
+    is_number,
+)
 
 __all__ = [
     "METRICS",
@@ -25,84 +37,122 @@ __all__ = [
     "RunDirectory",
     "in_order",
     "read_directory",
-    "read_lines",
     "read_metrics",
     "read_statistics",
     "read_summary",
 ]
 
 METRICS, SUMMARY, TRAINER = "metrics.jsonl", "summary.json", "trainer_state.json"
+RESULTS = ("train_results.json", "all_results.json")
+"""Files of Trainer's `save_metrics`, in order of preference."""
+LARGEST_OBJECT = 1 << 26
+"""Maximum bytes of a file that holds one JSON object."""
 
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run, finished or not. `monitor`: the directory of the statistics, which may be another one. None: not there.
+    """The files of a run, finished or not. A file that does not exist is None or empty.
 
-    `statistics`: one line a measured step. `events`: in their order, those of each island ("island") for themselves;
-    None for runs of a version that wrote none.
-    `trainer`: state of Hugging Face Trainer at the end of the run, or at its newest checkpoint.
+    Attributes:
+        directory: the output directory of the run.
+        monitor: the directory of the statistics, which may be another one.
+        statistics: lines of compression.jsonl, one per measured step; a sample if there are many.
+        measured: number of measured steps, of which `statistics` may be a sample.
+        events: lines of events.jsonl in order, those of each island ("island") together; a sample if there are many.
+            None for runs of a version that wrote no events.
+        metrics: lines of metrics.jsonl; a sample if there are many.
+        summary: summary.json.
+        ds_config: the configuration.
+        trainer: state of Hugging Face Trainer at the end of the run, or at its newest checkpoint.
+        results: figures of the whole run that Trainer's `save_metrics` writes.
     """
 
     directory: Path
     monitor: Path
     statistics: tuple[Line, ...]
+    measured: int
     events: tuple[Line, ...] | None
     metrics: tuple[Line, ...]
     summary: Line | None
     ds_config: Line | None
     trainer: Line | None
+    results: Line | None
 
     @property
     def trainer_log(self) -> list[Line]:
-        return [line for line in (self.trainer or {}).get("log_history", []) if "step" in line]
+        """Return the numbers in the log of Hugging Face Trainer; those of the whole run have the last step."""
+        entries = [*((self.trainer or {}).get("log_history") or [])]
+        if self.trainer and self.results:
+            entries.append({**self.results, "step": self.trainer.get("global_step")})
+        return [
+            {key: value for key, value in entry.items() if is_number(value)}
+            for entry in entries
+            if type(entry.get("step")) is int
+        ]
 
 
 def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
-    """`config` in place of what the run left of its configuration. Raises DataError for files that are damaged."""
-    summary = _object(directory / SUMMARY)
+    """Read the files of a run. `config` replaces the configuration that the run left.
+
+    Raises:
+        DataError: a file is damaged; the message names the file and the line.
+    """
+    summary = _object(directory / SUMMARY, SUMMARY_FIELDS)
     named = Path((summary or {}).get("monitor_path") or directory)
     ds_config = config or next(
         (found for place in (directory, named) if (found := _object(place / CONFIGURATION))), None
     )
     monitor = _monitor([directory, named, *_configured(ds_config)])
-    lines, events = _whole(monitor / STATISTICS), _events(monitor)
-    run = (summary or {}).get("run") or _run(lines[-1] if lines else {})
-    statistics = _standing(lines, [*lines, *events], run)
-    # The file is made with the first event, so a run that tells its settings and has none had no event.
+    index, events = index_lines(monitor / STATISTICS, STATISTIC), _event_files(monitor)
+    run = (summary or {}).get("run") or _last_run(index)
+    parts = _parts_of(run, [index, *events])
+    positions = _in_order(index, _standing(index, parts, run))
+    statistics = tuple(index.load(index.sample(positions)))
+    # The file is created with the first event, so a run that names its settings and has no file had no event.
     told = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
     return RunDirectory(
         directory,
         monitor,
-        in_order(statistics),
-        tuple(_standing(events, [*lines, *events], run)) if told else None,
-        read_metrics(directory),
+        statistics,
+        len(positions),
+        tuple(line for file in events for line in _sample(file, _standing(file, parts, run))) if told else None,
+        read_metrics(directory, sample=True),
         summary,
         ds_config or _object(monitor / CONFIGURATION),
-        _trainer(directory, in_order(statistics)),
+        _trainer(directory, _farthest(index, positions)),
+        next((found for name in RESULTS if (found := _object(directory / name))), None),
     )
 
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
-    """The lines of compression.jsonl in `directory` that count: of `run`, else of the last run."""
-    lines, events = _whole(directory / STATISTICS), _events(directory)
-    return in_order(_standing(lines, [*lines, *events], run or _run(lines[-1] if lines else {})))
+    """Return all lines of compression.jsonl in `directory` that count, of `run` or else of the last run."""
+    index = index_lines(directory / STATISTICS, STATISTIC)
+    run = run or _last_run(index)
+    parts = _parts_of(run, [index, *_event_files(directory)])
+    return tuple(index.load(_in_order(index, _standing(index, parts, run))))
 
 
-def _events(directory: Path) -> list[dict[str, Any]]:
-    """Of all islands, those of the first one first; each of the others has a file of its own."""
+def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
+    """Return the lines of metrics.jsonl in `directory` that count; a sample of them if asked for and there are many."""
+    index = index_lines(directory / METRICS, METRIC)
+    positions = _in_order_with_several(index)
+    return tuple(_sample(index, positions) if sample else index.load(positions))
+
+
+def _event_files(directory: Path) -> list[LineIndex]:
+    """Return the events of all islands, those of the first one first; each of the others has its own file."""
     files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
-    return [line for file in files for line in _whole(file)]
+    return [index_lines(file, EVENT) for file in files]
 
 
-def read_metrics(directory: Path) -> tuple[Line, ...]:
-    """The lines of metrics.jsonl in `directory` that count."""
-    return tuple(_together(_whole(directory / METRICS)))
+def _sample(index: LineIndex, positions: Sequence[int]) -> Iterator[Line]:
+    return index.load(index.sample(positions))
 
 
 def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Later lines stand in for earlier ones of the same or later steps."""
+    """Return `lines` without those that a later line of the same or an earlier step replaces."""
     kept: list[Line] = []
     for line in lines:
         while kept and kept[-1]["step"] >= line["step"]:
@@ -111,115 +161,130 @@ def in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(kept)
 
 
-def _together(lines: Iterable[Line]) -> list[Line]:
-    """The same where several lines may be of one step, as long as they tell different figures of it."""
-    kept: list[Line] = []
-    for line in lines:
-        while kept and (kept[-1]["step"] > line["step"] or _repeats(line, kept)):
+def _in_order(index: LineIndex, positions: Iterable[int]) -> "array[int]":
+    """Return `positions` without those that a later line of the same or an earlier step replaces."""
+    kept = array("q")
+    for position in positions:
+        while kept and index.steps[kept[-1]] >= index.steps[position]:
             kept.pop()
-        kept.append(line)
+        kept.append(position)
     return kept
 
 
-def _repeats(line: Line, kept: Sequence[Line]) -> bool:
-    same = takewhile(lambda before: before["step"] == line["step"], reversed(kept))
-    return any(before.keys() & line.keys() > {"step"} for before in same)
+def _in_order_with_several(index: LineIndex) -> "array[int]":
+    """Do the same for a file in which several lines of one step may have different figures."""
+    kept, figures = array("q"), [keys - {"step"} for keys in index.known_keys]
+    for position, step in enumerate(index.steps):
+        while kept and (index.steps[kept[-1]] > step or _repeats(index, kept, position, figures)):
+            kept.pop()
+        kept.append(position)
+    return kept
 
 
-def _standing(lines: Sequence[Line], known: Sequence[Line], run: str | None) -> list[Line]:
-    """Of `lines` those of `run` that no later part of it, of those in `known`, has left behind."""
-    parts = {(line["run"]["started"], line["run"]["since"]) for line in known if run and _run(line) == run}
-    return [line for line in lines if _run(line) == run and not (run and _abandoned(line, parts))]
+def _repeats(index: LineIndex, kept: Sequence[int], position: int, figures: Sequence[frozenset[str]]) -> bool:
+    """Return True if a kept line of the same step has a figure of the line at `position`."""
+    for before in reversed(kept):
+        if index.steps[before] != index.steps[position]:
+            return False
+        if figures[index.keys[before]] & figures[index.keys[position]]:
+            return True
+    return False
 
 
-def _abandoned(line: Line, parts: Iterable[tuple[str, int]]) -> bool:
-    return any(started > line["run"]["started"] and since < line["step"] for started, since in parts)
+def _standing(index: LineIndex, parts: Sequence[Part], run: str | None) -> "array[int]":
+    """Return the positions of the lines of `run` that no later one of its `parts` has abandoned."""
+    last = [_last_step(part, parts, run) for part in index.all_parts]
+    pairs = enumerate(zip(index.steps, index.parts, strict=True))
+    return array("q", (position for position, (step, part) in pairs if step <= last[part]))
 
 
-def _run(line: Line) -> str | None:
-    found: str | None = (line.get("run") or {}).get("id")
-    return found
+def _last_step(part: Part | None, parts: Sequence[Part], run: str | None) -> float:
+    """Return the last step for which lines of `part` count; none do if it is not a part of `run`."""
+    if part is None or part.id != run:
+        return float("inf") if part is None and run is None else -1.0
+    return min((other.since for other in parts if other.started > part.started), default=float("inf"))
+
+
+def _parts_of(run: str | None, files: Iterable[LineIndex]) -> list[Part]:
+    """Return the parts of `run` that lines of `files` name."""
+    return [part for file in files for part in file.known_parts if part is not None and part.id == run]
+
+
+def _last_run(index: LineIndex) -> str | None:
+    part = index.part(len(index.parts) - 1) if index.parts else None
+    return None if part is None else part.id
 
 
 def _configured(ds_config: Line | None) -> list[Path]:
     section = (ds_config or {}).get(SECTION)
     monitor = section.get("monitor") if isinstance(section, Mapping) else None
     path = monitor.get("path") if isinstance(monitor, Mapping) else None
-    return [Path(path)] if path else []
+    return [Path(path)] if path and isinstance(path, str) else []
 
 
 def _monitor(places: Sequence[Path]) -> Path:
-    """Where the statistics are: a run may have moved with them."""
-    return next((place for place in places if (place / STATISTICS).is_file()), places[0])
+    """Return the directory of the statistics: a run may have been moved together with them."""
+    return next((place for place in places if _is_file(place / STATISTICS)), places[0])
 
 
-def _trainer(directory: Path, statistics: Sequence[Line]) -> Line | None:
-    """The state that is farthest, and no farther than the run: a shorter run leaves checkpoints of a longer one."""
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        # A name with a null byte, or one that is too long.
+        return False
+
+
+def _trainer(directory: Path, farthest: float) -> Line | None:
+    """Return Trainer's newest state that is not beyond step `farthest`: older, longer runs leave checkpoints too."""
     files = [directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")]
-    states = [state for file in files if (state := _object(file))]
-    ours = [state for state in states if int(state.get("global_step", 0)) <= _farthest(statistics)]
-    return max(ours, key=lambda state: int(state.get("global_step", 0)), default=None)
+    states = [state for file in files if (state := _object(file, TRAINER_STATE))]
+    ours = [state for state in states if (state.get("global_step") or 0) <= farthest]
+    return max(ours, key=lambda state: state.get("global_step") or 0, default=None)
 
 
-def _farthest(statistics: Sequence[Line]) -> float:
-    """The last step that the run can have made, by what was measured of it; infinite where no line names its run."""
-    if not statistics or _run(statistics[0]) is None:
+def _farthest(index: LineIndex, positions: Sequence[int]) -> float:
+    """Return the last step that the run can have made; infinite if no lines tell which run they belong to."""
+    first = index.part(positions[0]) if positions else None
+    if first is None:
         return float("inf")
-    steps = [statistics[0]["run"]["since"], *(line["step"] for line in statistics)]
+    steps = [first.since, *(index.steps[position] for position in positions)]
     return float(steps[-1] + max(after - before for before, after in pairwise(steps)) - 1)
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file, none when it is missing; a last line cut short by a crash is left out."""
-    # What a disk has damaged is told by its line.
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            parsed.append(json.loads(line))
-        except (ValueError, RecursionError):
-            if number < len(lines):
-                raise DataError(f"{file}:{number}: not JSON: {line[:60]!r}") from None
-    return parsed
+def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, Any] | None:
+    """Return the object in a JSON file whose `fields` are right; None if there is no file.
 
-
-def _whole(file: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file, which must be objects with a step."""
-    lines = read_lines(file)
-    for number, line in enumerate(lines, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise DataError(f'{file}:{number}: no "step" (allowed: an object with one); remove the line')
-        if not _names_run(line.get("run")):
-            raise DataError(f'{file}:{number}: "run" names no run (allowed: as monitor writes it); remove the line')
-    return lines
-
-
-def _names_run(run: object) -> bool:
-    """Return True for what `monitor.Part` writes, and for lines of older versions, which have none."""
-    texts = ("id", "started")
-    return not run or (
-        isinstance(run, dict)
-        and all(isinstance(run.get(name), str) for name in texts)
-        and isinstance(run.get("since"), int)
-    )
-
-
-def _object(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None when there is no file. Raises DataError for anything else."""
-    if not file.is_file():
+    Raises:
+        DataError: the file is too large, is not a JSON object, or has a wrong field.
+    """
+    if not _is_file(file):
         return None
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not JSON ({error}); restore the file, or remove it") from None
+        with file.open("rb") as stream:
+            text = stream.read(LARGEST_OBJECT + 1)
+        if len(text) > LARGEST_OBJECT:
+            raise ValueError(f"more than {LARGEST_OBJECT:,} bytes")
+        value = loads(text)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or error}); give the directory of a run") from None
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({printable(str(error))}); restore the file, or remove it") from None
     if not isinstance(value, dict):
         raise DataError(f"{file}: {type(value).__name__} (allowed: an object); restore the file, or remove it")
+    problem = find_problem(fields or {}, value)
+    if problem:
+        raise DataError(f"{file}: {printable(problem)}; restore the file, or remove it")
     return value
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """summary.json of a run. Raises DataError when the run is not finished, or `directory` is none."""
-    found = _object(directory / SUMMARY)
+    """Return summary.json of a run.
+
+    Raises:
+        DataError: the run is not finished, or `directory` does not hold a run.
+    """
+    found = _object(directory / SUMMARY, SUMMARY_FIELDS)
     if found is None:
         raise DataError(f"{directory}: holds no {SUMMARY}; give the --output-dir of a finished run")
     return found

@@ -215,8 +215,8 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     (run / "summary.json").unlink()
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "train_l')
-    assert alone(run).status == "still going: 3 steps so far"
-    assert "run: still going: 3 steps so far" in page([alone(run)])
+    assert alone(run).status == "still running: 3 steps so far"
+    assert "run: still running: 3 steps so far" in page([alone(run)])
 
 
 def test_statistics_alone(tmp_path: Path) -> None:
@@ -278,14 +278,14 @@ def test_a_finished_trainer(tmp_path: Path) -> None:
     assert rows["held-out loss"] == ["6.5000"]
     assert rows["training loss, last tenth"] == ["7.0000"]
     assert rows["compression ratio of gradients"] == ["15.50"]
-    assert rows["time a step, evaluation and saving included"] == ["300.0 ms"]
+    assert rows["time per step, including evaluation and saving"] == ["300.0 ms"]
 
 
 def test_a_trainer_that_goes_on(tmp_path: Path) -> None:
     """The newest checkpoint counts, by number and not by name."""
     for last in (5, 10):
         trainer_run(tmp_path / "run", f"checkpoint-{last}", last)
-    assert alone(tmp_path / "run").status == "still going: step 10 of 20"
+    assert alone(tmp_path / "run").status == "still running: step 10 of 20"
 
 
 def test_statistics_of_every_step_come_before_means_of_trainer(tmp_path: Path) -> None:

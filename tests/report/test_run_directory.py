@@ -133,7 +133,7 @@ def test_checkpoints_of_a_longer_run_are_not_of_this_one(tmp_path: Path) -> None
     trainer = read_directory(tmp_path).trainer
     assert trainer is not None
     assert trainer["global_step"] == 10
-    assert load_runs(tmp_path, None)[0].status == "still going: step 10 of 20"
+    assert load_runs(tmp_path, None)[0].status == "still running: step 10 of 20"
 
 
 def test_steps_after_the_last_measured_one_belong_to_the_run(tmp_path: Path) -> None:

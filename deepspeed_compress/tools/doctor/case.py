@@ -84,7 +84,7 @@ class Case:
         """None where the time of a step is not known."""
         usual = statistics.median(self.run.step_times) if self.run.step_times else None
         lines = [(line, line.get("step_ms") or usual) for line in self.compressed]
-        known = [(line, float(step)) for line, step in lines if step]
+        known = [(line, float(step)) for line, step in lines if step and _has_times(line)]
         if not known:
             return None
         middle: Callable[[Iterator[float]], float] = statistics.median
@@ -217,6 +217,10 @@ class Case:
         if need in NEEDS:
             return NEEDS[need][1](self)
         return len(self.values(need, self.run.steps)) >= self.limits.lines
+
+
+def _has_times(line: Line) -> bool:
+    return all(line.get(key) is not None for key in ("compress_ms", "communicate_ms", "decompress_ms"))
 
 
 SAMPLES = 4

@@ -12,6 +12,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Severity
 from deepspeed_compress.tools.doctor.case import Case
 from deepspeed_compress.tools.doctor.diagnose import Diagnosis
 from deepspeed_compress.tools.outputs.machine import DOCTOR_KEYS, DOCTOR_SEVERITIES, objects, page, to_json
+from deepspeed_compress.tools.outputs.printable import printable
 
 __all__ = ["as_json", "print_text"]
 
@@ -35,7 +36,7 @@ def as_json(diagnosis: Diagnosis) -> str:
 def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Findings with what to change, and what was looked at."""
     console = console or Console(soft_wrap=False)
-    console.print(escape(_head(diagnosis.case)), highlight=False)
+    console.print(escape(printable(_head(diagnosis.case))), highlight=False)
     for number, one in enumerate(diagnosis.diagnostics, start=1):
         _print_finding(console, number, one, diagnosis.obstacles.get(one.name, ""))
     console.print()
@@ -50,7 +51,7 @@ def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
 
 def _head(case: Case) -> str:
     steps, times = case.run.steps, case.times
-    shown = steps[-1].get("settings") or steps[-1]["method"]
+    shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
     head = f"{case.run.directory}: {len(steps):,} measured steps, the last one {steps[-1]['step']:,}, with {shown}."
     if times is None:
         return head
@@ -63,6 +64,7 @@ def _print_finding(console: Console, number: int, one: Diagnostic, obstacle: str
     console.print(f"\n[{colour}]{number}. {one.name}[/{colour}] ({severity})", highlight=False)
     first, last = one.place.steps or (0, 0)
     body = [f"{one.message}.", *_evidence(one.evidence), f"steps {first:,} to {last:,}", f"Remedy: {one.remedy}"]
+    body = [printable(line) for line in body]
     if one.patch is not None:
         body += ["Merge into ds_config.json:", json.dumps(one.patch, indent=2)]
     if obstacle:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from deepspeed_compress.tools.outputs.printable import printable
 from deepspeed_compress.tools.plots import INSTALL, can_plot
 from deepspeed_compress.tools.report.drawing import draw_picture
 from deepspeed_compress.tools.report.figures import table_head, table_rows
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     runs = load_runs(options.run_dir, options.baseline)
     written = write_report(runs, options.output or options.run_dir)
     print_table(runs)
-    print(*written, sep="\n")
+    print(*(printable(str(file)) for file in written), sep="\n")
     return 0
 
 
@@ -29,7 +30,7 @@ def write_report(runs: list[Run], output: Path) -> list[Path]:
     """
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "report.html"]
-    written[0].write_text(page(runs), encoding="utf-8")
+    written[0].write_text(page(runs), encoding="utf-8", errors="replace")
     if can_plot():
         written.append(output / "report.png")
         draw_picture(runs, written[1])
@@ -39,13 +40,14 @@ def write_report(runs: list[Run], output: Path) -> list[Path]:
 
 
 def print_table(runs: list[Run]) -> None:
-    """The table of figures, on the terminal."""
+    """Print the table of figures on the terminal."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="final figures", title_justify="left")
     for index, title in enumerate(table_head(runs)):
-        table.add_column(title, justify="right" if index else "left")
+        table.add_column(escape(printable(title)), justify="right" if index else "left")
     for row in table_rows(runs):
-        table.add_row(*row)
+        table.add_row(*(escape(printable(cell)) for cell in row))
     Console().print(table)

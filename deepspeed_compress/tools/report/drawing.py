@@ -168,6 +168,14 @@ PANEL = (4.4, 3.1)
 
 def draw_picture(runs: Sequence[Run], file: Path) -> None:
     """Write the charts and the table of `runs` to the PNG `file`."""
+    from matplotlib import rc_context
+
+    # A name with "$" is not a formula.
+    with rc_context({"text.parse_math": False}):
+        _draw(runs, file)
+
+
+def _draw(runs: Sequence[Run], file: Path) -> None:
     from matplotlib.figure import Figure
 
     found = [*runs]

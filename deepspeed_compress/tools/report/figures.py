@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_compress.config.numbers import UNKNOWN, change, gibibytes, megabytes, milliseconds
+from deepspeed_compress.tools.report import exchanges
 from deepspeed_compress.tools.report.runs import Run
 
 __all__ = ["TRAFFIC", "Metric", "TrafficKind", "table_head", "table_rows", "tiles"]
@@ -70,9 +71,9 @@ def _step_time(run: Run) -> float | None:
 
 
 def _wall_time(run: Run) -> float | None:
-    """Trainer has the time of the whole training alone."""
+    """Return the mean time of a step from Trainer's time of the whole training."""
     runtime = _last(run, "train_runtime")
-    return None if runtime is None else 1e3 * runtime / run.last_step
+    return 1e3 * runtime / run.last_step if runtime is not None and run.last_step else None
 
 
 def _ratio(run: Run) -> float | None:
@@ -100,13 +101,24 @@ def _of_kind(kind: TrafficKind) -> Metric:
 METRICS = (
     Metric("held-out loss", lambda run: _last(run, "eval_loss"), "{:.4f}".format, tile=True),
     Metric("training loss, last tenth", _recent_loss, "{:.4f}".format),
+    Metric("training loss, mean of the whole run", lambda run: _last(run, "mean_train_loss"), "{:.4f}".format),
     Metric("median step time", _step_time, milliseconds, tile=True),
-    Metric("time a step, evaluation and saving included", _wall_time, milliseconds),
+    Metric("time per step, including evaluation and saving", _wall_time, milliseconds),
+    Metric(
+        "training time, including evaluation and saving", lambda run: _last(run, "train_runtime"), "{:,.1f} s".format
+    ),
     Metric("tokens per second", _of_summary("tokens_per_s"), "{:,.0f}".format),
-    Metric("gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), megabytes, tile=True),
+    Metric(
+        "gradients sent per rank and step", lambda run: _mean(run, "bytes_sent"), megabytes, optional=True, tile=True
+    ),
     Metric("compression ratio of all traffic", _total_ratio, "{:.2f}".format, compared=False, tile=True),
     Metric("compression ratio of gradients", _ratio, "{:.2f}".format, compared=False, tile=True),
     *map(_of_kind, TRAFFIC[1:]),
+    Metric("exchanges between islands", exchanges.count, "{:,.0f}".format, compared=False, tile=True),
+    Metric("sent per rank and exchange", exchanges.sent, megabytes, tile=True),
+    Metric("extra time of a step with an exchange", exchanges.extra_milliseconds, milliseconds, tile=True),
+    Metric("time spent waiting in exchanges", exchanges.waited_seconds, "{:,.1f} s".format),
+    Metric("exchanges discarded", exchanges.void, "{:,.0f}".format, compared=False, optional=True),
     Metric("cosine similarity to the true mean gradient", lambda run: _mean(run, "cosine"), "{:.4f}".format, False),
     Metric("peak memory of a rank", lambda run: _last(run, "memory_bytes"), gibibytes),
     Metric("optimizer steps", lambda run: run.last_step, "{:,}".format, compared=False),

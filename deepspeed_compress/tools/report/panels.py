@@ -76,7 +76,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart to be: values are divided by `unit`; without the columns that `needs` names it is left out."""
+    """Specification of a chart. Values are divided by `unit`. An `optional` chart is not missed in runs without it."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -85,6 +85,7 @@ class ChartSpec:
     from_zero: bool = True
     wide_range: bool = False
     with_marks: bool = False
+    optional: bool = False
 
 
 _STATISTICS = "compression.jsonl, written to monitor.path"
@@ -108,6 +109,9 @@ CHARTS = (
         unit=1e6,
     ),
     ChartSpec("Compression ratio of gradients", (Curve("ratio"),), _STATISTICS),
+    ChartSpec(
+        "Sent to other islands per rank and step, MB", (Curve("bytes_islands"),), _STATISTICS, unit=1e6, optional=True
+    ),
     ChartSpec("Cosine similarity to the true mean gradient", (Curve("cosine"),), _COMPARED, from_zero=False),
     ChartSpec("Norm of the residuals", (Curve("residual_norm"),), _STATISTICS, wide_range=True),
     ChartSpec("Norm of the gradient", (Curve("grad_norm"),), _GUARDED, wide_range=True),
@@ -149,7 +153,11 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 def missing(runs: Sequence[Run]) -> list[Missing]:
     """What the report has no data for."""
-    specs = [Missing(spec.title, spec.source) for spec in CHARTS if not any(_lines(spec, runs))]
+    specs = [
+        Missing(spec.title, spec.source)
+        for spec in CHARTS
+        if not spec.optional and not any(run.column(curve.key) for run in runs for curve in spec.curves)
+    ]
     named = {"Median time of a step, ms": _LATER, "Sent by one rank in a step, MB": _STATISTICS}
     shown = {one.title for one in bars(runs)}
     rest = [Missing(title, source) for title, source in named.items() if title not in shown]
@@ -158,9 +166,15 @@ def missing(runs: Sequence[Run]) -> list[Missing]:
 
 def _lines(spec: ChartSpec, runs: Sequence[Run]) -> list[Line]:
     curves = [(curve, run) for run in runs for curve in spec.curves if run.role == "run" or not curve.run_only]
-    lines = [_line(curve, run, spec.unit) for curve, run in curves if run.column(curve.key)]
+    lines = [_line(curve, run, spec.unit) for curve, run in curves if _has_figures(curve, run)]
     # Without held-out loss the training loss is all there is, and needs no fainter line beside it.
     return lines if any(not line.faint for line in lines) else [_strong(line) for line in lines]
+
+
+def _has_figures(curve: Curve, run: Run) -> bool:
+    """Return False for traffic that the run does not have; the zeros of all other figures mean something."""
+    values = run.column(curve.key).values()
+    return any(values) if curve.key.startswith("bytes_") else bool(values)
 
 
 def _strong(line: Line) -> Line:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.errors import DataError
-from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, in_order, read_directory
+from deepspeed_compress.tools.line_files import SAMPLE, sampled
+from deepspeed_compress.tools.outputs.printable import printable
+from deepspeed_compress.tools.run_checks import is_number
+from deepspeed_compress.tools.run_directory import METRICS, RunDirectory, read_directory
 
 __all__ = ["SOURCES", "Columns", "Run", "load_runs"]
 
@@ -60,7 +64,7 @@ def _trainer_statistics(files: RunDirectory) -> Columns:
 
 
 def _csv_monitor(files: RunDirectory) -> Columns:
-    """DeepSpeed's CSV monitor: a file a name, by samples seen."""
+    """Return the columns of DeepSpeed's CSV monitor, which has one file per name, by samples seen."""
     tables = {path.stem.removeprefix(_CSV): _read_csv(path) for path in _csv_files(files)}
     gaps = [after - before for rows in tables.values() for before, after in pairwise([0, *sorted(rows)])]
     # The learning rate is there for every step, so the smallest distance is one step.
@@ -71,18 +75,34 @@ def _csv_monitor(files: RunDirectory) -> Columns:
 
 def _csv_files(files: RunDirectory) -> set[Path]:
     """In the directory that the configuration names, and up to two below that of the run."""
-    settings = (files.ds_config or {}).get("csv_monitor", {})
-    named = Path(settings.get("output_path") or files.directory) / settings.get("job_name", "")
+    settings = (files.ds_config or {}).get("csv_monitor")
+    place = [settings.get(key) for key in ("output_path", "job_name")] if isinstance(settings, Mapping) else []
+    named = Path(files.directory, *(part for part in place if isinstance(part, str)))
     found = [named.glob(f"{_CSV}*.csv"), *(files.directory.glob(f"{depth}{_CSV}*.csv") for depth in ("", "*/", "*/*/"))]
     return {path for some in found for path in some}
 
 
 def _read_csv(path: Path) -> dict[int, float]:
-    """Values by samples. Every start of the program writes the heading again, and goes on from where it stood."""
-    with path.open(encoding="utf-8", newline="") as stream:
-        rows = [row for row in csv.reader(stream) if len(row) == 2 and row[0].isdecimal()]
-    standing = in_order({"step": int(samples), "value": float(value)} for samples, value in rows)
-    return {line["step"]: line["value"] for line in standing if math.isfinite(line["value"])}
+    """Return values by samples; a sample of them if there are many.
+
+    Every start of the program writes the heading again and continues from its checkpoint.
+    """
+    samples, values = array("q"), array("d")
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+            for row in csv.reader(stream):
+                if len(row) == 2 and row[0].isascii() and row[0].isdecimal():
+                    while samples and samples[-1] >= int(row[0]):
+                        samples.pop()
+                        values.pop()
+                    samples.append(int(row[0]))
+                    values.append(float(row[1]))
+    except (ValueError, OverflowError, csv.Error) as error:
+        raise DataError(
+            f"{path}:{len(samples) + 2}: not a line of a CSV monitor ({printable(str(error))}); remove the file"
+        ) from None
+    kept = sampled(range(len(samples)), SAMPLE)
+    return {samples[at]: values[at] for at in kept if is_number(values[at])}
 
 
 def _stripped(columns: Columns) -> Columns:
@@ -132,15 +152,18 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Whether the run has ended, as far as its files tell."""
+        """Return whether the run has ended, as far as its files tell, and whether figures are from a sample."""
         trainer, steps = self.files.trainer, self.last_step
-        if self.files.summary or (trainer and trainer["global_step"] >= trainer["max_steps"]):
-            return f"finished, {steps:,} steps"
-        if trainer:
-            return f"still going: step {steps:,} of {trainer['max_steps']:,}"
+        measured, kept = self.files.measured, len(self.files.statistics)
+        sample = f"; figures from a sample of {kept:,} of {measured:,} measured steps" if kept < measured else ""
+        done, planned = ((trainer or {}).get(key) for key in ("global_step", "max_steps"))
+        if self.files.summary or (planned and done is not None and done >= planned):
+            return f"finished, {steps:,} steps{sample}"
+        if planned:
+            return f"still running: step {steps:,} of {planned:,}{sample}"
         if (self.files.directory / METRICS).is_file():
-            return f"still going: {steps:,} steps so far"
-        return f"{steps:,} steps so far (its files do not tell whether it has ended)"
+            return f"still running: {steps:,} steps so far{sample}"
+        return f"{steps:,} steps so far{sample} (its files do not tell whether it has ended)"
 
 
 def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:
@@ -171,4 +194,6 @@ def _load(directory: Path, name: str, role: str) -> Run:
             "Train_Samples_*.csv with lines in it); give the output directory of a run, or the monitor.path of its "
             "section"
         )
-    return Run(name, role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"]))))
+    return Run(
+        printable(name), role, files, columns, tuple(sorted(files.events or (), key=lambda event: int(event["step"])))
+    )

@@ -68,10 +68,11 @@ _OTHER = Symbol("other event", "muted", _DOT, "o")
 
 
 def markers(run: Run) -> tuple[Marker, ...]:
-    """Every event of `run`."""
+    """Return a marker for every event of `run`, except exchanges of islands, which are routine."""
     return tuple(
         Marker(int(event["step"]), SYMBOLS.get(event["kind"], _OTHER), f"step {event['step']}: {_what(event)}")
         for event in run.events
+        if event["kind"] != "islands_exchange"
     )
 
 
@@ -120,9 +121,15 @@ class SettingsTimeline:
 
 
 def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
-    """One of each run that tells its settings."""
-    told = [(run, list(run.column("settings").items())) for run in runs]
+    """Return the timeline of each run that records its settings and sends gradients, which they apply to."""
+    told = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
     return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in told if settings]
+
+
+def _sends_gradients(run: Run) -> bool:
+    """Return False for a run whose ranks are islands of their own; its settings of gradients have no effect."""
+    sent = run.column("bytes_sent")
+    return not sent or any(sent.values())
 
 
 def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:

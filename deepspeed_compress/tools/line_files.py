@@ -1,0 +1,197 @@
+"""Reading of the .jsonl files of a run: every line is checked, and memory does not grow with the file.
+
+A file is read twice. The first pass checks all lines and keeps a few numbers of each (`LineIndex`). These tell which
+lines belong to the run. The second pass loads these lines, or a sample of them if there are many.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deepspeed_compress.errors import DataError
+from deepspeed_compress.tools.outputs.printable import printable
+
+__all__ = ["SAMPLE", "Check", "LineIndex", "Part", "index_lines", "loads", "read_lines", "sampled"]
+
+SAMPLE = 20_000
+"""Number of lines of a file that are kept in memory if the caller asks for a sample."""
+LONGEST = 1 << 16
+"""Maximum bytes of a line; the longest that the package writes have a few hundred."""
+_BUDGET = 1 << 26
+"""Maximum bytes of the lines of a sample."""
+_BLOCK = 64
+"""Lines that a sample keeps together, because some figures compare a step with the next one."""
+_GROUPS = 64
+"""Maximum number of kinds of lines that are sampled separately."""
+_SHOWN = 60
+
+Check = Callable[[dict[str, Any]], str]
+"""Returns what is wrong with the object on a line, or ""."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a run that a line belongs to (`monitor.Part`)."""
+
+    id: str
+    started: str
+    since: int
+
+
+@dataclass
+class LineIndex:
+    """The lines of one file: offset, optimizer step, part of a run, and set of keys of each.
+
+    Attributes:
+        file: the file; it may be missing, and then there are no lines.
+        offsets: byte offset of each line.
+        steps: optimizer step of each line.
+        parts: part of each line, as an index into `known_parts`.
+        keys: keys of each line, as an index into `known_keys`.
+        known_parts: all parts in the file; None stands for lines of versions that did not record it.
+        known_keys: all sets of keys in the file.
+    """
+
+    file: Path
+    offsets: "array[int]" = field(default_factory=lambda: array("q"))
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    parts: "array[int]" = field(default_factory=lambda: array("q"))
+    keys: "array[int]" = field(default_factory=lambda: array("q"))
+    known_parts: dict[Part | None, int] = field(default_factory=dict)
+    known_keys: dict[frozenset[str], int] = field(default_factory=dict)
+
+    def part(self, position: int) -> Part | None:
+        """Return the part of the line at `position`."""
+        return self.all_parts[self.parts[position]]
+
+    @property
+    def all_parts(self) -> list[Part | None]:
+        """Return the known parts by index."""
+        return list(self.known_parts)
+
+    def add(self, offset: int, line: dict[str, Any]) -> None:
+        """Add the checked object `line`, which starts at byte `offset`."""
+        run = line.get("run")
+        part = None if run is None else Part(run["id"], run["started"], run["since"])
+        self.offsets.append(offset)
+        self.steps.append(line["step"])
+        self.parts.append(self.known_parts.setdefault(part, len(self.known_parts)))
+        self.keys.append(self.known_keys.setdefault(frozenset(line), len(self.known_keys)))
+
+    def load(self, positions: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the objects at `positions`, which ascend."""
+        if not self.offsets:
+            return
+        with self.file.open("rb") as stream:
+            for position in positions:
+                stream.seek(self.offsets[position])
+                yield loads(stream.readline(LONGEST))
+
+    def sample(self, positions: Sequence[int]) -> list[int]:
+        """Return a sample of `positions`; all of them if there are few. Each kind of line is sampled separately."""
+        if not positions:
+            return []
+        mean = (self.offsets[positions[-1]] - self.offsets[positions[0]]) / len(positions)
+        most = min(SAMPLE, max(_BLOCK, int(_BUDGET / max(mean, 1.0))))
+        if len(positions) <= most:
+            return list(positions)
+        groups: dict[int, list[int]] = {}
+        for position in positions:
+            groups.setdefault(self.keys[position] if len(self.known_keys) <= _GROUPS else 0, []).append(position)
+        share = max(most // len(groups), _BLOCK)
+        return sorted(chain.from_iterable(sampled(group, share) for group in groups.values()))
+
+
+def sampled(values: Sequence[int], most: int) -> list[int]:
+    """Return about `most` of `values`: the first block, the last value, and blocks in between.
+
+    The place of a block within its share of the values follows from a hash, so that a sample does not keep step with
+    figures that are taken in every n-th line.
+    """
+    if len(values) <= most:
+        return list(values)
+    shares = max(1, most // _BLOCK)
+    width = len(values) // shares
+    room = max(width - _BLOCK, 0)
+    starts = [share * width + (share * 2_654_435_761 % 2**32) * room // 2**32 for share in range(shares)]
+    kept = [values[at] for start in starts for at in range(start, min(start + _BLOCK, len(values)))]
+    return kept if kept[-1] == values[-1] else [*kept, values[-1]]
+
+
+def index_lines(file: Path, check: Check) -> LineIndex:
+    """Check all lines of `file` and index them. A last line that a crash has cut short is left out.
+
+    Raises:
+        DataError: a line is too long, is not a JSON object with a `step`, or `check` finds something wrong with it. The
+            message names the file and the line.
+    """
+    index = LineIndex(file)
+    if not file.exists():
+        return index
+    if not file.is_file():
+        raise DataError(f"{file}: not a regular file; give the directory of a run")
+    try:
+        with file.open("rb") as stream:
+            for number, offset, line in _lines(file, stream):
+                problem = _general_problem(line) or check(line)
+                if problem:
+                    raise DataError(f"{file}:{number}: {printable(problem)}; correct the line, or remove it")
+                index.add(offset, line)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror or error}); give the directory of a run") from error
+    return index
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a small .jsonl file, without a last line that a crash has cut short."""
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        return [line for _, _, line in _lines(file, stream)]
+
+
+def loads(text: bytes) -> Any:
+    """Return the JSON value in `text`, with None for NaN and infinity. ValueError if it is not JSON."""
+    try:
+        return json.loads(text.decode("utf-8", "replace"), parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_number(name: str) -> None:
+    return None
+
+
+def _lines(file: Path, stream: BinaryIO) -> Iterator[tuple[int, int, Any]]:
+    """Yield (line number, byte offset, parsed value) of each line."""
+    number = offset = 0
+    while line := stream.readline(LONGEST):
+        number += 1
+        try:
+            if len(line) == LONGEST and not line.endswith(b"\n"):
+                raise ValueError(f"longer than {LONGEST:,} bytes")
+            value = loads(line)
+        except ValueError as error:
+            if len(line) < LONGEST and not stream.readline(1):
+                return
+            shown = printable(line[:_SHOWN].decode("utf-8", "replace").rstrip("\n"))
+            raise DataError(f"{file}:{number}: not JSON ({printable(str(error))}): {shown!r}") from None
+        yield number, offset, value
+        offset += len(line)
+
+
+def _general_problem(line: Any) -> str:
+    """Return what is wrong with `line` as a line of any of these files, or ""."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] < 2**53:
+        return 'no "step" (allowed: an object with one, an integer from 0)'
+    run = line.get("run")
+    if run is None:
+        return ""
+    texts = isinstance(run, dict) and isinstance(run.get("id"), str) and isinstance(run.get("started"), str)
+    if not texts or type(run.get("since")) is not int or abs(run["since"]) >= 2**53:
+        return '"run" is not a part of a run (allowed: an object with "id", "started" and "since")'
+    return ""

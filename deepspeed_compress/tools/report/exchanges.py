@@ -1,0 +1,51 @@
+"""Figures of the exchanges between islands."""
+
+import statistics
+from typing import Any
+
+from deepspeed_compress.tools.report.runs import Run
+
+__all__ = ["count", "extra_milliseconds", "sent", "void", "waited_seconds"]
+
+_EXCHANGE, _VOID = "islands_exchange", "islands_void"
+
+
+def count(run: Run) -> float | None:
+    """Return the number of exchanges, from the events of elastic islands or else the measured steps; None without."""
+    told = len(_events(run, _EXCHANGE))
+    return told or len(_sizes(run)) or None
+
+
+def sent(run: Run) -> float | None:
+    """Return the mean bytes that a rank sends in an exchange; None without exchanges."""
+    sizes = _sizes(run)
+    return statistics.fmean(sizes.values()) if sizes else None
+
+
+def extra_milliseconds(run: Run) -> float | None:
+    """Return by how much a step after an exchange is slower than the others, as a difference of medians."""
+    after = _sizes(run).keys()
+    with_exchange: list[float] = []
+    without: list[float] = []
+    for step, taken in run.column("step_ms").items():
+        (with_exchange if step in after else without).append(taken)
+    return statistics.median(with_exchange) - statistics.median(without) if with_exchange and without else None
+
+
+def void(run: Run) -> float | None:
+    """Return the number of exchanges that were discarded; None for islands that do not record it."""
+    return float(len(_events(run, _VOID))) if _events(run, _EXCHANGE) or _events(run, _VOID) else None
+
+
+def waited_seconds(run: Run) -> float | None:
+    """Return the seconds for which training stood still in exchanges; None for islands that do not record it."""
+    told = [event.get("evidence") or {} for event in run.events if str(event["kind"]).startswith("islands_")]
+    return sum(evidence.get("seconds") or 0.0 for evidence in told) if told else None
+
+
+def _sizes(run: Run) -> dict[int, Any]:
+    return {step: size for step, size in run.column("bytes_islands").items() if size}
+
+
+def _events(run: Run, kind: str) -> list[Any]:
+    return [event for event in run.events if event["kind"] == kind]

@@ -1,0 +1,88 @@
+"""Checks of what the files of a run contain: anybody may have edited or damaged them."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.tools.line_files import Check
+
+__all__ = ["EVENT", "METRIC", "STATISTIC", "SUMMARY_FIELDS", "TRAINER_STATE", "Field", "find_problem", "is_number"]
+
+Field = tuple[str, Callable[[Any], bool]]
+"""Words for what is allowed, and the predicate."""
+LARGEST = 1e100
+"""Largest magnitude of a number; sums of squares of larger ones would overflow."""
+_SHOWN = 40
+
+
+def is_number(value: Any) -> bool:
+    """Return True for None and for finite numbers of a sensible size."""
+    return value is None or (type(value) in (int, float) and abs(value) <= LARGEST)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and abs(value) < 2**53)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _are_numbers(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(is_number, value.values())))
+
+
+def _is_log(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(entry, dict) for entry in value))
+
+
+_NUMBER: Field = ("a number", is_number)
+_TEXT: Field = ("a text", _is_text)
+_COUNT: Field = ("an integer", _is_count)
+_FLAG: Field = ("true or false", _is_flag)
+_ANYTHING: Field = ("anything", lambda value: True)
+
+STATISTIC_FIELDS: Mapping[str, Field] = MappingProxyType({"method": _TEXT, "settings": _TEXT, "run": _ANYTHING})
+EVENT_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        "kind": ("a text", lambda value: isinstance(value, str)),
+        "reason": _TEXT,
+        "before": _TEXT,
+        "after": _TEXT,
+        "evidence": ("an object of numbers", _are_numbers),
+        "island": _COUNT,
+        "dry_run": _FLAG,
+    }
+)
+SUMMARY_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {"sample": _TEXT, "monitor_path": _TEXT, "run": _TEXT, "tokens_per_s": _NUMBER, "parameters": _COUNT}
+    | {"world_size": _COUNT, "eval_loss": _NUMBER}
+)
+TRAINER_STATE: Mapping[str, Field] = MappingProxyType(
+    {"global_step": _COUNT, "max_steps": _COUNT, "log_history": ("a list of objects", _is_log)}
+)
+
+
+def find_problem(fields: Mapping[str, Field], found: Mapping[str, Any], others: Field = _ANYTHING) -> str:
+    """Return what is wrong with the first field of `found` that is not as `fields` says, or "".
+
+    `others` is the check of fields that `fields` does not name. A field of `fields` that is missing counts as None.
+    """
+    for name in [*fields, *(key for key in found if key not in fields)]:
+        allowed, fits = fields.get(name, others)
+        if not fits(found.get(name)):
+            return f"{name!r} is {repr(found.get(name))[:_SHOWN]} (allowed: {allowed})"
+    return ""
+
+
+STATISTIC: Check = partial(find_problem, STATISTIC_FIELDS, others=_NUMBER)
+"""Check of a line of compression.jsonl: figures are numbers."""
+METRIC: Check = partial(find_problem, MappingProxyType({"run": _ANYTHING}), others=_NUMBER)
+"""Check of a line of metrics.jsonl: figures are numbers."""
+EVENT: Check = partial(find_problem, EVENT_FIELDS)
+"""Check of a line of events.jsonl."""

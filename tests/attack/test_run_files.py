@@ -1,0 +1,219 @@
+"""Damaged and hostile files of runs: `report` and `doctor` end with one plain line, or read them rightly."""
+
+import io
+import json
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.monitor import Journal
+from deepspeed_compress.tools import report
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.diagnose import diagnose
+from deepspeed_compress.tools.doctor.outputs import print_text
+from deepspeed_compress.tools.doctor.run import read_run
+from deepspeed_compress.tools.line_files import LONGEST
+from deepspeed_compress.tools.outputs.printable import printable
+from tests.doctor.synthetic import HEALTHY, config
+from tests.support.runs import trainer_run
+
+ROUNDS = 2_000
+STEPS = 8
+FILES = (
+    "compression.jsonl",
+    "events.jsonl",
+    "metrics.jsonl",
+    "summary.json",
+    "ds_config.json",
+    "trainer_state.json",
+    "train_results.json",
+    "Train_Samples_lr.csv",
+)
+HOSTILE = (
+    *("null", "true", "-1", "[]", "{}", '""', "1e999", "-1e300", "NaN", "9" * 400, "9" * 5_000, '"\\ud800"'),
+    *('"\\u001b[31mred\\u0007"', "[" * 3_000, '{"a":' * 3_000, '{"step": "1"}', '{"id": 1}', "\x00", "\udc9b", ","),
+)
+"""JSON values, and what is none, in the place of a part of a file."""
+
+
+def write_run(directory: Path) -> None:
+    """Write a short run that has every kind of file."""
+    journal = Journal(str(directory), "a", 0)
+    for step in range(1, STEPS + 1):
+        journal.add("compression.jsonl", {"step": step, **HEALTHY})
+        journal.add("metrics.jsonl", {"step": step, "train_loss": 3.0, "step_time_s": 0.25})
+    event = {"step": 3, "kind": "anomaly", "reason": "why", "evidence": {"norm": 1.0}, "before": "a", "after": "b"}
+    journal.add("events.jsonl", event)
+    journal.write("ds_config.json", json.dumps(config()))
+    summary = {"eval_loss": 3.0, "tokens_per_s": 10.0, "sample": "text", "run": "a", "parameters": 10}
+    journal.write("summary.json", json.dumps(summary))
+    trainer_run(directory)
+    (directory / "train_results.json").write_text(json.dumps({"train_loss": 3.1, "train_runtime": 6.0}))
+    (directory / "Train_Samples_lr.csv").write_text("step,lr\n4,0.1\n8,0.1\n")
+
+
+def mutations(text: bytes, seed: int) -> Iterator[bytes]:
+    """Yield changed versions of a file: parts replaced, removed, doubled, or cut off, and bits flipped."""
+    chosen = random.Random(seed)
+    while True:
+        at, other = (chosen.randrange(len(text) + 1) for _ in range(2))
+        end = chosen.choice((at, min(at + 1, len(text)), min(at + 40, len(text)), max(at, other)))
+        value = chosen.choice(HOSTILE).encode("utf-8", "surrogateescape")
+        yield chosen.choice(
+            (
+                text[:at] + value + text[end:],
+                text[:at] + text[end:],
+                text[:at] + text[at:end] * 3 + text[end:],
+                text[:at],
+                text[:at] + bytes([text[at - 1] ^ 1 << chosen.randrange(8)]) + text[at + 1 :],
+                replaced_value(text, chosen, value),
+                replaced_value(text, chosen, value),
+            )
+        )
+
+
+def replaced_value(text: bytes, chosen: random.Random, value: bytes) -> bytes:
+    """Replace the value of one key, so that most of the file stays as it is."""
+    colons = [at for at, byte in enumerate(text) if byte == ord(":")]
+    if not colons:
+        return text + value
+    at = chosen.choice(colons) + 1
+    ends = [end for end in (text.find(mark, at) for mark in (b",", b"}", b"\n")) if end >= 0]
+    return text[:at] + value + text[min(ends, default=len(text)) :]
+
+
+def read_both(directory: Path) -> str:
+    """Run report and doctor on `directory`, and return what they print, or the error of the one that fails."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        for read in (read_report, read_doctor):
+            try:
+                read(directory)
+            except CompressError as error:
+                printed.write(f"{error}\n")
+    return printed.getvalue()
+
+
+def read_report(directory: Path) -> None:
+    runs = report.load_runs(directory, None)
+    report.page(runs).encode("utf-8", "replace")
+    report.print_table(runs)
+
+
+def read_doctor(directory: Path) -> None:
+    print_text(diagnose(Case(read_run(directory))))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_file_is_read_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    """2,000 changes in all files together: no other exception, and nothing that a terminal would obey."""
+    write_run(tmp_path)
+    file = tmp_path / name
+    whole, refused, before = file.read_bytes(), 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for changed, _ in zip(mutations(whole, FILES.index(name)), range(ROUNDS // len(FILES)), strict=False):
+        file.write_bytes(changed)
+        printed = read_both(tmp_path)
+        assert all(line.isprintable() for line in printed.split("\n")), (changed, printed)
+        refused += name in printed
+    assert refused, "no change was found to be wrong"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
+
+
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "a text for a number": ("compression.jsonl", '{"step": 9, "bytes_sent": "many"}', "bytes_sent"),
+    "an unknown part": ("compression.jsonl", '{"step": 9, "run": "x"}', '"run" is not a part'),
+    "no step": ("events.jsonl", '{"kind": "anomaly"}', '"step"'),
+    "an event without a kind": ("events.jsonl", '{"step": 1}', "'kind' is None"),
+    "nested deeply": ("metrics.jsonl", "[" * 30_000, "nested too deeply"),
+    "a long line": ("metrics.jsonl", " " * LONGEST + "1", "longer than"),
+    "a huge number": ("metrics.jsonl", '{"step": 9, "train_loss": 1e300}', "train_loss"),
+    "an escape sequence": ("events.jsonl", '{"step": 1, "kind": "\\u001b]0;x\\u0007", "island": "\\u001b"}', "island"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_told_with_file_and_line(case: str, tmp_path: Path) -> None:
+    name, line, words = MISTAKES[case]
+    write_run(tmp_path)
+    lines = (tmp_path / name).read_text().splitlines()
+    (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    for read in (lambda: report.load_runs(tmp_path, None), lambda: read_run(tmp_path)):
+        with pytest.raises(CompressError) as raised:
+            read()
+        text = str(raised.value)
+        assert text.startswith(f"{tmp_path / name}:2: ")
+        assert words in text
+        assert text.isprintable()
+
+
+def test_a_directory_and_a_pipe_in_place_of_a_file(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl: not a regular file" in read_both(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "metrics.jsonl: not a regular file" in read_both(tmp_path)
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+    place = tmp_path / "run\x1b[2J[red]$x$"
+    place.mkdir()
+    write_run(place)
+    with open(place / "events.jsonl", "a") as file:
+        file.write(json.dumps({"step": 4, "kind": "\x1b[31m", "reason": "\ud800"}) + "\n")
+    printed = read_both(place)
+    assert "\x1b" not in printed
+    assert "[red]" in printed
+    report.write_report(report.load_runs(place, None), tmp_path)
+    assert (tmp_path / "report.html").read_text()
+
+
+def test_printable() -> None:
+    assert printable("plain \N{LATIN SMALL LETTER E WITH ACUTE}") == "plain \N{LATIN SMALL LETTER E WITH ACUTE}"
+    assert printable("a\x1b[0m\n\ud800") == "a\\x1b[0m\\n\\ud800"
+
+
+def peak_memory(work: Callable[[], Any]) -> int:
+    """Return how many bytes the peak memory of a forked process grows while it does `work`."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            work()
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            os.write(writing, str(grown * 1024).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        told = stream.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return int(told)
+
+
+def test_memory_does_not_grow_with_the_number_of_lines(tmp_path: Path) -> None:
+    """Figures of a long run are from a sample, and the page says so."""
+    line = {**HEALTHY, "run": {"id": "a", "started": "2026-01-01T00:00:00", "since": 0}}
+    peaks = []
+    for count in (30_000, 120_000):
+        place = tmp_path / str(count)
+        place.mkdir()
+        with open(place / "compression.jsonl", "w") as file:
+            file.writelines(json.dumps({"step": step, **line}) + "\n" for step in range(1, count + 1))
+        peaks.append(peak_memory(lambda place=place: report.page(report.load_runs(place, None))))  # type: ignore[misc]
+    assert peaks[1] < 1.25 * peaks[0]
+    [run] = report.load_runs(tmp_path / "120000", None)
+    assert run.last_step == 120_000
+    assert "of 120,000 measured steps" in run.status
+    assert len(run.files.statistics) < 25_000

@@ -1,0 +1,77 @@
+"""Reports of runs of islands, and of runs next to a plain Trainer run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.tools.report import load_runs, page
+from deepspeed_compress.tools.report.figures import table_rows, tiles
+from deepspeed_compress.tools.report.panels import charts, missing
+from deepspeed_compress.tools.report.timeline import settings_timelines
+from tests.support.runs import trainer_run, write_lines
+
+EXCHANGED = 4_000_000
+
+
+def islands_run(directory: Path, elastic: bool = False) -> Path:
+    """Write 40 steps of a rank that is an island of its own and exchanges every 10th step."""
+    lines = [measured(step, exchanged=step % 10 == 1 and step > 1) for step in range(1, 42)]
+    write_lines(directory / "compression.jsonl", lines)
+    events = [
+        {"step": step, "kind": kind, "reason": "", "evidence": {"round": step / 10, "seconds": 0.5}}
+        for step, kind in ((10, "islands_exchange"), (20, "islands_void"), (30, "islands_exchange"))
+    ]
+    write_lines(directory / "events.jsonl", events if elastic else [])
+    return directory
+
+
+def measured(step: int, exchanged: bool) -> dict[str, Any]:
+    sizes = {"bytes_sent": 0, "bytes_raw": 0, "bytes_uncompressed": 0, "bytes_islands": EXCHANGED if exchanged else 0}
+    times = {"compress_ms": 0.0, "communicate_ms": 0.0, "decompress_ms": 0.0, "step_ms": 350.0 if exchanged else 250.0}
+    return {"step": step, "method": "blockwise", "settings": "blockwise bits=4", **sizes, **times}
+
+
+def figures(directory: Path) -> dict[str, str]:
+    return {title: cells[0] for title, *cells in table_rows(load_runs(directory, None))}
+
+
+def test_exchanges_are_shown_and_what_has_no_effect_is_not(tmp_path: Path) -> None:
+    found = figures(islands_run(tmp_path))
+    assert found["exchanges between islands"] == "4"
+    assert found["sent per rank and exchange"] == "4.000 MB"
+    assert found["extra time of a step with an exchange"] == "100.0 ms"
+    assert "gradients sent per rank and step" not in found
+    runs = load_runs(tmp_path, None)
+    assert not settings_timelines(runs)
+    titles = [chart.title for chart in charts(runs)]
+    assert "Sent to other islands per rank and step, MB" in titles
+    assert "Gradients sent per rank and step, MB" not in titles
+    assert "exchanges between islands" in [title for title, _, _ in tiles(runs)]
+    assert "Gradients sent" not in page(runs)
+
+
+def test_elastic_islands_tell_how_long_they_waited(tmp_path: Path) -> None:
+    found = figures(islands_run(tmp_path, elastic=True))
+    assert found["exchanges between islands"] == "2"
+    assert found["exchanges discarded"] == "1"
+    assert found["time spent waiting in exchanges"] == "1.5 s"
+
+
+def test_runs_without_islands_say_nothing_of_them(tmp_path: Path) -> None:
+    found = figures(trainer_run(tmp_path))
+    assert not [title for title in found if "exchange" in title]
+    assert not [one for one in missing(load_runs(tmp_path, None)) if "islands" in one.title]
+
+
+def test_a_plain_trainer_run_is_a_baseline(tmp_path: Path) -> None:
+    """Only the figures of the whole run are there: no log, no statistics."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    state = {"global_step": 20, "max_steps": 20, "log_history": []}
+    (plain / "trainer_state.json").write_text(json.dumps(state))
+    (plain / "all_results.json").write_text(json.dumps({"train_loss": 7.5, "train_runtime": 12.0, "epoch": 1.0}))
+    ours = trainer_run(tmp_path / "ours")
+    rows = {title: cells for title, *cells in table_rows(load_runs(ours, plain))}
+    assert rows["training loss, mean of the whole run"][:2] == ["7.5000", "7.7000"]
+    assert rows["training time, including evaluation and saving"] == ["12.0 s", "6.0 s", "-50.00%"]
+    assert rows["time per step, including evaluation and saving"][:2] == ["600.0 ms", "300.0 ms"]
