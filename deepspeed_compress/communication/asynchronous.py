@@ -35,10 +35,11 @@ Said = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
 
 
 class Calls(Protocol):
-    """See `parameter_server.client.Courier`."""
+    """See `parameter_server.client.PushClient`."""
 
     def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Said]": ...
     def ask(self, head: Mapping[str, Any], body: Any = b"") -> Said: ...
+    def close(self, last: Mapping[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class AsynchronousExchange:
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
         """The server's run, the number of this island, the version of the anchor that it set out from."""
+        self._token = ""
         self._call, self._samples = 0, 0
         self._flight: _Flight | None = None
         self._word = Word(team)
@@ -97,7 +99,7 @@ class AsynchronousExchange:
         beside it. Collective in the island."""
         self._samples = samples
         head, _ = self._team.share(partial(self._calls.ask, {"kind": "enter", "terms": dict(self._terms)}))
-        self.run, self.number = head["run"], head["number"]
+        self.run, self.number, self._token = head["run"], head["number"], head["token"]
         return self._renew(claim=0)
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
@@ -107,11 +109,13 @@ class AsynchronousExchange:
             self._heard(self._flight.answer)
             self._call += 1
         self._flight, self._samples = None, samples
-        head = {"kind": "resume", "number": self.number, "saved": saved or {"run": "", "number": -1}}
-        kind = self._team.share(partial(self._calls.ask, head))[0]["kind"]
+        own = {"number": self.number, "token": self._token}
+        head = {"kind": "resume", **own, "saved": saved or {"run": "", "number": -1}}
+        answer, _ = self._team.share(partial(self._calls.ask, head))
+        kind = answer["kind"]
         if kind == "resumed" and saved is not None:
             self.number, self._call, self.version = saved["number"], saved["call"], saved["version"]
-            self._samples = saved["samples"]
+            self._samples, self._token = saved["samples"], answer["token"]
             return {}
         # What it has sent since then has been taken, or is lost with the one that had it.
         for name, store in self.stores.by_name.items():
@@ -146,6 +150,12 @@ class AsynchronousExchange:
             time.sleep(0.01)
         return self._land(flight) if self._team.all(flight.answer.done()) else None
 
+    def leave(self) -> None:
+        """Say goodbye, and end all calls. Does not wait for a server that does not answer."""
+        entered = self._token and self._team.place == 0
+        own = {"kind": "leave", "number": self.number, "token": self._token}
+        self._calls.close(own if entered else None)
+
     def anchor(self) -> Tensor:
         """That this rank set out from: flat fp32, a copy."""
         return self._anchor.read(self._segments, self._masters.device)
@@ -169,7 +179,7 @@ class AsynchronousExchange:
 
     def _head(self, kind: str, **more: Any) -> dict[str, Any]:
         about = {"run": self.run, "number": self.number, "place": self._team.place, "call": self._call + 1}
-        return {"kind": kind, **about, "step": self._step(), **more}
+        return {"kind": kind, **about, "token": self._token, "step": self._step(), **more}
 
     def _land(self, flight: _Flight) -> Met:
         begun = time.monotonic()
@@ -186,7 +196,7 @@ class AsynchronousExchange:
             self._set_out(head, body, flight.sent)
         if not flight.healthy:
             self._diverged()
-        reason = "" if taken else "what it had moved was too old, or not finite"
+        reason = "" if taken else head.get("reason", "what it had moved was too old, or not finite")
         kind, weight = ("exchange" if taken else "renewed"), float(head.get("weight", 1.0))
         return Met(kind, flight.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight)
 

@@ -67,7 +67,8 @@ class Parcels:
         settings = self.settings if isinstance(self.settings, CompressedGradients) else _PLAIN
         reduction = self.reductions.at(settings, number)
         reducer = reduction.plain if self.exact else reduction.compressed
-        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
+        if not isinstance(reducer, PayloadReducer):
+            raise TypeError(f"{settings.method} does not go in one message (allowed: other methods, without hierarchy)")
         return reducer.messages, layouts_of_parts(reducer.messages, [self.segments])[0]
 
 

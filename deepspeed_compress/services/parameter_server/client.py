@@ -12,13 +12,15 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.services.parameter_server.frames import Buffer, Head, receive, send
 from deepspeed_compress.services.parameter_server.server import keep_alive
 
-__all__ = ["Courier"]
+__all__ = ["PushClient"]
 
 PAUSE = 0.2
 """Seconds between attempts to connect."""
+GOODBYE = 1.0
+"""Most seconds that the end of a rank waits for the server."""
 
 
-class Courier:
+class PushClient:
     """Takes calls to the server at `address` ("host:port"), one at a time, over a connection that is kept.
 
     A call is repeated when its connection is lost: the server carries it out once. IslandError where none is answered
@@ -49,7 +51,7 @@ class Courier:
         if found[0]["kind"] == "refused":
             raise ConfigError(
                 f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} refuses this island: "
-                f"{found[0]['why']} (allowed: the same in all islands); write the same, or name another server"
+                f"{found[0]['why']}. Write what the other islands have, or name another server"
             )
         return found
 
@@ -66,10 +68,15 @@ class Courier:
                 "start the server with its --state, and this island again"
             ) from error
 
-    def close(self) -> None:
-        """For ever; what is under way is given up."""
+    def close(self, last: Head | None = None) -> None:
+        """Give up calls that are under way, for ever. `last`: a message to send before, if the server answers soon."""
         self._closed = True
         self._hang_up()
+        if last is not None:
+            with contextlib.suppress(OSError, EOFError, ValueError):
+                self._connect(min(self._timeout, GOODBYE), min(self._timeout, GOODBYE))
+                self._once(last, b"")
+            self._hang_up()
 
     def _work(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:
         try:
@@ -78,7 +85,7 @@ class Courier:
             answer.set_exception(error)
 
     def _once(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
-        stream = self._stream or self._connect()
+        stream = self._stream or self._connect(self._timeout, self._give_up)
         self._pace(len(body))
         send(stream, head, body)
         found = receive(stream)
@@ -86,11 +93,11 @@ class Courier:
             raise ConnectionError("it has closed the connection")
         return found
 
-    def _connect(self) -> BinaryIO:
+    def _connect(self, timeout: float, patience: float) -> BinaryIO:
         host, _, port = self._address.rpartition(":")
-        there = socket.create_connection((host, int(port)), timeout=self._timeout)
+        there = socket.create_connection((host, int(port)), timeout=timeout)
         # The server may be busy for long; whether it can be reached the kernel asks.
-        there.settimeout(self._give_up)
+        there.settimeout(patience)
         keep_alive(there, self._timeout)
         self._there, self._stream = there, cast(BinaryIO, there.makefile("rwb"))
         return self._stream

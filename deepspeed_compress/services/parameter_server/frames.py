@@ -1,9 +1,9 @@
 """What islands and a parameter server say to each other: a JSON object on a line, and the bytes that it announces.
 
-An island says `enter` (a new one), `resume` (one of a checkpoint); and, a part for every rank, `fresh` (the
-anchor as it is), `seed` (weights that nobody has trained yet) and `push`. The server answers `welcome`, `resumed`,
-`newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and `refused`. A call is numbered by
-its island, so it may be said twice.
+An island says `enter` (a new one), `resume` (one of a checkpoint), `leave`; and, a part for every rank, `fresh` (the
+anchor as it is), `seed` (weights that nobody has trained yet) and `push`. The server answers `welcome`, `left`,
+`resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and `refused`. A call is
+numbered by its island, so it may be said twice.
 """
 
 import json
@@ -42,7 +42,10 @@ def receive(stream: BinaryIO | BufferedIOBase) -> tuple[dict[str, Any], bytearra
     head = json.loads(line)
     if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
         raise ValueError(f"no head: {line[:80]!r}")
-    body, size = bytearray(), int(head.pop("bytes", 0))
+    size = head.pop("bytes", 0)
+    if type(size) is not int or size < 0:
+        raise ValueError(f"no number of bytes: {size!r}")
+    body = bytearray()
     # No room for what is announced alone.
     while len(body) < size:
         piece = stream.read(min(PIECE, size - len(body)))
