@@ -129,7 +129,7 @@ TABLE = {
     "integrations.followed": allow("adapters errors", "torch"),
     "services.rendezvous": allow("errors transport"),
     "services.parameter_server": allow(
-        "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
+        "communication compression config errors monitor services.rendezvous.server transport", "torch safetensors"
     ),
     "tools": allow(),
     "tools.arguments": allow(),

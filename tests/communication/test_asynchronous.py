@@ -2,7 +2,6 @@
 
 import io
 import resource
-import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -26,13 +25,13 @@ from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.parameter_server.client import PushClient
-from deepspeed_compress.services.parameter_server.frames import receive
+from deepspeed_compress.services.parameter_server.entries import read_entry
 from deepspeed_compress.services.parameter_server.push_log import PushLog
 from deepspeed_compress.services.parameter_server.records import Records
-from deepspeed_compress.services.parameter_server.server import Server, keep_alive
+from deepspeed_compress.services.parameter_server.server import Server
 from deepspeed_compress.services.parameter_server.service import Room
 from deepspeed_compress.services.parameter_server.store import Store
-from deepspeed_compress.services.rendezvous.client import Client, status
+from deepspeed_compress.services.rendezvous.client import Client
 from tests.communication.test_elastic import EXACT, INT4, NUMEL, Weights, address  # noqa: F401  (a fixture)
 from tests.support.coordinators import parameter_server
 
@@ -114,6 +113,14 @@ class Island:
         for (_, begin, numel), part in self.stores.by_name["gradients"].items():
             found[begin : begin + numel] = part
         return found
+
+
+def connected(server: Server) -> list[int]:
+    """The islands that are connected."""
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
+    found, _ = client.ask({"kind": "status"})
+    client.close()
+    return [one["number"] for one in found["islands"]]
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +265,7 @@ def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
     islands[1].push()
     islands[1].client.close()
     assert all(islands[0].step().seconds < 5 for _ in range(3))
-    until(lambda: [one["number"] for one in status(f"127.0.0.1:{server.port}")["islands"]] == [0])
+    until(lambda: connected(server) == [0])
     late = Island(section(server.port))
     assert late.exchange.number == 2
     assert torch.equal(late.weights.values, server.service.store.places[0].anchor)
@@ -410,7 +417,7 @@ def test_an_island_that_lives_is_remembered_however_many_come() -> None:
             late = Island(section(server.port))
             assert late.exchange.number == number
             late.client.close()
-            until(lambda: [one["number"] for one in status(f"127.0.0.1:{server.port}")["islands"]] == [0])
+            until(lambda: connected(server) == [0])
         assert 0 in server.service.store.records.islands
         assert len(server.service.store.records.islands) == 3
         assert first.step().kind == "exchange"
@@ -435,7 +442,7 @@ def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server
     first.step()
     saved = first.exchange.described()
     first.client._hang_up()
-    until(lambda: not status(f"127.0.0.1:{server.port}")["islands"])
+    until(lambda: not connected(server))
     second = Island(section(server.port))
     second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
     second.exchange.resume(saved, 1, SAMPLES)
@@ -504,7 +511,7 @@ def test_what_is_announced_takes_no_room() -> None:
     stream = io.BytesIO(b'{"kind": "push", "bytes": 1000000000000}\nabc')
     tracemalloc.start()
     with pytest.raises(EOFError):
-        receive(stream)
+        read_entry(stream)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -516,12 +523,6 @@ def test_pushes_keep_to_the_rate(server: Server) -> None:
     island.step()
     client.close()
     assert waited == [island.meter.bytes_islands]
-
-
-def test_a_long_timeout_is_one() -> None:
-    with socket.socket() as there:
-        keep_alive(there, 24 * 3600.0)
-        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) > 9 * 3600
 
 
 def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> None:
@@ -539,7 +540,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(serve
     island.move()
     saved, weights, anchor = island.exchange.described(), island.weights.values.clone(), island.exchange.anchor()
     island.client.close()
-    until(lambda: not status(f"127.0.0.1:{server.port}")["islands"])
+    until(lambda: not connected(server))
 
     def resumed() -> Island:
         again = Island(section(server.port))

@@ -5,11 +5,12 @@ Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_compress.config import Islands
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
 
 __all__ = [
     "LARGEST",
@@ -18,6 +19,7 @@ __all__ = [
     "Terms",
     "check_slices",
     "integer",
+    "read_head",
     "read_layout",
     "read_part",
     "read_shapes",
@@ -98,7 +100,8 @@ class Part:
         claim: Of a seed: version that the weights have in a checkpoint, 0 for new ones.
         layout: Of a seed: slices of parameters, in the order of the body.
         shapes: Of a seed: of the parameters in `layout`.
-        body: The payload of a push; the weights of a seed, fp32.
+        size: Bytes of the body.
+        body: The payload of a push; the weights of a seed, fp32. Empty until it is read.
     """
 
     kind: str
@@ -111,6 +114,7 @@ class Part:
     claim: int = 0
     layout: Sequence[Slice] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    size: int = 0
     body: Buffer = field(default=b"", repr=False)
 
     @property
@@ -121,6 +125,11 @@ class Part:
 
 def read_part(head: Head, body: Buffer) -> Part:
     """Return one rank's part of a call. Raises ValueError."""
+    return replace(read_head(head, len(body)), body=body)
+
+
+def read_head(head: Head, size: int) -> Part:
+    """Return one rank's part of a call without its body, which has `size` bytes. Raises ValueError."""
     kind = head.get("kind")
     if type(kind) is not str or kind not in _BODIES:
         raise ValueError(f"kind is {shown(kind)} (allowed: {', '.join(_BODIES)})")
@@ -128,10 +137,10 @@ def read_part(head: Head, body: Buffer) -> Part:
     step, token = integer(head.get("step", 0), "step"), text(head.get("token", ""), "token")
     samples = integer(head.get("samples"), "samples") if kind == "push" else 0
     seed = _read_seed(head) if kind == "seed" else {}
-    part = Part(str(kind), number, place, call, step=step, token=token, samples=samples, body=body, **seed)
+    part = Part(str(kind), number, place, call, step=step, token=token, samples=samples, size=size, **seed)
     expected = _BODIES[part.kind](part)
-    if expected is not None and len(body) != expected:
-        raise ValueError(f"the body of a {kind} has {len(body)} bytes (allowed: {expected})")
+    if expected is not None and size != expected:
+        raise ValueError(f"the body of a {kind} has {size} bytes (allowed: {expected})")
     return part
 
 

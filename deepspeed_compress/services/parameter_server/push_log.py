@@ -18,10 +18,12 @@ from safetensors.torch import save_file
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.services.parameter_server.calls import integer
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head, receive, send
+from deepspeed_compress.services.parameter_server.entries import read_entry, write_entry
 from deepspeed_compress.services.parameter_server.records import Records
 from deepspeed_compress.services.parameter_server.store import Store
 from deepspeed_compress.services.rendezvous.server import hold, put_in_place
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
 
 __all__ = ["Entry", "PushLog"]
 
@@ -109,7 +111,7 @@ class PushLog:
     def _append(self, head: Head, body: Buffer) -> None:
         assert self._log is not None, "the store was written first"
         begun, whole = self._log.tell(), BytesIO()
-        send(whole, head, body)
+        write_entry(whole, head, body)
         left = whole.getbuffer()
         try:
             while left:
@@ -124,7 +126,7 @@ class PushLog:
         """Return the next head and body; None at the end, and where a crash has cut the log off."""
         begun = file.tell()
         try:
-            return receive(file)
+            return read_entry(file)
         except EOFError:
             return None
         except _DAMAGE as error:

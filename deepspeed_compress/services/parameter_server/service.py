@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from deepspeed_compress.services.parameter_server.calls import Part, integer, read_part, shown
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head
+from deepspeed_compress.services.parameter_server.calls import Part, integer, read_head, read_part, shown
+from deepspeed_compress.services.parameter_server.client import LARGEST_BODY
 from deepspeed_compress.services.parameter_server.push_log import Entry, PushLog
 from deepspeed_compress.services.parameter_server.records import Records
 from deepspeed_compress.services.parameter_server.store import Change, Store
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
 
 __all__ = ["DEFAULT_ROOM", "Answer", "Caller", "Room", "Service"]
 
@@ -91,6 +93,26 @@ class Service:
             return self._part(head, body, caller)
         except ValueError as error:
             return _refused(f"{error}"), b""
+
+    @property
+    def largest_body(self) -> int:
+        """Most bytes of a body. Payloads may exceed tiny vectors; weights are bounded once there are any."""
+        places = self.store.places
+        return max(SPARE + 4 * one.anchor.numel() for one in places) if places else LARGEST_BODY
+
+    def refusal(self, head: Head, size: int) -> Answer | None:
+        """Return the refusal of a message whose body of `size` bytes was not read yet; None if it may be read."""
+        try:
+            if head["kind"] in _SIMPLE:
+                integer(size, "the body", most=0)
+            elif size:
+                part = read_head(head, size)
+                with self._change:
+                    self._check_holder(part.number, part.token)
+                    self.store.check(part)
+        except ValueError as error:
+            return _refused(f"{error}"), b""
+        return None
 
     def gone(self, caller: Caller) -> None:
         """Take note that a connection has ended. Its island gets the whole anchor when it calls again."""
@@ -315,9 +337,6 @@ _SIMPLE: Mapping[str, Callable[[Service, Head, Caller], Head]] = {
     "resume": Service._resume,
     "leave": Service._leave,
     "status": Service._status,
-    "join": lambda service, head, caller: _refused(
-        'it is a parameter server, and this island meets in rounds; write "parameter_server": {}, or name a coordinator'
-    ),
 }
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from deepspeed_compress.communication.parcels import as_bytes, read_bytes
 from deepspeed_compress.services.parameter_server.calls import Part, Terms, integer, read_part, text
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head
 from deepspeed_compress.services.parameter_server.places import NAMES, Place, make_parcels, make_place, read_place
 from deepspeed_compress.services.parameter_server.records import Island, Records
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
 
 __all__ = ["Change", "Store"]
 
@@ -100,8 +101,8 @@ class Store:
         if not self.places:
             raise ValueError("there is no anchor to push to")
         expected = _unfit_refused(lambda: self.places[part.place].parcels.size(part.call))
-        if len(part.body) != expected:
-            raise ValueError(f"the body of a push has {len(part.body)} bytes (allowed: {expected})")
+        if part.size != expected:
+            raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
     def prepare(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
         """Return what becomes of an entry: an island that enters, resumes or leaves, or a call of all of its ranks.
