@@ -51,6 +51,7 @@ class PushClient:
         self._address, self._timeout, self._give_up, self._pace = address, timeout, give_up, pace
         self._credentials = credentials or Credentials.find()
         self._connection: Connection | None = None
+        self._calling = threading.Lock()
         self._has_answered = False
         self._closed = False
 
@@ -81,7 +82,13 @@ class PushClient:
     def close(self, last: Head | None = None) -> None:
         """Give up calls that are under way, for ever. `last`: a message to send before, if the server answers soon."""
         self._closed = True
-        self._hang_up()
+        connection = self._connection
+        if connection is not None:
+            # A thread that waits for an answer gets an error at once, and closes it.
+            connection.end()
+        if self._calling.acquire(timeout=GOODBYE):
+            self._hang_up()
+            self._calling.release()
         if last is not None:
             with contextlib.suppress(OSError, ValueError), self._connected(GOODBYE, GOODBYE) as connection:
                 connection.send(last)
@@ -92,7 +99,6 @@ class PushClient:
         try:
             return self._once(head, body)
         except (OSError, ValueError) as error:
-            self._hang_up()
             hopeless = isinstance(error, AuthenticationError | OtherServiceError | ValueError)
             if hopeless and not self._has_answered:
                 raise ConfigError(f"{_KEY}: {_advice(error)}") from error
@@ -111,12 +117,14 @@ class PushClient:
             answer.set_exception(error)
 
     def _once(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
-        if self._connection is None:
-            # The server may be busy for long; whether it can be reached the kernel asks.
-            self._connection = self._connected(max(self._timeout, CONNECTING), self._give_up)
-        connection = self._connection
-        if self._closed:
-            raise ConnectionAbortedError("this island ends")
+        with self._calling:
+            try:
+                return self._exchanged(self._established(), head, body)
+            except BaseException:
+                self._hang_up()
+                raise
+
+    def _exchanged(self, connection: Connection, head: Head, body: Buffer) -> tuple[Head, Buffer]:
         self._pace(len(body))
         connection.send(head, body)
         answer = connection.receive(self._give_up)
@@ -125,6 +133,14 @@ class PushClient:
         self._has_answered = True
         return answer, connection.read_body()
 
+    def _established(self) -> Connection:
+        if self._closed:
+            raise ConnectionAbortedError("this island ends")
+        if self._connection is None:
+            # The server may be busy for long; whether it can be reached the kernel asks.
+            self._connection = self._connected(max(self._timeout, CONNECTING), self._give_up)
+        return self._connection
+
     def _connected(self, timeout: float, patience: float) -> Connection:
         limits = Limits(body=LARGEST_BODY, patience=patience)
         return connect(self._address, PARAMETER_SERVER, self._credentials, timeout, limits, self._timeout)
@@ -132,7 +148,7 @@ class PushClient:
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.end()
+            connection.close()
 
 
 def _advice(error: OSError | ValueError) -> str:
