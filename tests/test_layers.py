@@ -67,7 +67,7 @@ TABLE = {
     "communication.anchors": allow("transport", "torch"),
     "communication.elastic": allow("communication config errors services.rendezvous.wire", "torch"),
     "communication.asynchronous": allow("communication config errors", "torch"),
-    "communication.parcels": allow("communication compression config", "torch"),
+    "communication.framed_messages": allow("communication compression config", "torch"),
     "communication.team": allow("errors", "torch"),
     "communication.islands": allow("communication compression config", "torch"),
     "transport": allow("errors"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.communication.elastic import Met, group_of_one
+from deepspeed_compress.communication.framed_messages import FramedMessages, as_bytes, read_bytes
 from deepspeed_compress.communication.islands import ANCHOR, Masters, likeness
-from deepspeed_compress.communication.parcels import Parcels, as_bytes, read_bytes
 from deepspeed_compress.communication.reduction import Groups, Reductions, Site
 from deepspeed_compress.communication.team import Cadence, Team, Word
 from deepspeed_compress.config import Islands
@@ -84,7 +84,7 @@ class AsynchronousExchange:
         alone = site(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
         self._segments = tuple(masters.segments)
-        self._parcels = Parcels(settings.exchange, self._segments, Reductions(alone))
+        self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
         """The server's run, the number of this island, the version of the anchor that it set out from."""
@@ -172,7 +172,7 @@ class AsynchronousExchange:
         # One that diverged says so, and gets the anchor.
         head = self._head("push", samples=samples - self._samples if healthy else 0)
         moved = sent - self.anchor()
-        payload = self._parcels.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
+        payload = self._messages.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
         body = as_bytes(payload.cpu())
         self._meter.count("bytes_islands", len(body))
         self._flight = _Flight(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
@@ -214,7 +214,7 @@ class AsynchronousExchange:
         """From the anchor that has come. `sent`: masters keep what they have moved since they were so."""
         if not head.get("exact"):
             payload = read_bytes(body, torch.uint8).to(self._masters.device)
-            anchor = self.anchor().add_(self._parcels.decode(payload, self._call))
+            anchor = self.anchor().add_(self._messages.decode(payload, self._call))
         else:
             anchor = read_bytes(body, torch.float32).to(self._masters.device, copy=True)
         if sent is not None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.parcels import Parcels
+from deepspeed_compress.communication.framed_messages import FramedMessages
 from deepspeed_compress.services.parameter_server.calls import Terms
 from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
-from deepspeed_compress.services.parameter_server.places import make_parcels
+from deepspeed_compress.services.parameter_server.places import make_messages
 from deepspeed_compress.services.parameter_server.push_log import PushLog
 from deepspeed_compress.services.parameter_server.service import Service
 from deepspeed_compress.transport.client import connect
@@ -61,7 +61,7 @@ class Island:
         self._send, self.call = send, 0
         head, _ = send({"kind": "enter", "terms": TERMS}, b"")
         self.own = {name: head[name] for name in ("run", "number", "token")}
-        self.parcels: Parcels = make_parcels(Terms.read(TERMS).settings, SEED["layout"], SEED["shapes"])
+        self.messages: FramedMessages = make_messages(Terms.read(TERMS).settings, SEED["layout"], SEED["shapes"])
         self.ask("seed", numbers(0).numpy().tobytes(), **SEED)
 
     def ask(self, kind: str, body: bytes = b"", **more: object) -> None:
@@ -71,7 +71,7 @@ class Island:
         self.call += 1
 
     def push(self, seed: int) -> None:
-        payload = self.parcels.encode(numbers(seed), self.call + 1, 0, remember=False)
+        payload = self.messages.encode(numbers(seed), self.call + 1, 0, remember=False)
         self.ask("push", payload.numpy().tobytes(), samples=8)
 
 
@@ -111,7 +111,7 @@ def hostile_bodies(address: str, island: Island, count: int) -> int:
     head = connection.receive(10)
     assert head is not None
     own = {**{name: head[name] for name in ("run", "number", "token")}, "place": 0}
-    size = island.parcels.size(1)
+    size = island.messages.size(1)
     for sent in range(count):
         # Half of the indices are beyond the end, and numbers are not finite.
         body = draw.choice([b"\xff" * size, b"\x7f" * size, bytes(size - 4), bytes(size + 4)])

@@ -88,8 +88,8 @@ class Rank:
         return self.ask("push", self.encoded(moved), samples=samples)
 
     def encoded(self, moved: Tensor) -> bytes:
-        parcels = self.service.store.places[0].parcels
-        return bytes(parcels.encode(moved, self.calls + 1, 0, remember=False).view(torch.uint8).numpy().tobytes())
+        messages = self.service.store.places[0].messages
+        return bytes(messages.encode(moved, self.calls + 1, 0, remember=False).view(torch.uint8).numpy().tobytes())
 
 
 def moved(seed: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.communication.elastic import group_of_one
-from deepspeed_compress.communication.parcels import Parcels
+from deepspeed_compress.communication.framed_messages import FramedMessages
 from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site
 from deepspeed_compress.compression.residuals import ResidualStores
@@ -20,7 +20,7 @@ from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.parameter_server.calls import Slice
 
-__all__ = ["NAMES", "Place", "make_parcels", "make_place", "read_place"]
+__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place"]
 
 NAMES = ("anchor", "momentum", "waiting")
 """Tensors of a place, as they are called in files."""
@@ -34,13 +34,13 @@ class Place:
         anchor: The weights that all islands start from.
         momentum: Of the outer optimizer; empty if it has none.
         waiting: Pushes since momentum was renewed; empty with it.
-        parcels: The codec of messages to and from the ranks.
+        messages: The codec of messages to and from the ranks.
     """
 
     anchor: Tensor
     momentum: Tensor
     waiting: Tensor
-    parcels: Parcels
+    messages: FramedMessages
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def make_place(
 ) -> Place:
     """Return a place with a new `anchor`, and no momentum yet."""
     momentum = torch.zeros_like(anchor) if settings.outer.optimizer == "nesterov" else anchor.new_zeros(0)
-    return Place(anchor, momentum, momentum.clone(), make_parcels(settings, layout, shapes))
+    return Place(anchor, momentum, momentum.clone(), make_messages(settings, layout, shapes))
 
 
 def read_place(
@@ -88,13 +88,13 @@ def read_place(
         if found is None or found.dtype != torch.float32 or found.shape != (size,):
             what = "missing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
             raise ValueError(f"tensor {name} is {what} (expected: {(size,)} of torch.float32)")
-    place = Place(**{name: tensors[name] for name in NAMES}, parcels=make_parcels(settings, layout, shapes))
+    place = Place(**{name: tensors[name] for name in NAMES}, messages=make_messages(settings, layout, shapes))
     if not place.is_finite:
         raise ValueError("a tensor is not finite")
     return place
 
 
-def make_parcels(settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> Parcels:
+def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> FramedMessages:
     """Return the codec of the slices in `layout`."""
     segments, offset = [], 0
     for name, begin, numel in layout:
@@ -102,6 +102,6 @@ def make_parcels(settings: Islands, layout: Sequence[Slice], shapes: Mapping[str
         offset += numel
     parameters = Parameters({name: tuple(shape) for name, shape in shapes.items()}, list(shapes))
     stores, run = ResidualStores(transactional=False), Run(StepClock(), Meter())
-    return Parcels(
+    return FramedMessages(
         settings.exchange, tuple(segments), Reductions(Site(Groups(group_of_one()), parameters, stores, run))
     )

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.parcels import as_bytes, read_bytes
+from deepspeed_compress.communication.framed_messages import as_bytes, read_bytes
 from deepspeed_compress.services.parameter_server.calls import Part, Terms, integer, read_part, text
-from deepspeed_compress.services.parameter_server.places import NAMES, Place, make_parcels, make_place, read_place
+from deepspeed_compress.services.parameter_server.places import NAMES, Place, make_messages, make_place, read_place
 from deepspeed_compress.services.parameter_server.records import Island, Records
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
@@ -88,7 +88,7 @@ class Store:
         """Return why an island of `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
         own, found = self.records.terms, _unfit_refused(lambda: Terms.read(terms))
         if own is None:
-            _unfit_refused(lambda: make_parcels(found.settings, (), {}).size(1))
+            _unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
             return ""
         different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
         return "; ".join(f"{key} is {terms.get(key)!r}, that of the others {own.get(key)!r}" for key in different)
@@ -100,7 +100,7 @@ class Store:
             return
         if not self.places:
             raise ValueError("there is no anchor to push to")
-        expected = _unfit_refused(lambda: self.places[part.place].parcels.size(part.call))
+        expected = _unfit_refused(lambda: self.places[part.place].messages.size(part.call))
         if part.size != expected:
             raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
@@ -134,14 +134,14 @@ class Store:
         if kind == "found":
             return head, b""
         one, held = self.places[place], self._held.setdefault(number, {})
-        if kind == "taken" and place in held and not one.parcels.exact:
-            payload = one.parcels.encode(one.anchor - held[place], call, number, remember=False)
-            reached = held[place] + one.parcels.decode(payload, call)
+        if kind == "taken" and place in held and not one.messages.exact:
+            payload = one.messages.encode(one.anchor - held[place], call, number, remember=False)
+            reached = held[place] + one.messages.decode(payload, call)
             # A difference may exceed fp32 where the anchor does not.
             if bool(torch.isfinite(reached).all()):
                 held[place] = reached
                 return head, as_bytes(payload)
-        if not one.parcels.exact:
+        if not one.messages.exact:
             held[place] = one.anchor
         return {**head, "exact": True}, as_bytes(one.anchor)
 
@@ -238,9 +238,9 @@ class Store:
         place = make_place(self.terms.settings, anchor, part.layout, shapes)
         if not place.is_finite:
             raise ValueError(f"the weights of rank {part.place} are not finite")
-        if not place.parcels.exact:
+        if not place.messages.exact:
             # Answers are encoded by the same codec, and must not fail.
-            place.parcels.decode(place.parcels.encode(torch.zeros_like(anchor), 1, part.number, remember=False), 1)
+            place.messages.decode(place.messages.encode(torch.zeros_like(anchor), 1, part.number, remember=False), 1)
         return place
 
     def _push(self, island: Island, parts: Sequence[Part]) -> Change:
@@ -249,7 +249,7 @@ class Store:
         if not first.samples or late:
             return self._dropped(island, first, "it is too old" if late else "the island has diverged")
         moved = [
-            self.places[part.place].parcels.decode(read_bytes(part.body, torch.uint8), part.call) for part in parts
+            self.places[part.place].messages.decode(read_bytes(part.body, torch.uint8), part.call) for part in parts
         ]
         if not all(bool(torch.isfinite(one).all()) for one in moved):
             return self._dropped(island, first, "what the island has moved is not finite")
