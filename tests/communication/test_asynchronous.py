@@ -1,7 +1,10 @@
 """Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
 
+import contextlib
 import io
+import os
 import resource
+import socket
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.services.parameter_server.client import PushClient
+from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
 from deepspeed_compress.services.parameter_server.entries import read_entry
 from deepspeed_compress.services.parameter_server.push_log import PushLog
 from deepspeed_compress.services.parameter_server.records import Records
@@ -32,6 +35,10 @@ from deepspeed_compress.services.parameter_server.server import Server
 from deepspeed_compress.services.parameter_server.service import Room
 from deepspeed_compress.services.parameter_server.store import Store
 from deepspeed_compress.services.rendezvous.client import Client
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import encode
 from tests.communication.test_elastic import EXACT, INT4, NUMEL, Weights, address  # noqa: F401  (a fixture)
 from tests.support.coordinators import parameter_server
 
@@ -492,6 +499,71 @@ class Disagreeing(Team):
 
     def all(self, fine: bool) -> bool:
         return False
+
+
+def two_ranks(server: Server) -> list[PushClient]:
+    """The ranks of an island of two, which have made a call together."""
+    clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
+    head, _ = clients[0].ask(
+        {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
+    )
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answers = []
+    for place, client in enumerate(clients):
+        answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
+        # The first rank waits for the second one, and whether it is there is looked at meanwhile.
+        time.sleep(1.0)
+    assert [one.result(10)[0]["kind"] for one in answers] == ["found", "found"]
+    return clients
+
+
+def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: Server) -> None:
+    """Above 1,023 select(2) fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.socket() as some, contextlib.ExitStack() as stack:
+        while (number := os.dup(some.fileno())) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        for client in two_ranks(server):
+            client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_of_a_server_waits_for_nobody() -> None:
+    with parameter_server() as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(transport(server))
+        for client in two_ranks(server):
+            stack.callback(client.close)
+        half = stack.enter_context(transport(server))
+        half._write(memoryview(encode({"kind": "push"}, 0)[:20]))
+        begun = time.monotonic()
+        server.stop()
+        until(lambda: server.service._log is None and server._server._listener.fileno() < 0)
+        assert time.monotonic() - begun < 3
+
+
+def transport(server: Server) -> Connection:
+    return connect(f"127.0.0.1:{server.port}", PARAMETER_SERVER, Credentials.find())
+
+
+def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(server: Server) -> None:
+    """It is neither waited for nor has room."""
+    island = Island(section(server.port))
+    for size in (1 << 30, 1 << 62):
+        with transport(server) as connection:
+            head = island.exchange._head("push", samples=SAMPLES)
+            connection._write(memoryview(encode(head, size)))
+            with pytest.raises(OSError, match="closed"):
+                connection.receive(5)
+    with transport(server) as connection:
+        connection._write(memoryview(encode(head, 4 * NUMEL - 4)))
+        refused = connection.receive(5)
+        assert refused is not None
+        assert "bytes (allowed: 2800)" in refused["why"]
+    assert island.step().kind == "exchange"
 
 
 def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,12 @@ _PIECE = 1 << 16
 
 
 def write_entry(stream: BinaryIO | BufferedIOBase, head: Head, body: Buffer = b"") -> None:
-    """Write `head` and `body`."""
+    """Write `head` and `body`. ValueError, before anything is written, if `head` is too long to be read again."""
     size = {"bytes": len(body)} if len(body) else {}
-    stream.write(json.dumps({**head, **size}).encode() + b"\n")
+    line = json.dumps({**head, **size}).encode() + b"\n"
+    if len(line) > _LINE:
+        raise ValueError(f"the heads of a call have {len(line)} bytes (allowed: {_LINE})")
+    stream.write(line)
     stream.write(body)
 
 

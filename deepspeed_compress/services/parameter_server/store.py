@@ -33,6 +33,8 @@ WHOLE = 1 - 1e-6
 UNFIT = (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError)
 """Errors of codecs and of torch for bodies and settings that do not fit."""
 _SHOWN = 200
+_DIFFERENCES = 10
+"""Most differences between terms that a message names."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Store:
             _unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
             return ""
         different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
-        return "; ".join(f"{key} is {terms.get(key)!r}, that of the others {own.get(key)!r}" for key in different)
+        return "; ".join(
+            f"{key[:_SHOWN]} is {_brief(terms.get(key))}, that of the others {_brief(own.get(key))}"
+            for key in different[:_DIFFERENCES]
+        )
 
     def check(self, part: Part) -> None:
         """ValueError if the size or the place of `part` is wrong. The content is checked when all parts are there."""
@@ -290,6 +295,10 @@ def _unfit_refused(work: Callable[[], T]) -> T:
         return work()
     except UNFIT as error:
         raise ValueError(f"it cannot be carried out ({type(error).__name__}: {str(error)[:_SHOWN]})") from error
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:_SHOWN]
 
 
 def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
