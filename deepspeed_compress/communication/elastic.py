@@ -180,6 +180,8 @@ class ElasticExchange:
         self._standing: _Standing | None = None
         self._copy: weakref.ref[AnchorCopy] | None = None
         """The copy of the anchor that is being handed out, which all who ask share."""
+        self._unreachable = "others have gone on between two ranks that asked"
+        """Why the anchor could not be fetched last."""
         self._change = Condition()
         self._in_vain: list[float] = []
         self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
@@ -356,8 +358,8 @@ class ElasticExchange:
         if time.monotonic() > deadline:
             raise IslandError(
                 f"/deepspeed_compress/islands/elastic/give_up: the anchor could not be taken from any of "
-                f"{len(anchor.sources)} islands within {self.elastic.give_up}; they must reach each other, not the "
-                "coordinator alone"
+                f"{len(anchor.sources)} islands within {self.elastic.give_up} ({self._unreachable}); they must reach "
+                "each other, not the coordinator alone"
             )
         return self._asked.sources()
 
@@ -369,8 +371,8 @@ class ElasticExchange:
             addresses = anchor.sources[(self.number + turn) % count]
             try:
                 return fetch_anchor(addresses[self._team.place], anchor.version, timeout, sizes, self.run)
-            except OSError:
-                continue
+            except OSError as error:
+                self._unreachable = str(error) or type(error).__name__
         return None
 
     def _take(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

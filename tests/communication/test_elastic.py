@@ -24,6 +24,7 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.rendezvous.client import Client, status
 from deepspeed_compress.services.rendezvous.server import Server, StateFile, island_server
+from deepspeed_compress.services.rendezvous.wire import Anchor
 
 NUMEL = 700
 TIMEOUT = "700 ms"
@@ -422,6 +423,15 @@ def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, s
     newer = island.exchange.copy(2)
     assert newer is not None
     assert newer[2] is not found[2]
+    island.end()
+
+
+def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
+    island = Island(section(address), 1.0).train(1)
+    nobody = Anchor(9, [["127.0.0.1:1"]])
+    assert island.exchange._fetched(nobody) is None
+    with pytest.raises(IslandError, match=r"could not be taken from any of 1 islands .*Connection refused"):
+        island.exchange._next_anchor(nobody, deadline=0.0)
     island.end()
 
 
