@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.checkpoints.files import FileList, list_file, temporary, write_list
+from deepspeed_compress.checkpoints.movement import DRAIN, LOOK, Movement
 from deepspeed_compress.checkpoints.processes import leave_rank
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.transport.client import connect
@@ -31,7 +32,7 @@ from deepspeed_compress.transport.secret import Secret
 from deepspeed_compress.transport.server import Bounds, Server
 from deepspeed_compress.transport.tls import find_tls
 
-__all__ = ["Destination", "Movement", "Receiver", "own_address", "send_copies", "write_checked"]
+__all__ = ["COPIES", "Destination", "Receiver", "own_address", "send_copies", "write_checked"]
 
 COPIES = "copies"
 """Name of the service."""
@@ -39,11 +40,6 @@ _PATIENCE = 60.0
 """Seconds for which a connection may be silent."""
 _GRACE = 5.0
 """Seconds for which the process goes on taking after its rank has died: what the others had kept is on its way."""
-_DRAIN = 30.0
-"""Most seconds for which an end waits for copies that move."""
-_STILL = 2.0
-"""Seconds after which a copy does not move any more."""
-_LOOK = 0.1
 _CHUNK = 1 << 18
 _LONGEST = 1 << 24
 """Most bytes of a list."""
@@ -77,36 +73,6 @@ class Destination:
     port: int
     key: bytes
     max_rate: float | None = None
-
-
-class Movement:
-    """When copies moved last, by what carries them. For several threads."""
-
-    def __init__(self) -> None:
-        self._last: dict[object, float] = {}
-
-    def begin(self, carrier: object) -> None:
-        """Take note of one that has yet to begin: nobody waits for it."""
-        self._last[carrier] = -_STILL
-
-    def note(self, carrier: object) -> None:
-        """Take note that it moves."""
-        self._last[carrier] = time.monotonic()
-
-    def end(self, carrier: object) -> None:
-        """Take note that it has ended."""
-        self._last.pop(carrier, None)
-
-    def still(self) -> list[Any]:
-        """Return those that do not move any more."""
-        now = time.monotonic()
-        return [one for one, last in list(self._last.items()) if now - last >= _STILL]
-
-    def wait(self) -> None:
-        """Wait while a copy moves, at most `_DRAIN` seconds."""
-        deadline = time.monotonic() + _DRAIN
-        while len(self._last) > len(self.still()) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
 
 
 def own_address(towards: str) -> str:
@@ -207,11 +173,11 @@ class _Taker:
         except EOFError:
             # It was killed.
             time.sleep(_GRACE)
-        self.server.stop(_DRAIN)
+        self.server.stop(DRAIN)
         while True:
             for connection in self._movement.still():
                 connection.end()
-            time.sleep(_LOOK)
+            time.sleep(LOOK)
 
     def _serve(self, connection: Connection) -> None:
         self._movement.begin(connection)

@@ -21,10 +21,11 @@ import torch
 
 from deepspeed_compress.checkpoints import files
 from deepspeed_compress.checkpoints.claim import Claim
-from deepspeed_compress.checkpoints.copies import Destination, Movement, send_copies
+from deepspeed_compress.checkpoints.copies import Destination, send_copies
 from deepspeed_compress.checkpoints.direct import DirectFile
 from deepspeed_compress.checkpoints.files import FileList, Save
 from deepspeed_compress.checkpoints.host_memory import keep_only
+from deepspeed_compress.checkpoints.movement import Movement
 from deepspeed_compress.checkpoints.processes import leave_rank
 from deepspeed_compress.checkpoints.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.checkpoints import files
-from deepspeed_compress.checkpoints.copies import COPIES, Destination, Movement, Receiver, own_address, send_copies
+from deepspeed_compress.checkpoints.copies import COPIES, Destination, Receiver, own_address, send_copies
 from deepspeed_compress.checkpoints.files import FileList, read_list
 from deepspeed_compress.checkpoints.host_memory import (
     ENVIRONMENT,
@@ -22,6 +22,7 @@ from deepspeed_compress.checkpoints.host_memory import (
     keep_only,
     missing_files,
 )
+from deepspeed_compress.checkpoints.movement import Movement
 from deepspeed_compress.checkpoints.shelf import Shelf
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.transport.client import connect

@@ -29,10 +29,10 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
 from deepspeed_compress.services.parameter_server.entries import read_entry
+from deepspeed_compress.services.parameter_server.membership import Room
 from deepspeed_compress.services.parameter_server.push_log import PushLog
 from deepspeed_compress.services.parameter_server.records import Records
 from deepspeed_compress.services.parameter_server.server import Server
-from deepspeed_compress.services.parameter_server.service import Room
 from deepspeed_compress.services.parameter_server.store import Store
 from deepspeed_compress.services.rendezvous.client import Client
 from deepspeed_compress.transport.client import connect

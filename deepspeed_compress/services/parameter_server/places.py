@@ -4,8 +4,9 @@ Tensors are never changed in place: a call makes new ones, which are checked bef
 the old ones keeps them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,14 @@ from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.parameter_server.calls import Slice
 
-__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place"]
+__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "unfit_refused"]
+
+T = TypeVar("T")
 
 NAMES = ("anchor", "momentum", "waiting")
 """Tensors of a place, as they are called in files."""
+UNFIT = (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError)
+"""Errors of codecs and of torch for bodies and settings that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +110,11 @@ def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[st
     return FramedMessages(
         settings.exchange, tuple(segments), Reductions(Site(Groups(group_of_one()), parameters, stores, run))
     )
+
+
+def unfit_refused(work: Callable[[], T]) -> T:
+    """Return what `work` returns. ValueError if it fails because of what an island has sent."""
+    try:
+        return work()
+    except UNFIT as error:
+        raise ValueError(f"it cannot be carried out ({type(error).__name__}: {str(error)[:200]})") from error

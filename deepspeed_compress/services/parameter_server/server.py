@@ -9,8 +9,9 @@ its island, so it may be sent twice.
 from collections.abc import Callable
 
 from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER
+from deepspeed_compress.services.parameter_server.membership import DEFAULT_ROOM, Room
 from deepspeed_compress.services.parameter_server.push_log import PushLog
-from deepspeed_compress.services.parameter_server.service import DEFAULT_ROOM, Room, Service
+from deepspeed_compress.services.parameter_server.service import Service
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits

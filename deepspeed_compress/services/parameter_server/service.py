@@ -1,52 +1,34 @@
 """The parameter server without sockets: it puts calls together of the parts of ranks, logs them, and answers."""
 
-import hmac
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from deepspeed_compress.services.parameter_server.calls import Part, integer, read_head, read_part, shown
 from deepspeed_compress.services.parameter_server.client import LARGEST_BODY
+from deepspeed_compress.services.parameter_server.membership import (
+    DEFAULT_ROOM,
+    Caller,
+    Membership,
+    Room,
+    check_holder,
+)
 from deepspeed_compress.services.parameter_server.push_log import Entry, PushLog
 from deepspeed_compress.services.parameter_server.records import Records
 from deepspeed_compress.services.parameter_server.store import Change, Store
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
-__all__ = ["DEFAULT_ROOM", "Answer", "Caller", "Room", "Service"]
+__all__ = ["Answer", "Service"]
 
 Answer = tuple[Head, Buffer]
 LOOK = 0.5
 """Seconds between looks at whether a rank that waits for others is still connected."""
 SPARE = 1 << 20
 """Bytes that the log may have in any case."""
-
-
-class Caller(Protocol):
-    """The connection of a rank."""
-
-    def has_hung_up(self) -> bool:
-        """Return whether the other side has closed the connection."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many islands are remembered. One that is forgotten must enter as a new one.
-
-    Attributes:
-        islands: Most islands.
-        quiet: Seconds for which nothing is heard of an island before it may be forgotten, unless it has left.
-    """
-
-    islands: int = 1000
-    quiet: float = 3600.0
-
-
-DEFAULT_ROOM = Room()
 
 
 @dataclass
@@ -71,13 +53,11 @@ class Service:
     """
 
     def __init__(self, log: PushLog | None, told: Callable[[str], None], room: Room = DEFAULT_ROOM) -> None:
-        self._log, self._told, self._room = log, told, room
+        self._log, self._told = log, told
         self.store = _restored(log, told)
         self._change = threading.Condition()
         self._calls: dict[int, _Call] = {}
-        self._living: dict[int, Caller] = {}
-        self._heard: dict[int, float] = {}
-        self._begun = time.monotonic()
+        self._members = Membership(room)
 
     def hear(self, head: Head, body: Buffer, caller: Caller) -> Answer:
         """Return the answer to what a rank has sent. What is not allowed is refused, and changes nothing.
@@ -108,7 +88,7 @@ class Service:
             elif size:
                 part = read_head(head, size)
                 with self._change:
-                    self._check_holder(part.number, part.token)
+                    check_holder(self.store.records, part.number, part.token)
                     self.store.check(part)
         except ValueError as error:
             return _refused(f"{error}"), b""
@@ -117,9 +97,7 @@ class Service:
     def gone(self, caller: Caller) -> None:
         """Take note that a connection has ended. Its island gets the whole anchor when it calls again."""
         with self._change:
-            for number in [number for number, one in self._living.items() if one is caller]:
-                del self._living[number]
-                self._heard[number] = time.monotonic()
+            for number in self._members.lose(caller):
                 self.store.forget(number)
 
     def close(self) -> None:
@@ -145,45 +123,19 @@ class Service:
         if problem:
             return _refused(problem)
         token, number = secrets.token_hex(16), self.store.records.next_number
-        entry = {"kind": "enter", "terms": head["terms"], "token": token, "forgotten": self._make_room()}
+        entry = {
+            "kind": "enter",
+            "terms": head["terms"],
+            "token": token,
+            "forgotten": self._members.make_room(self.store.records),
+        }
         self._carry_out([entry], [b""])
         for forgotten in entry["forgotten"]:
-            self._heard.pop(forgotten, None)
+            self._members.forget(forgotten)
             self._calls.pop(forgotten, None)
-        self._hears(number, caller)
+        self._members.hear(number, caller)
         self._told(f"island {number} has come")
         return {"kind": "welcome", "run": self.store.records.run, "number": number, "token": token}
-
-    def _make_room(self) -> list[int]:
-        """Return the islands to forget when one more enters: those that have left, then those that fell silent.
-
-        Raises:
-            ValueError: if too many of them are alive.
-        """
-        islands = self.store.records.islands
-        excess = len(islands) + 1 - self._room.islands
-        if excess <= 0:
-            return []
-        longest_ago = sorted(islands, key=lambda number: (not islands[number].has_left, self._last(number)))
-        dead = [number for number in longest_ago if not self._is_alive(number)][:excess]
-        if len(dead) < excess:
-            raise ValueError(
-                f"there are {len(islands)} islands (allowed: {self._room.islands}); end some of them, or wait "
-                f"{self._room.quiet:g} s after the last sign of those that have died"
-            )
-        return dead
-
-    def _last(self, number: int) -> float:
-        return self._heard.get(number, self._begun)
-
-    def _is_alive(self, number: int) -> bool:
-        """Return whether an island is known and has not left, and was heard of lately."""
-        if self.store.records.islands[number].has_left:
-            return False
-        return number in self._living or time.monotonic() - self._last(number) < self._room.quiet
-
-    def _hears(self, number: int, caller: Caller) -> None:
-        self._living[number], self._heard[number] = caller, time.monotonic()
 
     def _resume(self, head: Head, caller: Caller) -> Head:
         """Answer an island that has loaded a checkpoint: whether it saved that, and nothing has come of it since.
@@ -198,7 +150,7 @@ class Service:
             return {"kind": "newest" if records.pushes else "untrained"}
         token = secrets.token_hex(16)
         self._carry_out([{"kind": "resume", "number": number, "token": token}], [b""])
-        self._hears(number, caller)
+        self._members.hear(number, caller)
         if self._holds(head) and head["number"] != number:
             # The number that its process was given when it started.
             self._leave(head, caller)
@@ -208,7 +160,7 @@ class Service:
         """Return the island that goes on from `saved`; None if it lives, or has called since."""
         number, records = saved.get("number"), self.store.records
         island = records.islands.get(number) if type(number) is int else None
-        if island is None or number in self._living or saved.get("run") != records.run:
+        if island is None or self._members.is_connected(int(saved["number"])) or saved.get("run") != records.run:
             return None
         same = (island.call, island.version) == (saved.get("call"), saved.get("version"))
         return number if same else None
@@ -216,9 +168,9 @@ class Service:
     def _leave(self, head: Head, caller: Caller) -> Head:
         """Answer an island that says goodbye: it may be forgotten when there is need of room."""
         number = integer(head.get("number"), "number")
-        self._check_holder(number, head.get("token", ""))
+        check_holder(self.store.records, number, head.get("token", ""))
         self._carry_out([{"kind": "leave", "number": number}], [b""])
-        self._living.pop(number, None)
+        self._members.disconnect(number)
         self._calls.pop(number, None)
         self._change.notify_all()
         self._told(f"island {number} has left")
@@ -229,25 +181,15 @@ class Service:
         there = [
             {"number": number, "version": one.version, "weight": one.weight}
             for number, one in sorted(records.islands.items())
-            if number in self._living
+            if self._members.is_connected(number)
         ]
         about = {"run": records.run, "version": records.version, "samples": records.samples, "islands": there}
         return {"kind": "status", **about}
 
-    def _check_holder(self, number: int, token: object) -> None:
-        """ValueError unless the sender is the process that entered or resumed island `number` last."""
-        island = self.store.records.islands.get(number)
-        if island is None:
-            raise ValueError(f"it does not know island {number}")
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), island.token.encode()):
-            raise ValueError(f"island {number} is another process, which has entered or resumed it")
-        if island.has_left:
-            raise ValueError(f"island {number} has left")
-
     def _holds(self, head: Head) -> bool:
         """Return whether `head` is of the process that entered or resumed its island last."""
         try:
-            self._check_holder(integer(head.get("number"), "number"), head.get("token"))
+            check_holder(self.store.records, integer(head.get("number"), "number"), head.get("token"))
         except ValueError:
             return False
         return True
@@ -258,10 +200,10 @@ class Service:
             return _refused(f"it is of run {run}, and the island of run {shown(head.get('run'))}"), b""
         part = read_part(head, body)
         with self._change:
-            self._check_holder(part.number, part.token)
+            check_holder(self.store.records, part.number, part.token)
             integer(part.place, "place", most=self.store.terms.ranks - 1)
             if part.place == 0:
-                self._hears(part.number, caller)
+                self._members.hear(part.number, caller)
             call = self._calls.get(part.number)
             if call is None or call.first.call != part.call:
                 if self.store.records.islands[part.number].call >= part.call:

@@ -12,26 +12,29 @@ add up to 1, so nobody has to be counted.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_compress.communication.framed_messages import as_bytes, read_bytes
 from deepspeed_compress.services.parameter_server.calls import Part, Terms, integer, read_part, text
-from deepspeed_compress.services.parameter_server.places import NAMES, Place, make_messages, make_place, read_place
+from deepspeed_compress.services.parameter_server.places import (
+    NAMES,
+    Place,
+    make_messages,
+    make_place,
+    read_place,
+    unfit_refused,
+)
 from deepspeed_compress.services.parameter_server.records import Island, Records
 from deepspeed_compress.transport.connection import Buffer
 from deepspeed_compress.transport.frames import Head
 
 __all__ = ["Change", "Store"]
 
-T = TypeVar("T")
-
 WHOLE = 1 - 1e-6
 """Weights that make up a mean, to rounding."""
-UNFIT = (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError)
-"""Errors of codecs and of torch for bodies and settings that do not fit."""
 _SHOWN = 200
 _DIFFERENCES = 10
 """Most differences between terms that a message names."""
@@ -72,7 +75,7 @@ class Store:
         self._terms = None if records.terms is None else Terms.read(records.terms)
         self._held: dict[int, dict[int, Tensor]] = {}
         if records.version:
-            self.places = _unfit_refused(lambda: self._read_places(tensors or {}))
+            self.places = unfit_refused(lambda: self._read_places(tensors or {}))
 
     @property
     def terms(self) -> Terms:
@@ -88,9 +91,9 @@ class Store:
 
     def problem(self, terms: Any) -> str:
         """Return why an island of `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
-        own, found = self.records.terms, _unfit_refused(lambda: Terms.read(terms))
+        own, found = self.records.terms, unfit_refused(lambda: Terms.read(terms))
         if own is None:
-            _unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
+            unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
             return ""
         different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
         return "; ".join(
@@ -105,7 +108,7 @@ class Store:
             return
         if not self.places:
             raise ValueError("there is no anchor to push to")
-        expected = _unfit_refused(lambda: self.places[part.place].messages.size(part.call))
+        expected = unfit_refused(lambda: self.places[part.place].messages.size(part.call))
         if part.size != expected:
             raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
@@ -119,8 +122,8 @@ class Store:
             raise ValueError(f"an entry has {len(heads)} heads and {len(bodies)} bodies")
         simple = _SIMPLE.get(heads[0].get("kind"))
         if simple is not None:
-            return _unfit_refused(lambda: simple(self, heads[0]))
-        return _unfit_refused(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
+            return unfit_refused(lambda: simple(self, heads[0]))
+        return unfit_refused(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
 
     def commit(self, change: Change) -> None:
         """Let `change` take effect."""
@@ -287,14 +290,6 @@ _CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part]], Change]] = {
     "seed": Store._seed,
     "push": Store._push,
 }
-
-
-def _unfit_refused(work: Callable[[], T]) -> T:
-    """Return what `work` returns. ValueError if it fails because of what an island has sent."""
-    try:
-        return work()
-    except UNFIT as error:
-        raise ValueError(f"it cannot be carried out ({type(error).__name__}: {str(error)[:_SHOWN]})") from error
 
 
 def _brief(value: Any) -> str:
