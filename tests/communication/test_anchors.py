@@ -31,9 +31,11 @@ def handed(version: int, numel: int = NUMEL) -> Handed:
 
 
 @contextlib.contextmanager
-def handing_out(copy: Callable[[int], Handed | None] = handed, turns: Turns | None = None) -> Iterator[str]:
+def handing_out(
+    copy: Callable[[int], Handed | None] = handed, turns: Turns | None = None, timeout: float = 1.0
+) -> Iterator[str]:
     """The address of a rank that has an anchor."""
-    server = AnchorServer("127.0.0.1", copy, 1.0, OWN, turns or Turns())
+    server = AnchorServer("127.0.0.1", copy, timeout, OWN, turns or Turns())
     try:
         yield server.address
     finally:
@@ -116,12 +118,12 @@ def test_a_request_that_is_malformed_gets_no_anchor(head: Mapping[str, Any]) -> 
 
 def test_islands_that_join_together_take_turns() -> None:
     """One that does not read takes one of two turns, and all others get their anchor by the other one."""
-    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2)) as address:
+    with handing_out(lambda version: handed(version, 1 << 21), Turns(transfers=2), 60.0) as address:
         limits, sizes = Limits(body=1 << 26), dict.fromkeys(SIZES, 1 << 21)
         with connect(address, ANCHOR, OWN, limits=limits) as silent, ThreadPoolExecutor(6) as pool:
             silent.send({"kind": ANCHOR, "version": 1})
             assert silent.receive(5)
-            found = pool.map(lambda _: fetch_anchor(address, 1, 20.0, sizes, "mine", OWN), range(6))
+            found = pool.map(lambda _: fetch_anchor(address, 1, 60.0, sizes, "mine", OWN), range(6))
             assert all(tensors["anchor"][-1] == (1 << 21) - 1 for _, _, tensors in found)
 
 
