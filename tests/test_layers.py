@@ -65,10 +65,10 @@ TABLE = {
     ),
     "communication.pace": allow("config", "torch"),
     "communication.reduction": allow("communication compression config errors", "torch"),
-    "communication.anchors": allow("", "torch"),
+    "communication.anchors": allow("transport", "torch"),
     "communication.elastic": allow("communication config errors services.rendezvous.wire", "torch"),
     "communication.asynchronous": allow("communication config errors", "torch"),
-    "communication.parcels": allow("communication compression config", "torch"),
+    "communication.framed_messages": allow("communication compression config", "torch"),
     "communication.team": allow("errors", "torch"),
     "communication.islands": allow("communication compression config", "torch"),
     "transport": allow("errors"),
@@ -82,7 +82,7 @@ TABLE = {
     "services.agent.placement": allow(),
     "services.agent.signs": allow(),
     "services.agent.sizes": allow("config"),
-    "checkpoints": allow("errors", "torch"),
+    "checkpoints": allow("errors transport", "torch"),
     "checkpoints.files": allow("errors"),
     "checkpoints.alone": allow(),
     "checkpoints.claim": allow("errors"),
@@ -133,7 +133,7 @@ TABLE = {
     "integrations.followed": allow("errors session.copies", "torch", lazily="adapters"),
     "services.rendezvous": allow("errors transport"),
     "services.parameter_server": allow(
-        "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
+        "communication compression config errors monitor services.rendezvous.server transport", "torch safetensors"
     ),
     "tools": allow(),
     "tools.arguments": allow(),

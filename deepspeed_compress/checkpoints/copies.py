@@ -1,45 +1,73 @@
 """Files of a checkpoint that go into the memory of another host: who sends them, and the process that takes them.
 
-A message is the list of a rank (`files.FileList`), which has the digests of its files, and then the files. The list is
-signed by a key that the ranks of the job alone have, so that nobody else is believed, and every file must fit its
-digest. The rank's list is written last: what is listed is whole.
+Connections are those of `transport`, with a secret that the ranks of the job alone have. A message is the list of a
+rank (`files.FileList`), which has the digests of its files, and then the files; every file must fit its digest. The
+rank's list is written last: if it is there, its files are whole.
+
+The end of a rank waits for copies that are on their way as long as they move, but for no silent peer.
 """
 
 import hashlib
-import hmac
-import json
 import os
 import socket
-import socketserver
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedIOBase
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from deepspeed_compress.checkpoints.files import FileList, list_file, temporary, write_list
+from deepspeed_compress.checkpoints.movement import DRAIN, LOOK, Movement
 from deepspeed_compress.checkpoints.processes import leave_rank
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError
+from deepspeed_compress.transport.fields import Table, a_boolean, a_mapping, a_text, an_integer, check_message
+from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.server import Bounds, Server
+from deepspeed_compress.transport.tls import find_tls
 
-__all__ = ["Destination", "Receiver", "own_address", "send_copies", "write_checked"]
+__all__ = ["COPIES", "Destination", "Receiver", "own_address", "send_copies", "write_checked"]
 
+COPIES = "copies"
+"""Name of the service."""
 _PATIENCE = 60.0
 """Seconds for which a connection may be silent."""
 _GRACE = 5.0
 """Seconds for which the process goes on taking after its rank has died: what the others had kept is on its way."""
-_CHUNK = 2**18
-_LONGEST = 2**24
-"""Bytes of a list."""
-_TAKEN = b"taken"
+_CHUNK = 1 << 18
+_LONGEST = 1 << 24
+"""Most bytes of a list."""
+_MOST = 1 << 50
+"""Most bytes of the files of a rank."""
+_CONNECTIONS = 256
+"""Ranks of the former host that send at once, and then some."""
+_COUNT = an_integer(0, 2**63 - 1)
+_MESSAGES: Table = {
+    "copy": {"tag": a_text(1000, 1), "list": a_mapping},
+    "list": {
+        **dict.fromkeys(("version", "number", "step", "rank", "world"), _COUNT),
+        "run": a_text(1000),
+        "problem": a_text(1 << 16),
+        "automatic": a_boolean,
+        "files": a_mapping,
+    },
+}
 
 
 @dataclass(frozen=True)
 class Destination:
-    """The process that takes copies on the next host. `max_rate`: bytes a second."""
+    """The process that takes copies on the next host.
+
+    Attributes:
+        key: Secret of the job.
+        max_rate: Bytes a second; None for no limit.
+    """
 
     address: str
     port: int
@@ -48,42 +76,63 @@ class Destination:
 
 
 def own_address(towards: str) -> str:
-    """Under which others reach this host: that of its interface on the way to `towards`, which is not asked."""
+    """Return the address of this host on the way to `towards`, at which others reach it. Nothing is sent."""
     family = socket.getaddrinfo(towards, None, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))
         return str(probe.getsockname()[0])
 
 
-def send_copies(place: Path, listed: FileList, destination: Destination) -> None:
-    """Send the files of `listed`, below the tag directory `place`. Raises OSError, or StateError with what the other
-    host says."""
-    with socket.create_connection((destination.address, destination.port), timeout=_PATIENCE) as connection:
-        begun, sent = time.monotonic(), 0
-        with suppress(BrokenPipeError, ConnectionResetError):
-            # Whoever stops listening says why.
-            for chunk in _message(place, listed, destination.key):
-                connection.sendall(chunk)
-                sent += len(chunk)
-                if destination.max_rate is not None:
-                    time.sleep(max(0.0, begun + sent / destination.max_rate - time.monotonic()))
-        answer = connection.recv(_CHUNK)
-    if answer != _TAKEN:
-        said = answer.decode(errors="replace") or "the connection was closed"
-        raise StateError(f"host {destination.address} did not take a copy: {said}")
+def send_copies(
+    place: Path, listed: FileList, destination: Destination, moves: Callable[[], None] = lambda: None
+) -> None:
+    """Send the files of `listed`, which are below the tag directory `place`.
+
+    Args:
+        moves: called whenever a piece was sent.
+
+    Raises:
+        OSError: if the connection fails.
+        StateError: if the other host refuses them, or one of them has changed.
+    """
+    host = f"[{destination.address}]" if ":" in destination.address else destination.address
+    try:
+        credentials, limits = _credentials(destination.key), Limits(patience=_PATIENCE)
+        with connect(f"{host}:{destination.port}", COPIES, credentials, limits=limits) as connection:
+            answer = _sent(connection, place, listed, _paced(place, listed, destination.max_rate, moves))
+    except AuthenticationError as error:
+        raise StateError(f"host {destination.address} takes copies of another job") from error
+    if answer.get("kind") != "taken":
+        raise StateError(f"host {destination.address} did not take a copy: {answer.get('why')}")
 
 
-def _message(place: Path, listed: FileList, key: bytes) -> Iterator[bytes]:
-    head = json.dumps({"tag": place.name, "list": listed.fields}).encode()
-    yield len(head).to_bytes(4, "big") + head + _signature(key, head)
+def _sent(connection: Connection, place: Path, listed: FileList, pieces: Iterator[bytes]) -> Mapping[str, Any]:
+    size = sum(size for size, _ in listed.files.values())
+    try:
+        connection.send_pieces({"kind": "copy", "tag": place.name, "list": listed.fields}, size, pieces)
+    except ValueError as error:
+        raise StateError(f"the files of {place} have changed since they were listed") from error
+    answer = connection.receive(_PATIENCE)
+    if answer is None:
+        raise TimeoutError(f"{connection.peer} has not answered for {_PATIENCE:g} s")
+    return answer
+
+
+def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the files at `rate` bytes a second."""
+    begun, sent, chunk = time.monotonic(), 0, _CHUNK if rate is None else max(1, min(_CHUNK, int(rate)))
     for name in sorted(listed.files):
         with (place / name).open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                yield chunk
+            while piece := stream.read(chunk):
+                yield piece
+                sent += len(piece)
+                moves()
+                if rate is not None:
+                    time.sleep(max(0.0, begun + sent / rate - time.monotonic()))
 
 
-def _signature(key: bytes, head: bytes) -> bytes:
-    return hmac.digest(key, head, "sha256")
+def _credentials(key: bytes) -> Credentials:
+    return Credentials(Secret(key, "the key of this job"), find_tls())
 
 
 class Receiver:
@@ -93,122 +142,140 @@ class Receiver:
     """
 
     def __init__(self, directory: Path, key: bytes) -> None:
-        server = _Server(directory, key)
-        self.port = int(server.server_address[1])
+        taker = _Taker(directory, key)
+        self.port = taker.server.port
         theirs, self._connection = Pipe(duplex=False)
         self.process = os.fork()
         if not self.process:
-            _serve(server, theirs)
-        server.socket.close()
+            _live(taker, theirs)
+        taker.server.close()
         theirs.close()
 
     def close(self) -> None:
-        """It ends when what is on its way has come."""
+        """End the process, after copies that move have come."""
         self._connection.send(None)
         self._connection.close()
         os.waitpid(self.process, 0)
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Taker:
+    """What the process does: serves connections, and ends."""
+
     def __init__(self, directory: Path, key: bytes) -> None:
-        super().__init__(("", 0), _Handler, bind_and_activate=False)
-        self.directory, self.key = directory, key
-        self.socket.close()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self.socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
-        self.server_address = self.socket.getsockname()
+        self._directory, self._movement = directory, Movement()
+        limits, bounds = Limits(head=_LONGEST, patience=_PATIENCE), Bounds(_CONNECTIONS)
+        self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
 
-
-class _Handler(socketserver.StreamRequestHandler):
-    server: _Server
-    timeout = _PATIENCE
-
-    def handle(self) -> None:
+    def end_with(self, rank: Any) -> None:
+        """End the server when the rank at the other end of a pipe ends, or says so."""
         try:
-            _take(self.rfile, self.server)
+            rank.recv()
+        except EOFError:
+            # It was killed.
+            time.sleep(_GRACE)
+        self.server.stop(DRAIN)
+        while True:
+            for connection in self._movement.still():
+                connection.end()
+            time.sleep(LOOK)
+
+    def _serve(self, connection: Connection) -> None:
+        self._movement.begin(connection)
+        try:
+            head = connection.receive(_PATIENCE, _MOST)
+            if head is not None:
+                connection.send(self._answer(head, connection))
+        finally:
+            self._movement.end(connection)
+
+    def _answer(self, head: Mapping[str, Any], connection: Connection) -> dict[str, Any]:
+        try:
+            self._take(head, connection)
         except (OSError, StateError, ValueError, KeyError, TypeError) as error:
-            with suppress(OSError):
-                self.wfile.write(f"{type(error).__name__}: {error}".encode())
-            return
-        self.wfile.write(_TAKEN)
+            # The other side listens when it has sent everything.
+            for _ in self._pieces(connection):
+                pass
+            return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
+        return {"kind": "taken"}
+
+    def _take(self, head: Mapping[str, Any], connection: Connection) -> None:
+        """Write the files of one message. The former list of the rank goes first, as when it replaces files itself."""
+        place, listed = self._read_head(head, connection.left)
+        place.mkdir(exist_ok=True)
+        list_file(place, listed.rank).unlink(missing_ok=True)
+        pieces = _Pieces(self._pieces(connection))
+        for name, (size, sha256) in sorted(listed.files.items()):
+            write_checked(pieces.take(size), _inside(place, name), sha256)
+        write_list(place, listed)
+
+    def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
+        check_message(head, _MESSAGES)
+        check_message({**head["list"], "kind": "list"}, _MESSAGES)
+        listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
+        for name, (size, sha256) in listed.files.items():
+            if not _COUNT(size) or not isinstance(sha256, str) or not name:
+                raise StateError(f"the list has {name!r} of {size!r} bytes")
+        if sum(size for size, _ in listed.files.values()) != left:
+            raise StateError(f"the files have {left} bytes, and the list says otherwise")
+        if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
+            raise StateError(f"{head['tag']} is outside of {self._directory}")
+        return _inside(self._directory, head["tag"]), listed
+
+    def _pieces(self, connection: Connection) -> Iterator[memoryview]:
+        self._movement.note(connection)
+        for piece in connection.pieces():
+            self._movement.note(connection)
+            yield piece
 
 
-def _take(stream: BufferedIOBase, server: _Server) -> None:
-    """One message. The former list of the rank goes first, as when it replaces files itself."""
-    place, listed = _read_head(stream, server)
-    place.mkdir(exist_ok=True)
-    list_file(place, listed.rank).unlink(missing_ok=True)
-    for name, (size, sha256) in sorted(listed.files.items()):
-        write_checked(_chunks(stream, size), _inside(place, name), sha256)
-    write_list(place, listed)
+class _Pieces:
+    """A body that is dealt out to files."""
 
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
 
-def _read_head(stream: BufferedIOBase, server: _Server) -> tuple[Path, FileList]:
-    size = int.from_bytes(_read(stream, 4), "big")
-    if size > _LONGEST:
-        raise StateError("this is no list of files")
-    head, signature = _read(stream, size), _read(stream, hashlib.sha256().digest_size)
-    if not hmac.compare_digest(signature, _signature(server.key, head)):
-        raise StateError("the list of files is not of this job")
-    found: dict[str, Any] = json.loads(head)
-    fields = {key: value for key, value in found["list"].items() if key != "sha256"}
-    return _inside(server.directory, found["tag"]), FileList.of(fields)
+    def take(self, size: int) -> Iterator[memoryview]:
+        """Yield the next `size` bytes, which must be there."""
+        while size:
+            if not self._rest:
+                self._rest = next(self._pieces)
+            piece, self._rest = self._rest[:size], self._rest[size:]
+            size -= len(piece)
+            yield piece
 
 
 def _inside(place: Path, name: str) -> Path:
     found = (place / name).resolve()
-    if not found.is_relative_to(place.resolve()):
+    if found == place.resolve() or not found.is_relative_to(place.resolve()):
         raise StateError(f"{name} is outside of {place}")
     return found
 
 
-def _read(stream: BufferedIOBase, size: int) -> bytes:
-    found = stream.read(size)
-    if len(found) < size:
-        raise StateError("the connection was closed")
-    return found
-
-
-def write_checked(chunks: Iterable[bytes], file: Path, sha256: str) -> None:
-    """`chunks` become `file`. StateError where that is not their digest."""
+def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str) -> None:
+    """Write `chunks` to `file`. StateError if that is not their digest; nothing is left of them then."""
     file.parent.mkdir(parents=True, exist_ok=True)
     written, digest = temporary(file), hashlib.sha256()
-    with written.open("wb") as target:
-        os.fchmod(target.fileno(), 0o600)
-        for chunk in chunks:
-            digest.update(chunk)
-            target.write(chunk)
-    if digest.hexdigest() != sha256:
-        written.unlink()
-        raise StateError(f"{file.name} was damaged on its way")
-    os.replace(written, file)
+    try:
+        with written.open("wb") as target:
+            os.fchmod(target.fileno(), 0o600)
+            for chunk in chunks:
+                digest.update(chunk)
+                target.write(chunk)
+        if digest.hexdigest() != sha256:
+            raise StateError(f"{file.name} was damaged on its way")
+        os.replace(written, file)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
 
 
-def _chunks(stream: BufferedIOBase, size: int) -> Iterator[bytes]:
-    while size:
-        chunk = _read(stream, min(size, _CHUNK))
-        size -= len(chunk)
-        yield chunk
-
-
-def _serve(server: _Server, connection: Any) -> None:
-    """The life of the process; it does not return."""
+def _live(taker: _Taker, rank: Any) -> None:
+    """Be the process that takes copies. Does not return."""
     code = 1
     try:
-        leave_rank({connection.fileno(), server.fileno()})
-        threading.Thread(target=_end_with_rank, args=(server, connection), daemon=True).start()
-        server.serve_forever(poll_interval=1.0)
-        server.server_close()
+        leave_rank({rank.fileno(), *taker.server.descriptors})
+        threading.Thread(target=taker.end_with, args=(rank,), daemon=True).start()
+        taker.server.run()
         code = 0
     finally:
         os._exit(code)
-
-
-def _end_with_rank(server: _Server, connection: Any) -> None:
-    try:
-        connection.recv()
-    except EOFError:
-        # It was killed.
-        time.sleep(_GRACE)
-    server.shutdown()

@@ -25,6 +25,7 @@ from deepspeed_compress.checkpoints.copies import Destination, send_copies
 from deepspeed_compress.checkpoints.direct import DirectFile
 from deepspeed_compress.checkpoints.files import FileList, Save
 from deepspeed_compress.checkpoints.host_memory import keep_only
+from deepspeed_compress.checkpoints.movement import Movement
 from deepspeed_compress.checkpoints.processes import leave_rank
 from deepspeed_compress.checkpoints.snapshot import Call, Kept, read_calls
 from deepspeed_compress.errors import StateError
@@ -112,7 +113,7 @@ def _serve(connection: Connection, private: bool) -> None:
 
 
 def _write_all(connection: Connection) -> int:
-    said, copying = Lock(), list[Thread]()
+    said, movement = Lock(), Movement()
     while True:
         try:
             task: Task = connection.recv()
@@ -125,11 +126,10 @@ def _write_all(connection: Connection) -> int:
         _say(connection, said, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint need not wait for the network.
-            copying = [one for one in copying if one.is_alive()]
-            copying.append(Thread(target=_copy, args=(connection, said, task, listed, problem)))
-            copying[-1].start()
-    for one in copying:
-        one.join()
+            movement.note(task)
+            Thread(target=_copy, args=(connection, said, task, listed, problem, movement), daemon=True).start()
+    # The end of a rank waits for no host that is silent.
+    movement.wait()
     return 0
 
 
@@ -139,10 +139,13 @@ def _say(connection: Connection, said: Lock, outcome: Outcome) -> None:
         connection.send(outcome)
 
 
-def _copy(connection: Connection, said: Lock, task: Task, listed: FileList | None, problem: str) -> None:
+def _copy(
+    connection: Connection, said: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
+) -> None:
     if listed is not None and task.copy is not None:
-        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy))
+        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task)))
     _say(connection, said, Outcome(task.save, problem, of_copy=True))
+    movement.end(task)
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -1,101 +1,163 @@
-"""Anchors from a living island for one that comes: fp32 tensors of equal places, over a connection of their own.
+"""Anchors from a living island for one that joins: fp32 tensors of equal places, over an authenticated connection.
 
-Nobody waits but the one that comes: a rank hands out a copy by a thread, while it trains on.
+Only the island that joins waits: a rank hands out a copy in a thread, while it trains on. Requests for the same version
+share one copy. A few are sent at once; others wait for their turn, and are told to ask again if that takes too long.
 """
 
-import contextlib
-import json
-import socket
-import socketserver
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["AnchorServer", "Handed", "fetch_anchor"]
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.fields import Table, a_mapping, a_number, an_integer, check_message, optional
+from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.server import Bounds, Server
+
+__all__ = ["AnchorCopy", "AnchorServer", "Handed", "fetch_anchor"]
 
 Handed = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
 """A version, what else is to be known of it, and flat fp32 tensors on the host by name."""
-PIECE = 1 << 20
+ANCHOR = "anchor"
+"""Name of the service."""
+TRANSFERS = 4
+"""Copies that are sent at once."""
+CONNECTIONS = 64
+"""Islands that may ask at once."""
+SLOWEST = 10.0
+"""Least number of seconds for a piece of an anchor (256 KiB) to be taken."""
+_LONGEST_WAIT = 3600.0
+_REQUEST: Table = {
+    ANCHOR: {"version": an_integer(0, 2**63 - 1), "timeout": optional(a_number(0.0, _LONGEST_WAIT))},
+}
+_ANSWER: Table = {
+    ANCHOR: {"version": an_integer(0, 2**63 - 1), "about": a_mapping, "sizes": a_mapping},
+    "busy": {},
+    "none": {},
+}
+
+
+class AnchorCopy(dict[str, Tensor]):
+    """Tensors of one version, shared by all who are sent it. Unlike a dict it can be referred to weakly."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How many requests are served at once.
+
+    Attributes:
+        transfers: copies that are sent at once.
+        connections: connections that may be open, others of which wait for their turn.
+    """
+
+    transfers: int = TRANSFERS
+    connections: int = CONNECTIONS
+
+
+DEFAULT_TURNS = Turns()
 
 
 class AnchorServer:
-    """Hands out what `copy(version)` gives: what this rank has once that is at least of `version`."""
+    """Hands out what `copy(version)` returns: what this rank has once that is at least of `version`.
 
-    def __init__(self, host: str, copy: Callable[[int], Handed | None]) -> None:
-        self._server = _Server(("", 0), _Request)
-        self._server.copy = copy
-        self.address = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.2,), daemon=True).start()
+    Args:
+        host: address of this machine at which others reach it, and at which alone it listens.
+        copy: called by threads of this server; None if there is nothing to hand out.
+        timeout: seconds for which a joining island waits, and in which it must take each piece.
+        credentials: of this side; None: those that the environment and the user's files name.
+        turns: how many requests are served at once.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        copy: Callable[[int], Handed | None],
+        timeout: float = SLOWEST,
+        credentials: Credentials | None = None,
+        turns: Turns = DEFAULT_TURNS,
+    ) -> None:
+        self._copy, self._timeout = copy, timeout
+        self._turns = threading.BoundedSemaphore(turns.transfers)
+        limits, bounds = Limits(head=1 << 12, patience=max(timeout, SLOWEST)), Bounds(turns.connections)
+        self._server = Server(ANCHOR, self._serve, host, 0, credentials or Credentials.find(), limits, bounds)
+        self.address = f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+        threading.Thread(target=self._server.run, daemon=True).start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        """End all connections. Does not wait."""
+        self._server.stop()
 
+    def _serve(self, connection: Connection) -> None:
+        """Answer the one request of a connection."""
+        request = connection.receive(connection.limits.patience)
+        if request is None:
+            return
+        check_message(request, _REQUEST)
+        # The other side must hear that it is busy before it gives up.
+        if not self._turns.acquire(timeout=min(self._timeout, request.get("timeout") or SLOWEST) / 2):
+            connection.send({"kind": "busy"})
+            return
+        try:
+            self._hand_out(connection, self._copy(request["version"]))
+        finally:
+            self._turns.release()
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    copy: Callable[[int], Handed | None]
-
-
-class _Request(socketserver.StreamRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        # Who asked may be gone.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            found = self.server.copy(int(json.loads(self.rfile.readline(PIECE))["version"]))
-            if found is not None:
-                self._hand_out(*found)
-
-    def _hand_out(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _hand_out(self, connection: Connection, found: Handed | None) -> None:
+        if found is None:
+            connection.send({"kind": "none"})
+            return
+        version, about, tensors = found
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        self.wfile.write(json.dumps({"version": version, "about": dict(about), "sizes": sizes}).encode() + b"\n")
-        for tensor in tensors.values():
-            self.wfile.write(_bytes(tensor))
+        head = {"kind": ANCHOR, "version": version, "about": dict(about), "sizes": sizes}
+        connection.send_pieces(head, 4 * sum(sizes.values()), map(_bytes, tensors.values()))
 
 
-def fetch_anchor(address: str, version: int, timeout: float, sizes: Mapping[str, int], run: str) -> Handed:
-    """What the rank at `address` has, as soon as that is at least of `version`: tensors of `sizes`, of `run`.
+def fetch_anchor(
+    address: str,
+    version: int,
+    timeout: float,
+    sizes: Mapping[str, int],
+    run: str,
+    credentials: Credentials | None = None,
+) -> Handed:
+    """Return what the rank at `address` has, as soon as that is at least of `version`: tensors of `sizes`, of `run`.
 
-    OSError where nothing comes for `timeout` seconds, or something else listens there.
+    Raises:
+        OSError: if nothing comes for `timeout` seconds, something else listens there, or too many islands ask.
     """
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=timeout) as there:
-        there.sendall(json.dumps({"version": version}).encode() + b"\n")
-        with there.makefile("rb") as stream:
-            head = _head(stream.readline(PIECE))
-            about: Any = head.get("about")
-            found = head.get("version")
-            known = isinstance(about, dict) and about.get("run") == run and head.get("sizes") == sizes
-            if not known or not isinstance(found, int) or found < version:
-                raise ConnectionError(f"{address} does not have version {version} of {run}")
-            tensors = {name: _receive(stream, numel) for name, numel in sizes.items()}
-    return found, about, tensors
+    size = 4 * sum(sizes.values())
+    limits = Limits(body=size, patience=timeout)
+    with connect(address, ANCHOR, credentials or Credentials.find(), timeout, limits, timeout) as connection:
+        connection.send({"kind": ANCHOR, "version": version, "timeout": min(timeout, _LONGEST_WAIT)})
+        head = connection.receive(2 * timeout)
+        if head is None:
+            raise TimeoutError(f"{address} is silent")
+        check_message(head, _ANSWER)
+        if head["kind"] == "busy":
+            raise ConnectionError(f"{address} is busy: too many islands take its anchor")
+        _check_answer(head, address, version, sizes, run)
+        tensors = {name: _receive(connection, numel) for name, numel in sizes.items()}
+    return int(head["version"]), head["about"], tensors
 
 
-def _head(line: bytes) -> Mapping[str, Any]:
-    """Empty where it is none."""
-    try:
-        head = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return head if isinstance(head, dict) else {}
+def _check_answer(head: Mapping[str, Any], address: str, version: int, sizes: Mapping[str, int], run: str) -> None:
+    known = head["kind"] == ANCHOR and head["about"].get("run") == run and head["sizes"] == sizes
+    if not known or head["version"] < version:
+        raise ConnectionError(f"{address} does not have version {version} of {run}")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of `tensor`, contiguous and on the host."""
+    """Return the memory of `tensor`, contiguous and on the host."""
     return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
 
-def _receive(stream: Any, numel: int) -> Tensor:
+def _receive(connection: Connection, numel: int) -> Tensor:
     tensor = torch.empty(numel)
-    left = _bytes(tensor)
-    while left:
-        count = stream.readinto(left[:PIECE])
-        if not count:
-            raise ConnectionError("an anchor ended before its end")
-        left = left[count:]
+    if numel:
+        connection.read_into(_bytes(tensor))
     return tensor

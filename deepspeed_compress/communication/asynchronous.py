@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_compress.communication.elastic import Met, group_of_one
+from deepspeed_compress.communication.framed_messages import FramedMessages, as_bytes, read_bytes
 from deepspeed_compress.communication.islands import ANCHOR, Masters, likeness
-from deepspeed_compress.communication.parcels import Parcels, as_bytes, read_bytes
 from deepspeed_compress.communication.reduction import Groups, Reductions, Site
 from deepspeed_compress.communication.team import Cadence, Team, Word
 from deepspeed_compress.config import Islands
@@ -35,10 +35,11 @@ Said = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
 
 
 class Calls(Protocol):
-    """See `parameter_server.client.Courier`."""
+    """See `parameter_server.client.PushClient`."""
 
     def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Said]": ...
     def ask(self, head: Mapping[str, Any], body: Any = b"") -> Said: ...
+    def close(self, last: Mapping[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,11 @@ class AsynchronousExchange:
         alone = site(Groups(group_of_one()))
         self.stores, self._meter, self._parameters = alone.stores, alone.run.meter, alone.parameters
         self._segments = tuple(masters.segments)
-        self._parcels = Parcels(settings.exchange, self._segments, Reductions(alone))
+        self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
         """The server's run, the number of this island, the version of the anchor that it set out from."""
+        self._token = ""
         self._call, self._samples = 0, 0
         self._flight: _Flight | None = None
         self._word = Word(team)
@@ -97,7 +99,7 @@ class AsynchronousExchange:
         beside it. Collective in the island."""
         self._samples = samples
         head, _ = self._team.share(partial(self._calls.ask, {"kind": "enter", "terms": dict(self._terms)}))
-        self.run, self.number = head["run"], head["number"]
+        self.run, self.number, self._token = head["run"], head["number"], head["token"]
         return self._renew(claim=0)
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
@@ -107,11 +109,13 @@ class AsynchronousExchange:
             self._heard(self._flight.answer)
             self._call += 1
         self._flight, self._samples = None, samples
-        head = {"kind": "resume", "number": self.number, "saved": saved or {"run": "", "number": -1}}
-        kind = self._team.share(partial(self._calls.ask, head))[0]["kind"]
+        own = {"number": self.number, "token": self._token}
+        head = {"kind": "resume", **own, "saved": saved or {"run": "", "number": -1}}
+        answer, _ = self._team.share(partial(self._calls.ask, head))
+        kind = answer["kind"]
         if kind == "resumed" and saved is not None:
             self.number, self._call, self.version = saved["number"], saved["call"], saved["version"]
-            self._samples = saved["samples"]
+            self._samples, self._token = saved["samples"], answer["token"]
             return {}
         # What it has sent since then has been taken, or is lost with the one that had it.
         for name, store in self.stores.by_name.items():
@@ -146,6 +150,12 @@ class AsynchronousExchange:
             time.sleep(0.01)
         return self._land(flight) if self._team.all(flight.answer.done()) else None
 
+    def leave(self) -> None:
+        """Say goodbye, and end all calls. Does not wait for a server that does not answer."""
+        entered = self._token and self._team.place == 0
+        own = {"kind": "leave", "number": self.number, "token": self._token}
+        self._calls.close(own if entered else None)
+
     def anchor(self) -> Tensor:
         """That this rank set out from: flat fp32, a copy."""
         return self._anchor.read(self._segments, self._masters.device)
@@ -162,14 +172,14 @@ class AsynchronousExchange:
         # One that diverged says so, and gets the anchor.
         head = self._head("push", samples=samples - self._samples if healthy else 0)
         moved = sent - self.anchor()
-        payload = self._parcels.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
+        payload = self._messages.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
         body = as_bytes(payload.cpu())
         self._meter.count("bytes_islands", len(body))
         self._flight = _Flight(self._calls.start(head, body), sent, healthy, samples, time.monotonic() - begun)
 
     def _head(self, kind: str, **more: Any) -> dict[str, Any]:
         about = {"run": self.run, "number": self.number, "place": self._team.place, "call": self._call + 1}
-        return {"kind": kind, **about, "step": self._step(), **more}
+        return {"kind": kind, **about, "token": self._token, "step": self._step(), **more}
 
     def _land(self, flight: _Flight) -> Met:
         begun = time.monotonic()
@@ -186,7 +196,7 @@ class AsynchronousExchange:
             self._set_out(head, body, flight.sent)
         if not flight.healthy:
             self._diverged()
-        reason = "" if taken else "what it had moved was too old, or not finite"
+        reason = "" if taken else head.get("reason", "what it had moved was too old, or not finite")
         kind, weight = ("exchange" if taken else "renewed"), float(head.get("weight", 1.0))
         return Met(kind, flight.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight)
 
@@ -204,7 +214,7 @@ class AsynchronousExchange:
         """From the anchor that has come. `sent`: masters keep what they have moved since they were so."""
         if not head.get("exact"):
             payload = read_bytes(body, torch.uint8).to(self._masters.device)
-            anchor = self.anchor().add_(self._parcels.decode(payload, self._call))
+            anchor = self.anchor().add_(self._messages.decode(payload, self._call))
         else:
             anchor = read_bytes(body, torch.float32).to(self._masters.device, copy=True)
         if sent is not None:

@@ -8,6 +8,7 @@ away takes it from an island that has it.
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication.anchors import Handed, fetch_anchor
+from deepspeed_compress.communication.anchors import AnchorCopy, Handed, fetch_anchor
 from deepspeed_compress.communication.islands import ANCHOR, MOMENTUM, Agreed, Masters, Peers, likeness
 from deepspeed_compress.communication.moments import Moments, Shared
 from deepspeed_compress.communication.reduction import Groups, Site
@@ -177,6 +178,10 @@ class ElasticExchange:
         # All memories are there before a state is loaded.
         Peers(settings, self._segments, alone)
         self._standing: _Standing | None = None
+        self._copy: weakref.ref[AnchorCopy] | None = None
+        """The copy of the anchor that is being handed out, which all who ask share."""
+        self._unreachable = "others have gone on between two ranks that asked"
+        """Why the anchor could not be fetched last."""
         self._change = Condition()
         self._in_vain: list[float] = []
         self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
@@ -188,9 +193,12 @@ class ElasticExchange:
         with self._change:
             if not self._change.wait_for(lambda: self.version >= max(1, version), self.elastic.timeout_seconds):
                 return None
-            device = torch.device("cpu")
-            about = {**self._about(), "run": self.run}
-            return self.version, about, {name: one.read(self._segments, device) for name, one in self._handed.items()}
+            found = self._copy() if self._copy is not None else None
+            if found is None:
+                device = torch.device("cpu")
+                found = AnchorCopy({name: one.read(self._segments, device) for name, one in self._handed.items()})
+                self._copy = weakref.ref(found)
+            return self.version, {**self._about(), "run": self.run}, found
 
     def start(self) -> Mapping[str, Any]:
         """Take the anchor of those who are there, or begin with the own weights; what was handed out beside it.
@@ -206,7 +214,7 @@ class ElasticExchange:
     def withdraw(self) -> None:
         """The anchor is about to be replaced: nobody gets a copy before `resume`."""
         with self._change:
-            self.version = 0
+            self.version, self._copy = 0, None
 
     def due(self) -> bool:
         """A step has ended; whether to exchange. On the first rank."""
@@ -325,7 +333,7 @@ class ElasticExchange:
     def _move(self, version: int, mean: Tensor) -> None:
         with self._change:
             target = self._agreed.move(self._segments, mean, self.settings.outer)
-            self.version = version
+            self.version, self._copy = version, None
             self._change.notify_all()
         if self._team.place == 0:
             self._asked.ready(version)
@@ -350,8 +358,8 @@ class ElasticExchange:
         if time.monotonic() > deadline:
             raise IslandError(
                 f"/deepspeed_compress/islands/elastic/give_up: the anchor could not be taken from any of "
-                f"{len(anchor.sources)} islands within {self.elastic.give_up}; they must reach each other, not the "
-                "coordinator alone"
+                f"{len(anchor.sources)} islands within {self.elastic.give_up} ({self._unreachable}); they must reach "
+                "each other, not the coordinator alone"
             )
         return self._asked.sources()
 
@@ -363,8 +371,8 @@ class ElasticExchange:
             addresses = anchor.sources[(self.number + turn) % count]
             try:
                 return fetch_anchor(addresses[self._team.place], anchor.version, timeout, sizes, self.run)
-            except OSError:
-                continue
+            except OSError as error:
+                self._unreachable = str(error) or type(error).__name__
         return None
 
     def _take(self, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -387,7 +395,7 @@ class ElasticExchange:
             self._have(version)
 
     def _have(self, version: int) -> None:
-        self.version = version
+        self.version, self._copy = version, None
         self._change.notify_all()
         if self._team.place == 0:
             self._asked.ready(version)

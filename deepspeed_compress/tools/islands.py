@@ -43,10 +43,10 @@ def _coordinator(options: argparse.Namespace) -> Any:
 
 def _parameter_server(options: argparse.Namespace) -> Any:
     """It alone needs torch."""
-    from deepspeed_compress.services.parameter_server.ledger import Ledger
+    from deepspeed_compress.services.parameter_server.push_log import PushLog
     from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
 
-    return ParameterServer(Ledger(options.state), options.host, options.port, _log)
+    return ParameterServer(PushLog(options.state), options.host, options.port, _log)
 
 
 def _tell(text: str) -> None:

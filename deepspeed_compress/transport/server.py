@@ -128,6 +128,11 @@ class Server:
             one.close()
 
     @property
+    def descriptors(self) -> set[int]:
+        """Descriptors that a process must keep in which the server is to run after a fork."""
+        return {one.fileno() for one in (self._listener, self._waker, self._woken)}
+
+    @property
     def connections(self) -> int:
         """Number of authenticated connections."""
         return len(self._threads)

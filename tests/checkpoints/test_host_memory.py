@@ -1,8 +1,10 @@
 """What stays in memory, what goes to another host, and what is refused there."""
 
+import contextlib
 import os
 import shutil
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.checkpoints import files
-from deepspeed_compress.checkpoints.copies import Destination, Receiver, own_address, send_copies
+from deepspeed_compress.checkpoints.copies import COPIES, Destination, Receiver, own_address, send_copies
 from deepspeed_compress.checkpoints.files import FileList, read_list
 from deepspeed_compress.checkpoints.host_memory import (
     ENVIRONMENT,
@@ -20,8 +22,14 @@ from deepspeed_compress.checkpoints.host_memory import (
     keep_only,
     missing_files,
 )
+from deepspeed_compress.checkpoints.movement import Movement
 from deepspeed_compress.checkpoints.shelf import Shelf
 from deepspeed_compress.errors import StateError
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import encode
+from deepspeed_compress.transport.secret import Secret
 from tests.checkpoints.test_files import save, write
 
 KEY = b"k" * 32
@@ -60,7 +68,7 @@ def test_a_rate_is_kept(tmp_path, receiver):
 def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
     place, one = listed(tmp_path)
     destination = Destination("127.0.0.1", receiver.port, KEY)
-    with pytest.raises(StateError, match="not of this job"):
+    with pytest.raises(StateError, match="another job"):
         send_copies(place, one, replace(destination, key=b"x" * 32))
     [name] = one.files
     with pytest.raises(StateError, match="damaged on its way"):
@@ -69,10 +77,84 @@ def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
     with pytest.raises(StateError, match="outside"):
         send_copies(place.parent / "..", one, destination)
     with socket.create_connection(("127.0.0.1", receiver.port)) as garbage:
-        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert b"no list" in garbage.recv(1000)
+        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        with contextlib.suppress(ConnectionResetError):
+            assert garbage.recv(1000) == b""
     assert find_held(tmp_path / "next") == ([], [])
     assert not list((tmp_path / "next").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("tag", ["..", ".", "", "../own", "/tmp/own", "a/b", "a\0b", "x" * 2000])
+def test_a_copy_stays_below_the_directory(tmp_path, receiver, tag):
+    _, one = listed(tmp_path)
+    with connected(receiver) as connection:
+        connection.send({"kind": "copy", "tag": tag, "list": one.fields}, bytes(3000))
+        answer = connection.receive(10)
+        assert answer is not None
+        assert answer["kind"] == "refused"
+    assert find_held(tmp_path / "next") == ([], [])
+
+
+def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
+    credentials = Credentials(Secret(key, "the tests"))
+    return connect(f"127.0.0.1:{receiver.port}", COPIES, credentials)
+
+
+def begun(tmp_path: Path, receiver: Receiver) -> Connection:
+    """A copy whose second half does not come."""
+    _, one = listed(tmp_path)
+    connection = connected(receiver)
+    connection._write(memoryview(encode({"kind": "copy", "tag": "global_step4", "list": one.fields}, 3000)))
+    connection._write(memoryview(bytes(1500)))
+    return connection
+
+
+@pytest.mark.parametrize("peer", ["plain", "authenticated", "begun"])
+def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
+    (tmp_path / "next").mkdir()
+    receiver = Receiver(tmp_path / "next", KEY)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            make = {
+                "plain": lambda: socket.create_connection(("127.0.0.1", receiver.port)),
+                "authenticated": lambda: connected(receiver),
+                "begun": lambda: begun(tmp_path, receiver),
+            }[peer]
+            stack.enter_context(make())
+        time.sleep(0.3)
+        begin = time.monotonic()
+        receiver.close()
+        assert time.monotonic() - begin < 5
+    assert not list((tmp_path / "next").rglob("*.tmp"))
+
+
+def test_an_end_waits_for_a_copy_that_moves(tmp_path):
+    (tmp_path / "next").mkdir()
+    receiver = Receiver(tmp_path / "next", KEY)
+    place, one = listed(tmp_path)
+    sending = threading.Thread(
+        target=send_copies, args=(place, one, Destination("127.0.0.1", receiver.port, KEY, max_rate=1000))
+    )
+    sending.start()
+    time.sleep(0.5)
+    receiver.close()
+    sending.join(20)
+    [held], _ = find_held(tmp_path / "next")
+    assert held.lists == {1: one}
+
+
+def test_the_end_of_a_writer_waits_for_no_silent_host():
+    movement, silent = Movement(), threading.Event()
+    movement.note("a copy")
+    begin = time.monotonic()
+    movement.wait()
+    assert 1 < time.monotonic() - begin < 5
+    movement.note("a copy")
+    threading.Timer(0.3, lambda: (movement.end("a copy"), silent.set())).start()
+    begin = time.monotonic()
+    movement.wait()
+    assert silent.is_set()
+    assert time.monotonic() - begin < 1.5
 
 
 def test_an_address_that_others_can_reach():

@@ -1,6 +1,8 @@
 """Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
 
+import contextlib
 import io
+import os
 import resource
 import socket
 import time
@@ -25,12 +27,18 @@ from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import Islands, Outer
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
-from deepspeed_compress.services.parameter_server import store
-from deepspeed_compress.services.parameter_server.client import Courier
-from deepspeed_compress.services.parameter_server.frames import receive
-from deepspeed_compress.services.parameter_server.ledger import Ledger
-from deepspeed_compress.services.parameter_server.server import Server, keep_alive
-from deepspeed_compress.services.rendezvous.client import Client, status
+from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
+from deepspeed_compress.services.parameter_server.entries import read_entry
+from deepspeed_compress.services.parameter_server.membership import Room
+from deepspeed_compress.services.parameter_server.push_log import PushLog
+from deepspeed_compress.services.parameter_server.records import Records
+from deepspeed_compress.services.parameter_server.server import Server
+from deepspeed_compress.services.parameter_server.store import Store
+from deepspeed_compress.services.rendezvous.client import Client
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import encode
 from tests.communication.test_elastic import EXACT, INT4, NUMEL, Weights, address  # noqa: F401  (a fixture)
 from tests.support.coordinators import parameter_server
 
@@ -68,7 +76,7 @@ class Island:
         elastic = self.settings.elastic
         assert elastic is not None
         assert elastic.parameter_server is not None
-        self.courier = Courier(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds)
+        self.client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds)
         self.stores = ResidualStores(transactional=True)
         self.meter = Meter()
         site = partial(
@@ -84,7 +92,7 @@ class Island:
             "ranks": 1,
             "max_staleness": elastic.parameter_server.max_staleness,
         }
-        self.exchange = AsynchronousExchange(self.settings, self.weights, site, Team(), self.courier, terms)
+        self.exchange = AsynchronousExchange(self.settings, self.weights, site, Team(), self.client, terms)
         self.exchange.start()
 
     def move(self) -> None:
@@ -114,11 +122,19 @@ class Island:
         return found
 
 
+def connected(server: Server) -> list[int]:
+    """The islands that are connected."""
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
+    found, _ = client.ask({"kind": "status"})
+    client.close()
+    return [one["number"] for one in found["islands"]]
+
+
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     yield
     while Island.all:
-        Island.all.pop().courier.close()
+        Island.all.pop().client.close()
 
 
 def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
@@ -169,11 +185,10 @@ def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
     outer = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.5}
     islands = [Island(section(server.port, outer=outer)) for _ in range(2)]
     islands[0].step()
-    place = server._store.places[0]
     for turn in range(1, 7):
-        before = place.momentum.clone()
+        before = server.service.store.places[0].momentum
         assert islands[turn % 2].step().weight == 0.5
-        assert torch.equal(place.momentum, before) == (turn % 2 == 1)
+        assert torch.equal(server.service.store.places[0].momentum, before) == (turn % 2 == 1)
 
 
 def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
@@ -194,10 +209,10 @@ def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None
     kept = slow.residual
     for _ in range(4):
         fast.step()
-    before = server._store.places[0].anchor.clone()
+    before = server.service.store.places[0].anchor.clone()
     met = slow.step()
     assert (met.kind, met.weight) == ("renewed", 0.0)
-    assert torch.equal(server._store.places[0].anchor, before)
+    assert torch.equal(server.service.store.places[0].anchor, before)
     assert torch.equal(slow.weights.values, before)
     assert torch.equal(slow.residual, kept)
     assert slow.step().kind == "exchange"
@@ -207,17 +222,21 @@ def test_error_feedback_conserves_what_was_moved(server: Server) -> None:
     """Of an island alone: what the anchor has got and what is kept is what was sent, both ways."""
     exchange = {**INT4, "error_feedback": {"dtype": "fp32"}}
     island = Island(section(server.port, exchange=exchange), goal=4.0)
-    anchor = server._store.places[0].anchor
     for _ in range(5):
-        before, held, kept = anchor.clone(), island.exchange.anchor(), island.residual if island.samples else 0.0
+        before, held, kept = (
+            server.service.store.places[0].anchor,
+            island.exchange.anchor(),
+            island.residual if island.samples else 0.0,
+        )
         island.move()
         moved = island.weights.values - held
         island.push()
         island.pull()
+        anchor = server.service.store.places[0].anchor
         torch.testing.assert_close(anchor - before + island.residual, moved + kept)
     # What the way back leaves out comes with the next answer.
     assert float((island.exchange.anchor() - anchor).abs().max()) < 0.05 * float((anchor - 4.0).abs().max() + 1)
-    assert torch.equal(island.exchange.anchor(), server._store._held[0][0])
+    assert torch.equal(island.exchange.anchor(), server.service.store._held[0][0])
 
 
 def test_answers_and_pushes_are_compressed(server: Server) -> None:
@@ -225,7 +244,10 @@ def test_answers_and_pushes_are_compressed(server: Server) -> None:
     island.step()
     size = island.meter.bytes_islands
     assert 0 < size < NUMEL
-    head, body = server._calls[island.exchange.number].answers[0]
+    # The answer, once more: as long as the push.
+    store, held = server.service.store, island.exchange.anchor()
+    store._held[0] = {0: held}
+    head, body = store.answer(0, 0, "taken", 9)
     assert len(body) == size
     assert "exact" not in head
 
@@ -239,7 +261,7 @@ def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
     broken.push()
     assert broken.pull().kind == "renewed"
     assert torch.equal(broken.weights.values, before)
-    assert torch.equal(server._store.places[0].anchor, before)
+    assert torch.equal(server.service.store.places[0].anchor, before)
 
 
 def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
@@ -248,12 +270,12 @@ def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
         one.step()
     islands[1].move()
     islands[1].push()
-    islands[1].courier.close()
+    islands[1].client.close()
     assert all(islands[0].step().seconds < 5 for _ in range(3))
-    until(lambda: [one["number"] for one in status(f"127.0.0.1:{server.port}")["islands"]] == [0])
+    until(lambda: connected(server) == [0])
     late = Island(section(server.port))
     assert late.exchange.number == 2
-    assert torch.equal(late.weights.values, server._store.places[0].anchor)
+    assert torch.equal(late.weights.values, server.service.store.places[0].anchor)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -275,17 +297,17 @@ def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict
                 one.step()
         for name in ("", ".log"):
             copy.with_suffix(name).write_bytes(path.with_suffix(name).read_bytes())
-        held = [tensor.clone() for tensor in server._store.tensors().values()]
-        records = server._store.records
+        held = [tensor.clone() for tensor in server.service.store.tensors().values()]
+        records = server.service.store.records
     with copy.with_suffix(".log").open("ab") as log:
         log.write(b'{"kind": "call", "heads": [], "sizes": [90], "bytes": 90}\nhalf')
     for kept in (copy, path):
         with parameter_server(kept, server.port) as again:
-            assert again._store.records == records
-            assert all(torch.equal(a, b) for a, b in zip(again._store.tensors().values(), held, strict=True))
+            assert again.service.store.records == records
+            assert all(torch.equal(a, b) for a, b in zip(again.service.store.tensors().values(), held, strict=True))
     with parameter_server(path, server.port) as again:
         assert islands[0].step().kind == "exchange"
-        assert torch.equal(islands[0].weights.values, again._store.places[0].anchor)
+        assert torch.equal(islands[0].weights.values, again.service.store.places[0].anchor)
 
 
 def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
@@ -310,16 +332,16 @@ def test_an_answer_that_was_lost_is_not_a_second_push(server: Server) -> None:
     island.move()
     head = island.exchange._head("push", samples=SAMPLES)
     moved = (island.weights.values - island.exchange.anchor()).numpy().tobytes()
-    island.courier.ask(head, moved)
-    version, anchor = server._store.records.version, server._store.places[0].anchor.clone()
-    island.courier._hang_up()
+    island.client.ask(head, moved)
+    version, anchor = server.service.store.records.version, server.service.store.places[0].anchor.clone()
+    island.client._hang_up()
     island.push()
     assert island.pull().kind == "exchange"
-    assert server._store.records.version == version
-    server._calls.clear()
-    island.courier._hang_up()
-    assert island.courier.ask(head, moved)[0]["kind"] == "taken"
-    assert torch.equal(server._store.places[0].anchor, anchor)
+    assert server.service.store.records.version == version
+    server.service._calls.clear()
+    island.client._hang_up()
+    assert island.client.ask(head, moved)[0]["kind"] == "taken"
+    assert torch.equal(server.service.store.places[0].anchor, anchor)
 
 
 def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
@@ -332,7 +354,7 @@ def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
         "size": (push, moved[4:]),
         "samples": ({**push, "samples": -SAMPLES}, moved),
         "no samples": ({key: value for key, value in push.items() if key != "samples"}, moved),
-        "infinite": ({**push, "samples": float("inf")}, moved),
+        "not an integer": ({**push, "samples": 1e308}, moved),
         "layout": ({**seed, "layout": [["w", 0, NUMEL - 1]]}, moved),
         "claim": ({**seed, "claim": "new"}, moved),
         "shapes": ({**seed, "shapes": {}}, moved),
@@ -345,14 +367,14 @@ def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
     with parameter_server(state) as server:
         island = Island(section(server.port), goal=1.0)
         island.step()
-        before, log = server._store.records.version, state.with_suffix(".log").read_bytes()
+        before, log = server.service.store.records.version, state.with_suffix(".log").read_bytes()
         for name, (head, body) in wrong_calls(island).items():
-            courier = Courier(f"127.0.0.1:{server.port}", 1.0, 0.5)
-            with pytest.raises(IslandError, match="closed the connection"):
-                courier.ask(head, body)
-            courier.close()
+            client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
+            with pytest.raises(ConfigError, match=r"refuses this island: .*allowed"):
+                client.ask(head, body)
+            client.close()
             assert state.with_suffix(".log").read_bytes() == log, name
-        assert server._store.records.version == before
+        assert server.service.store.records.version == before
         assert island.step().kind == "exchange"
     with parameter_server(state, server.port) as server:
         assert island.step().kind == "exchange"
@@ -360,25 +382,25 @@ def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_first_island_without_terms_is_none(server: Server) -> None:
     for terms in ({}, {"exchange": {"method": "telepathy"}, "outer": {}, "ranks": 1, "max_staleness": 1}):
-        courier = Courier(f"127.0.0.1:{server.port}", 1.0, 0.5)
-        with pytest.raises(IslandError, match="closed the connection"):
-            courier.ask({"kind": "enter", "terms": terms})
-        courier.close()
+        client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
+        with pytest.raises(ConfigError, match="refuses this island"):
+            client.ask({"kind": "enter", "terms": terms})
+        client.close()
     assert Island(section(server.port)).exchange.number == 0
 
 
 def test_what_is_not_finite_is_dropped(server: Server) -> None:
     island = Island(section(server.port))
     island.step()
-    before = server._store.places[0].anchor.clone()
+    before = server.service.store.places[0].anchor.clone()
     head = island.exchange._head("push", samples=SAMPLES)
-    found, _ = island.courier.ask(head, torch.full((NUMEL,), float("inf")).numpy().tobytes())
+    found, _ = island.client.ask(head, torch.full((NUMEL,), float("inf")).numpy().tobytes())
     assert found["kind"] == "dropped"
-    assert torch.equal(server._store.places[0].anchor, before)
+    assert torch.equal(server.service.store.places[0].anchor, before)
 
 
 def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    island, answer, failed = Island(section(server.port), goal=1.0), server._store.answer, []
+    island, answer, failed = Island(section(server.port), goal=1.0), server.service.store.answer, []
 
     def failing(*given: Any) -> Any:
         if not failed:
@@ -386,47 +408,84 @@ def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypa
             raise OSError("no room")
         return answer(*given)
 
-    version = server._store.records.version
-    monkeypatch.setattr(server._store, "answer", failing)
+    version = server.service.store.records.version
+    monkeypatch.setattr(server.service.store, "answer", failing)
     assert island.step().kind == "exchange"
     assert failed
-    assert server._store.records.version == version + 1
+    assert server.service.store.records.version == version + 1
 
 
-def test_who_lives_is_remembered_however_many_come(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "KEPT", 3)
-    first = Island(section(server.port), goal=1.0)
-    for _ in range(5):
-        Island(section(server.port)).courier.close()
+def test_an_island_that_lives_is_remembered_however_many_come() -> None:
+    with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
+        first = Island(section(server.port), goal=1.0)
+        first.step()
+        # Silent for longer than all others, but connected.
+        for number in range(1, 8):
+            late = Island(section(server.port))
+            assert late.exchange.number == number
+            late.client.close()
+            until(lambda: connected(server) == [0])
+        assert 0 in server.service.store.records.islands
+        assert len(server.service.store.records.islands) == 3
         assert first.step().kind == "exchange"
-    assert len(server._store.records.islands) == 3
+
+
+def test_too_many_islands_are_refused_by_name_and_those_that_have_left_make_room() -> None:
+    with parameter_server(room=Room(islands=2)) as server:
+        islands = [Island(section(server.port)) for _ in range(2)]
+        # Not connected, but known: it has not left, and may be back.
+        islands[0].client._hang_up()
+        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); end some of them"):
+            Island(section(server.port))
+        islands[1].exchange.leave()
+        assert Island(section(server.port)).exchange.number == 2
+        assert islands[0].step().kind == "exchange"
+        assert set(server.service.store.records.islands) == {0, 2}
+
+
+def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
+    """Two processes never act as one island."""
+    first = Island(section(server.port), goal=1.0)
+    first.step()
+    saved = first.exchange.described()
+    first.client._hang_up()
+    until(lambda: not connected(server))
+    second = Island(section(server.port))
+    second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
+    second.exchange.resume(saved, 1, SAMPLES)
+    assert second.exchange.number == first.exchange.number
+    with pytest.raises(ConfigError, match="island 0 is another process"):
+        first.step()
+    second.samples = SAMPLES
+    assert second.step().kind == "exchange"
 
 
 def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
     terms = {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}
-    courier = Courier(f"127.0.0.1:{server.port}", 1.0, 5.0)
-    head, _ = courier.ask({"kind": "enter", "terms": terms})
-    answer = courier.start({"kind": "fresh", "run": head["run"], "number": head["number"], "place": 0, "call": 1})
-    until(lambda: bool(server._calls))
-    courier.close()
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
+    head, _ = client.ask({"kind": "enter", "terms": terms})
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answer = client.start({"kind": "fresh", **own, "place": 0, "call": 1})
+    until(lambda: bool(server.service._calls))
+    client.close()
     assert answer.exception(10) is not None
-    until(lambda: not server._calls)
+    until(lambda: not server.service._calls)
 
 
 def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "state")
-    ledger.write({}, {"x": torch.zeros(1)})
-    ledger.append([{"kind": "push", "call": 1}], [b"a" * 10])
+    log = PushLog(tmp_path / "state")
+    log.write(Store(Records("run")))
+    log.append([{"kind": "push", "call": 1}], [b"a" * 10])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ledger.logged + 1_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.logged + 1_000, limits[1]))
     try:
         with pytest.raises(OSError, match="large"):
-            ledger.append([{"kind": "push", "call": 2}], [b"b" * 5_000])
+            log.append([{"kind": "push", "call": 2}], [b"b" * 5_000])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    ledger.append([{"kind": "push", "call": 3}], [b"c" * 10])
-    ledger.close()
-    again = Ledger(tmp_path / "state")
+    log.append([{"kind": "push", "call": 3}], [b"c" * 10])
+    log.close()
+    again = PushLog(tmp_path / "state")
     assert again.read() is not None
     assert [(heads[0]["call"], bytes(bodies[0])) for heads, bodies in again.entries()] == [
         (1, b"a" * 10),
@@ -440,6 +499,71 @@ class Disagreeing(Team):
 
     def all(self, fine: bool) -> bool:
         return False
+
+
+def two_ranks(server: Server) -> list[PushClient]:
+    """The ranks of an island of two, which have made a call together."""
+    clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
+    head, _ = clients[0].ask(
+        {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
+    )
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answers = []
+    for place, client in enumerate(clients):
+        answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
+        # The first rank waits for the second one, and whether it is there is looked at meanwhile.
+        time.sleep(1.0)
+    assert [one.result(10)[0]["kind"] for one in answers] == ["found", "found"]
+    return clients
+
+
+def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: Server) -> None:
+    """Above 1,023 select(2) fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.socket() as some, contextlib.ExitStack() as stack:
+        while (number := os.dup(some.fileno())) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        for client in two_ranks(server):
+            client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_of_a_server_waits_for_nobody() -> None:
+    with parameter_server() as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(transport(server))
+        for client in two_ranks(server):
+            stack.callback(client.close)
+        half = stack.enter_context(transport(server))
+        half._write(memoryview(encode({"kind": "push"}, 0)[:20]))
+        begun = time.monotonic()
+        server.stop()
+        until(lambda: server.service._log is None and server._server._listener.fileno() < 0)
+        assert time.monotonic() - begun < 3
+
+
+def transport(server: Server) -> Connection:
+    return connect(f"127.0.0.1:{server.port}", PARAMETER_SERVER, Credentials.find())
+
+
+def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(server: Server) -> None:
+    """It is neither waited for nor has room."""
+    island = Island(section(server.port))
+    for size in (1 << 30, 1 << 62):
+        with transport(server) as connection:
+            head = island.exchange._head("push", samples=SAMPLES)
+            connection._write(memoryview(encode(head, size)))
+            with pytest.raises(OSError, match="closed"):
+                connection.receive(5)
+    with transport(server) as connection:
+        connection._write(memoryview(encode(head, 4 * NUMEL - 4)))
+        refused = connection.receive(5)
+        assert refused is not None
+        assert "bytes (allowed: 2800)" in refused["why"]
+    assert island.step().kind == "exchange"
 
 
 def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,24 +583,18 @@ def test_what_is_announced_takes_no_room() -> None:
     stream = io.BytesIO(b'{"kind": "push", "bytes": 1000000000000}\nabc')
     tracemalloc.start()
     with pytest.raises(EOFError):
-        receive(stream)
+        read_entry(stream)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
 
 def test_pushes_keep_to_the_rate(server: Server) -> None:
     island, waited = Island(section(server.port, exchange=INT4)), []
-    courier = Courier(f"127.0.0.1:{server.port}", 1.0, 5.0, waited.append)
-    island.exchange._calls = courier
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0, waited.append)
+    island.exchange._calls = client
     island.step()
-    courier.close()
+    client.close()
     assert waited == [island.meter.bytes_islands]
-
-
-def test_a_long_timeout_is_one() -> None:
-    with socket.socket() as there:
-        keep_alive(there, 24 * 3600.0)
-        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) > 9 * 3600
 
 
 def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> None:
@@ -493,8 +611,8 @@ def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(serve
     island.step()
     island.move()
     saved, weights, anchor = island.exchange.described(), island.weights.values.clone(), island.exchange.anchor()
-    island.courier.close()
-    until(lambda: not status(f"127.0.0.1:{server.port}")["islands"])
+    island.client.close()
+    until(lambda: not connected(server))
 
     def resumed() -> Island:
         again = Island(section(server.port))
@@ -512,7 +630,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(serve
     # What has been pushed since is not pushed again.
     later = resumed()
     assert later.exchange.number not in (island.exchange.number, -1)
-    assert torch.equal(later.weights.values, server._store.places[0].anchor)
+    assert torch.equal(later.weights.values, server.service.store.places[0].anchor)
 
 
 def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
@@ -527,7 +645,7 @@ def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
             one.exchange._anchor.write(one.weights.segments, anchor)
             one.exchange.resume(described, 1, SAMPLES)
         assert saved[1][0]["version"] > saved[0][0]["version"]
-        assert torch.equal(server._store.places[0].anchor, saved[1][1])
+        assert torch.equal(server.service.store.places[0].anchor, saved[1][1])
         assert torch.equal(again[1].weights.values, saved[1][1])
         # The first one has trained from an anchor that is none any more.
         again[0].samples = SAMPLES
@@ -539,7 +657,7 @@ def test_others_are_refused(server: Server, address: str) -> None:  # noqa: F811
     Island(section(server.port))
     with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
         Island(section(server.port, max_staleness=9))
-    with pytest.raises(ConfigError, match=r'it is a parameter server.*write "parameter_server": {}'):
+    with pytest.raises(ConfigError, match=r'the server is a parameter server.*write "parameter_server": {}'):
         Client(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
-    with pytest.raises(ConfigError, match=r"it settles rounds.*start it with --parameter-server"):
+    with pytest.raises(ConfigError, match=r"settles rounds.*start it with --parameter-server"):
         Island(section(int(address.rpartition(":")[2])))

@@ -1,12 +1,8 @@
 """Rounds of islands that come and go: ranks as threads with a real coordinator, and deaths at every instant."""
 
-import contextlib
-import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from deepspeed_compress.communication.anchors import AnchorServer, fetch_anchor
+from deepspeed_compress.communication.anchors import AnchorServer
 from deepspeed_compress.communication.elastic import ElasticExchange, Met, make_groups
 from deepspeed_compress.communication.reducer import Run, StepClock
 from deepspeed_compress.communication.reduction import Groups, Parameters, Site
@@ -28,6 +24,7 @@ from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.services.rendezvous.client import Client, status
 from deepspeed_compress.services.rendezvous.server import Server, StateFile, island_server
+from deepspeed_compress.services.rendezvous.wire import Anchor
 
 NUMEL = 700
 TIMEOUT = "700 ms"
@@ -413,49 +410,28 @@ def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
     held.close()
 
 
-@contextmanager
-def listening(answer: bytes) -> Iterator[str]:
-    """The address of something else, which says `answer` to whoever connects."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    there, _ = server.accept()
-                    with there:
-                        there.recv(1000)
-                        there.sendall(answer)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-
-
-SIZES = {"anchor": NUMEL, "outer_momentum": NUMEL}
-OTHER_HEADS = (
-    b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    b'{"sizes": 3}\n',
-    b"[1]\n",
-    json.dumps({"version": 9, "about": {"run": "other"}, "sizes": SIZES}).encode() + b"\n" + bytes(8 * NUMEL),
-    json.dumps({"version": 9, "about": {"run": "mine"}, "sizes": {"anchor": 1 << 60}}).encode() + b"\n",
-    json.dumps({"version": 0, "about": {"run": "mine"}, "sizes": SIZES}).encode() + b"\n" + bytes(8 * NUMEL),
-)
-
-
-@pytest.mark.parametrize("head", OTHER_HEADS)
-def test_what_listens_where_an_island_was_hands_out_no_anchor(head: bytes) -> None:
-    with listening(head) as address, pytest.raises(OSError, match="does not have version 1 of mine"):
-        fetch_anchor(address, 1, 5.0, SIZES, "mine")
-
-
 @pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
 def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, sent: set[str]) -> None:
     island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
-    found = island.exchange.copy(1)
+    found, again = island.exchange.copy(1), island.exchange.copy(1)
     assert found is not None
+    assert again is not None
     assert found[2].keys() == sent
+    # One copy, however many islands ask for it; and another one of another version.
+    assert found[2] is again[2]
+    island.train(1)
+    newer = island.exchange.copy(2)
+    assert newer is not None
+    assert newer[2] is not found[2]
+    island.end()
+
+
+def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
+    island = Island(section(address), 1.0).train(1)
+    nobody = Anchor(9, [["127.0.0.1:1"]])
+    assert island.exchange._fetched(nobody) is None
+    with pytest.raises(IslandError, match=r"could not be taken from any of 1 islands .*Connection refused"):
+        island.exchange._next_anchor(nobody, deadline=0.0)
     island.end()
 
 

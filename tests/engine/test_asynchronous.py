@@ -56,8 +56,8 @@ def test_islands_of_two_ranks_have_the_anchor_of_the_server(stage: int) -> None:
     with parameter_server() as server, own_ports(2) as ports:
         job = Job(stage, section=section(server.port, exchange={"method": "none"}), steps=20)
         islands = run_forks(4, apart, job, 2, ports)
-        anchors = [place.anchor.tolist() for place in server._store.places]
-        records = server._store.records
+        anchors = [place.anchor.tolist() for place in server.service.store.places]
+        records = server.service.store.records
     assert sorted(number for number, *_ in islands) == [0, 0, 1, 1]
     assert all(kinds == {"exchange"} for *_, kinds in islands)
     assert records.pushes >= 6
@@ -85,7 +85,7 @@ def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
         alone = Job(stage, steps=8)
         ours = replace(alone, section=section(server.port, exchange={"method": "none"}))
         ((plain, found),) = run_forks(1, one_island, alone, ours, ports)
-        assert server._store.records.pushes
+        assert server.service.store.records.pushes
     for name in plain:
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(plain[name]), atol=1e-6, rtol=1e-5)
 
@@ -116,10 +116,10 @@ def test_an_island_that_comes_back_goes_on_where_it_saved(tmp_path: Path) -> Non
         with parameter_server(state) as server:
             job = Job(1, section=section(server.port), steps=24)
             before = run_forks(2, saved, job, ports, directory)
-            pushed = server._store.records.pushes
+            pushed = server.service.store.records.pushes
         with parameter_server(state, server.port) as server:
             after = run_forks(2, resumed, job, ports, directory)
-            pushes = server._store.records.pushes
+            pushes = server.service.store.records.pushes
     assert after == before
     assert pushes > pushed > 0
 

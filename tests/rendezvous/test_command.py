@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress.cli import main
-from deepspeed_compress.services.parameter_server.client import Courier
+from deepspeed_compress.services.parameter_server.client import PushClient
 from deepspeed_compress.services.rendezvous.client import Client
 from deepspeed_compress.transport.secret import SECRET
 from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
@@ -129,9 +129,9 @@ def numbers_given(address: str, asynchronous: bool) -> list[int]:
     if not asynchronous:
         return [Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
     terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
-    courier = Courier(address, 1.0, 5.0)
-    found = [courier.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
-    courier.close()
+    client = PushClient(address, 1.0, 5.0)
+    found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
+    client.close()
     return found
 
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_compress.services.parameter_server.ledger import Ledger
+from deepspeed_compress.services.parameter_server.membership import DEFAULT_ROOM, Room
+from deepspeed_compress.services.parameter_server.push_log import PushLog
 from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
 from deepspeed_compress.services.rendezvous.server import Server, StateFile, island_server
 from tests.support.leftovers import own_port
@@ -21,9 +22,9 @@ def coordinator(state: Path | None = None, port: int = 0) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def parameter_server(state: Path | None = None, port: int = 0) -> Iterator[ParameterServer]:
-    """That of asynchronous islands."""
-    server = ParameterServer(Ledger(state) if state is not None else None, "127.0.0.1", port)
+def parameter_server(state: Path | None = None, port: int = 0, room: Room = DEFAULT_ROOM) -> Iterator[ParameterServer]:
+    """The server of asynchronous islands."""
+    server = ParameterServer(PushLog(state) if state is not None else None, "127.0.0.1", port, room=room)
     with serving(server):
         yield server
 

@@ -87,9 +87,9 @@ def _wrong_types(draw: random.Random, templates: Sequence[Message]) -> bytes:
         if draw.random() < 0.2 and name != "kind":
             del found[name]
         elif isinstance(found[name], dict) and found[name] and draw.random() < 0.5:
-            found[name][draw.choice(list(found[name]))] = draw.choice(ODD)
+            found[name][draw.choice(list(found[name]))] = copy.deepcopy(draw.choice(ODD))
         else:
-            found[name] = draw.choice(ODD)
+            found[name] = copy.deepcopy(draw.choice(ODD))
     return _frame(json.dumps(found).encode())
 
 

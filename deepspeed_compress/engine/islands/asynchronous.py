@@ -1,4 +1,4 @@
-"""Asynchronous islands under DeepSpeed: a courier for every rank, and the pushes and pulls that it takes."""
+"""Asynchronous islands under DeepSpeed: a push client for every rank, and its pushes and pulls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from deepspeed_compress.communication.asynchronous import AsynchronousExchange
 from deepspeed_compress.communication.elastic import Met, group_of_one
 from deepspeed_compress.communication.reduction import Groups
 from deepspeed_compress.engine.islands.way import Given
-from deepspeed_compress.services.parameter_server.client import Courier
+from deepspeed_compress.services.parameter_server.client import PushClient
 
 __all__ = ["Pushes"]
 
@@ -20,10 +20,10 @@ class Pushes:
         assert elastic.parameter_server is not None, "made for asynchronous islands"
         self._timeout = elastic.timeout_seconds
         pace = site(Groups(group_of_one())).run.wait_to_send
-        self._courier = Courier(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
+        self._client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
         terms = {**given.terms, "max_staleness": elastic.parameter_server.max_staleness}
         self.exchange = AsynchronousExchange(
-            given.settings, given.masters, site, given.team, self._courier, terms, given.step, given.diverged
+            given.settings, given.masters, site, given.team, self._client, terms, given.step, given.diverged
         )
 
     def start(self, samples: int) -> Mapping[str, Any]:
@@ -46,4 +46,4 @@ class Pushes:
         return self.exchange.resume(saved, steps, samples)
 
     def leave(self) -> None:
-        self._courier.close()
+        self.exchange.leave()

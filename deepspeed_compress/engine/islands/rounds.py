@@ -28,7 +28,7 @@ class Rounds:
         self.client: Client | None = None
         self._samples = 0
         host = _own_host(elastic)
-        self._server: AnchorServer | None = AnchorServer(host, self._copy)
+        self._server: AnchorServer | None = AnchorServer(host, self._copy, elastic.timeout_seconds)
         addresses = team.gather(self._server.address)
         team.share(partial(self._join, elastic, host, addresses, {**given.terms, "timeout": elastic.timeout_seconds}))
         self.exchange = ElasticExchange(

@@ -1,75 +1,114 @@
-"""A rank's side of the talk with a parameter server: calls that travel by a thread while training goes on."""
+"""A rank's connection to a parameter server: calls that travel in a thread while training goes on."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import BinaryIO, cast
 
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head, receive, send
-from deepspeed_compress.services.parameter_server.server import keep_alive
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Buffer, Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
+from deepspeed_compress.transport.frames import Head, Limits
 
-__all__ = ["Courier"]
+__all__ = ["LARGEST_BODY", "PARAMETER_SERVER", "PushClient"]
 
+PARAMETER_SERVER = "parameter server"
+"""Name of the service."""
+LARGEST_BODY = 1 << 36
+"""Most bytes of the weights of one rank."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
+GOODBYE = 1.0
+"""Most seconds that the end of a rank waits for the server."""
+CONNECTING = 5.0
+"""Least number of seconds for a connection to be made: short timeouts are meant for those that stand."""
+_KEY = "/deepspeed_compress/islands/elastic/rendezvous"
 
 
-class Courier:
-    """Takes calls to the server at `address` ("host:port"), one at a time, over a connection that is kept.
+class PushClient:
+    """Makes calls to the server at `address` ("host:port"), one at a time, over a connection that is kept.
 
-    A call is repeated when its connection is lost: the server carries it out once. IslandError where none is answered
-    for `give_up` seconds, ConfigError where the server refuses it. `timeout`: seconds of silence of the network after
-    which a connection is taken for lost. `pace`: waits until a body of so many bytes may leave.
+    A call is repeated when its connection is lost: the server carries it out once.
+
+    Args:
+        timeout: seconds of silence of the network after which a connection counts as lost.
+        give_up: seconds without an answer after which a call fails.
+        pace: waits until a body of so many bytes may be sent.
+        credentials: of this side; None: those that the environment and the user's files name.
     """
 
     def __init__(
-        self, address: str, timeout: float, give_up: float, pace: Callable[[int], None] = lambda size: None
+        self,
+        address: str,
+        timeout: float,
+        give_up: float,
+        pace: Callable[[int], None] = lambda size: None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._address, self._timeout, self._give_up, self._pace = address, timeout, give_up, pace
-        self._there: socket.socket | None = None
-        self._stream: BinaryIO | None = None
+        self._credentials = credentials or Credentials.find()
+        self._connection: Connection | None = None
+        self._calling = threading.Lock()
+        self._has_answered = False
         self._closed = False
 
     def start(self, head: Head, body: Buffer = b"") -> "Future[tuple[Head, Buffer]]":
-        """Begin a call. `body` must stay as it is."""
+        """Begin a call. `body` must not change until it is answered."""
         answer: Future[tuple[Head, Buffer]] = Future()
         # The end of a process waits for threads of executors, and not for these.
         threading.Thread(target=self._work, args=(answer, head, body), daemon=True).start()
         return answer
 
     def ask(self, head: Head, body: Buffer = b"") -> tuple[Head, Buffer]:
-        """A call that is waited for."""
+        """Make a call, and wait for its answer.
+
+        Raises:
+            ConfigError: if the server refuses the call, or this side.
+            IslandError: if there is no answer for `give_up` seconds.
+        """
         deadline = time.monotonic() + self._give_up
         while (found := self._tried(head, body, deadline)) is None:
             time.sleep(PAUSE)
         if found[0]["kind"] == "refused":
             raise ConfigError(
-                f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} refuses this island: "
-                f"{found[0]['why']} (allowed: the same in all islands); write the same, or name another server"
+                f"{_KEY}: {self._address} refuses this island: {found[0].get('why')}. Write what the other islands "
+                "have, or name another server"
             )
         return found
 
+    def close(self, last: Head | None = None) -> None:
+        """Give up calls that are under way, for ever. `last`: a message to send before, if the server answers soon."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            # A thread that waits for an answer gets an error at once, and closes it.
+            connection.end()
+        if self._calling.acquire(timeout=GOODBYE):
+            self._hang_up()
+            self._calling.release()
+        if last is not None:
+            with contextlib.suppress(OSError, ValueError), self._connected(GOODBYE, GOODBYE) as connection:
+                connection.send(last)
+                connection.receive(GOODBYE)
+
     def _tried(self, head: Head, body: Buffer, deadline: float) -> tuple[Head, Buffer] | None:
+        """Return the answer; None if it is worth trying again."""
         try:
             return self._once(head, body)
-        except (OSError, EOFError, ValueError) as error:
-            self._hang_up()
+        except (OSError, ValueError) as error:
+            hopeless = isinstance(error, AuthenticationError | OtherServiceError | ValueError)
+            if hopeless and not self._has_answered:
+                raise ConfigError(f"{_KEY}: {_advice(error)}") from error
             if not self._closed and time.monotonic() < deadline:
                 return None
             raise IslandError(
-                f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} has not answered for more than "
-                f"give_up, {self._give_up:g} s ({error or type(error).__name__}). To train on alone is not allowed; "
-                "start the server with its --state, and this island again"
+                f"{_KEY}: {self._address} has not answered for more than give_up, {self._give_up:g} s "
+                f"({error or type(error).__name__}). To train on alone is not allowed; start the server with its "
+                "--state, and this island again"
             ) from error
-
-    def close(self) -> None:
-        """For ever; what is under way is given up."""
-        self._closed = True
-        self._hang_up()
 
     def _work(self, answer: "Future[tuple[Head, Buffer]]", head: Head, body: Buffer) -> None:
         try:
@@ -78,26 +117,44 @@ class Courier:
             answer.set_exception(error)
 
     def _once(self, head: Head, body: Buffer) -> tuple[Head, Buffer]:
-        stream = self._stream or self._connect()
-        self._pace(len(body))
-        send(stream, head, body)
-        found = receive(stream)
-        if found is None:
-            raise ConnectionError("it has closed the connection")
-        return found
+        with self._calling:
+            try:
+                return self._exchanged(self._established(), head, body)
+            except BaseException:
+                self._hang_up()
+                raise
 
-    def _connect(self) -> BinaryIO:
-        host, _, port = self._address.rpartition(":")
-        there = socket.create_connection((host, int(port)), timeout=self._timeout)
-        # The server may be busy for long; whether it can be reached the kernel asks.
-        there.settimeout(self._give_up)
-        keep_alive(there, self._timeout)
-        self._there, self._stream = there, cast(BinaryIO, there.makefile("rwb"))
-        return self._stream
+    def _exchanged(self, connection: Connection, head: Head, body: Buffer) -> tuple[Head, Buffer]:
+        self._pace(len(body))
+        connection.send(head, body)
+        answer = connection.receive(self._give_up)
+        if answer is None:
+            raise TimeoutError("it is silent")
+        self._has_answered = True
+        return answer, connection.read_body()
+
+    def _established(self) -> Connection:
+        if self._closed:
+            raise ConnectionAbortedError("this island ends")
+        if self._connection is None:
+            # The server may be busy for long; whether it can be reached the kernel asks.
+            self._connection = self._connected(max(self._timeout, CONNECTING), self._give_up)
+        return self._connection
+
+    def _connected(self, timeout: float, patience: float) -> Connection:
+        limits = Limits(body=LARGEST_BODY, patience=patience)
+        return connect(self._address, PARAMETER_SERVER, self._credentials, timeout, limits, self._timeout)
 
     def _hang_up(self) -> None:
-        there, self._there, self._stream = self._there, None, None
-        if there is not None:
-            with contextlib.suppress(OSError):
-                there.shutdown(socket.SHUT_RDWR)
-            there.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _advice(error: OSError | ValueError) -> str:
+    if isinstance(error, OtherServiceError) and error.service == "coordinator":
+        return (
+            "the server is a coordinator, which settles rounds, and this island is asynchronous; start it with "
+            "--parameter-server"
+        )
+    return f"{error}"

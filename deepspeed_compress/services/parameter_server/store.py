@@ -1,295 +1,311 @@
-"""What a parameter server has: the anchor, its momentum, and from where each island set out. No sockets, no files.
+"""What a parameter server has: the anchor, its momentum, and the version that each island started from. No sockets, no
+files.
 
-A push counts by 1 / (1 + s), where s is how many samples of others the anchor has got, for each one of the push, since
-its island set out: n / (n + m) for n samples among m of others. An island alone counts fully, and its anchor moves as
-by local SGD; of K equal ones each counts by 1 / K, as in a mean over all; whoever is late counts less. It is the weight
-of asynchronous federated learning (Xie et al., arXiv:1903.03934, section 5, polynomial with a = 1) with staleness in
-samples. Momentum is that of delayed Nesterov (Liu et al., arXiv:2401.09135, algorithm 3 with c = 0): it is renewed and
-applied when what has come is a whole mean, here when weights add up to 1, so nobody has to be counted.
+A push counts by 1 / (1 + s), where s is the number of samples of others that the anchor has received, for each sample
+of the push, since its island started from it: n / (n + m) for n samples among m of others. An island alone counts
+fully, and its anchor moves as in local SGD; of K equal ones each counts by 1 / K, as in a mean over all; one that is
+late counts less. It is the weight of asynchronous federated learning (Xie et al., arXiv:1903.03934, section 5,
+polynomial with a = 1) with staleness in samples. Momentum is that of delayed Nesterov (Liu et al., arXiv:2401.09135,
+algorithm 3 with c = 0): it is renewed and applied when the pushes that have come make a whole mean, here when weights
+add up to 1, so nobody has to be counted.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.elastic import group_of_one
-from deepspeed_compress.communication.parcels import Parcels, as_bytes, read_bytes
-from deepspeed_compress.communication.reducer import Run, StepClock
-from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site
-from deepspeed_compress.compression.residuals import ResidualStores
-from deepspeed_compress.compression.segments import Segment
-from deepspeed_compress.config import Islands, Outer
-from deepspeed_compress.monitor import Meter
-from deepspeed_compress.services.parameter_server.frames import Buffer, Head
+from deepspeed_compress.communication.framed_messages import as_bytes, read_bytes
+from deepspeed_compress.services.parameter_server.calls import Part, Terms, integer, read_part, text
+from deepspeed_compress.services.parameter_server.places import (
+    NAMES,
+    Place,
+    make_messages,
+    make_place,
+    read_place,
+    unfit_refused,
+)
+from deepspeed_compress.services.parameter_server.records import Island, Records
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
 
-__all__ = ["Island", "Place", "Records", "Store", "as_json"]
+__all__ = ["Change", "Store"]
 
 WHOLE = 1 - 1e-6
 """Weights that make up a mean, to rounding."""
-KEPT = 1000
-"""Islands that are remembered: one that comes back after more of them is a new one."""
-
-
-@dataclass
-class Island:
-    """`call`: number of its last one. `version`: of the anchor that it set out from, which had got so many `samples`.
-    `weight`: of its last push."""
-
-    call: int = 0
-    version: int = 0
-    samples: int = 0
-    weight: float = 1.0
-
-
-@dataclass
-class Records:
-    """What there is to know beside tensors. `terms`: what islands must have alike. `samples`: that the anchor has got.
-    `pushes`: that made it. `seeded`: its version when it was seeded, from what a checkpoint called version `claimed`.
-    `pending`: weights since momentum was renewed. `step`: of the schedule of whoever is furthest. `layouts`: of places,
-    lists of parameter, begin and numel. `shapes`: of parameters."""
-
-    run: str
-    terms: Mapping[str, Any] | None = None
-    version: int = 0
-    samples: int = 0
-    pushes: int = 0
-    seeded: int = 0
-    claimed: int = 0
-    pending: float = 0.0
-    step: int = 0
-    next_number: int = 0
-    layouts: list[list[list[Any]]] = field(default_factory=list)
-    shapes: dict[str, list[int]] = field(default_factory=dict)
-    islands: dict[int, Island] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Records":
-        """The inverse of `asdict`, after JSON. TypeError where it is none."""
-        islands = {int(number): Island(**one) for number, one in found["islands"].items()}
-        return cls(**{**found, "islands": islands})
+_SHOWN = 200
+_DIFFERENCES = 10
+"""Most differences between terms that a message names."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the ranks of equal place have: flat fp32 on the host, `segments` of them in order."""
+class Change:
+    """The outcome of one entry of the log, which takes effect by `Store.commit`.
 
-    anchor: Tensor
-    momentum: Tensor
-    waiting: Tensor
-    parcels: Parcels
+    Attributes:
+        kind: Of the answer.
+        records: As they will be.
+        places: As they will be.
+        reason: Why a push was dropped.
+        forgotten: Islands whose next answer must be the whole anchor.
+    """
 
-    def move(self, moved: Tensor, weight: float, outer: Outer) -> None:
-        """Take what an island has `moved` (overwritten)."""
-        moved.mul_(weight)
-        self.anchor.add_(moved, alpha=outer.lr)
-        if outer.optimizer == "nesterov":
-            self.waiting.add_(moved)
-
-    def renew_momentum(self, outer: Outer) -> None:
-        """What has come is a whole mean."""
-        if outer.optimizer == "nesterov":
-            self.momentum.mul_(outer.momentum).add_(self.waiting)
-            self.anchor.add_(self.momentum, alpha=outer.lr * outer.momentum)
-            self.waiting.zero_()
+    kind: str
+    records: Records
+    places: Sequence[Place]
+    reason: str = ""
+    forgotten: Sequence[int] = field(default=())
 
 
 class Store:
-    """`enter` and `apply` change it, alike whenever they are repeated in the same order; `answer` only what islands are
-    known to hold. Not for several threads at once."""
+    """The state of a parameter server. `prepare` checks and computes; `commit` cannot fail.
+
+    The same entries in the same order give the same state, bit for bit. `answer` changes nothing but the knowledge of
+    what islands hold. Not for several threads at once.
+
+    Raises:
+        ValueError: if `tensors` do not fit `records`.
+    """
 
     def __init__(self, records: Records, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.records = records
-        self.places: list[Place] = []
+        self.places: Sequence[Place] = ()
+        self._terms = None if records.terms is None else Terms.read(records.terms)
         self._held: dict[int, dict[int, Tensor]] = {}
-        self._settings: Islands | None = None
-        if records.version and tensors is not None:
-            self._settle([tensors[f"anchor/{place}"].clone() for place in range(len(records.layouts))])
-            for place, one in enumerate(self.places):
-                one.momentum.copy_(tensors[f"momentum/{place}"])
-                one.waiting.copy_(tensors[f"waiting/{place}"])
+        if records.version:
+            self.places = unfit_refused(lambda: self._read_places(tensors or {}))
 
     @property
-    def settings(self) -> Islands:
-        """Of the islands. Only where there are any."""
-        if self._settings is None:
-            assert self.records.terms is not None, "islands say it when they enter"
-            self._settings = _settings(self.records.terms)
-        return self._settings
-
-    @property
-    def _ranks(self) -> int:
-        return int((self.records.terms or {})["ranks"])
+    def terms(self) -> Terms:
+        """What islands have alike. ValueError before the first one came."""
+        if self._terms is None:
+            raise ValueError("no island has entered yet")
+        return self._terms
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `__init__` takes."""
-        names = ("anchor", "momentum", "waiting")
-        return {f"{name}/{place}": getattr(one, name) for place, one in enumerate(self.places) for name in names}
+        """Return what `__init__` takes."""
+        found = enumerate(self.places)
+        return {f"{name}/{place}": tensor for place, one in found for name, tensor in one.tensors.items()}
 
-    def problem(self, terms: Mapping[str, Any]) -> str:
-        """Why an island of `terms` may not enter; "" where it may. ValueError, KeyError or TypeError where they are
-        none."""
-        own = self.records.terms
+    def problem(self, terms: Any) -> str:
+        """Return why an island of `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
+        own, found = self.records.terms, unfit_refused(lambda: Terms.read(terms))
         if own is None:
-            _settings(terms)
-        texts = [
-            f"{key} is {value!r}, that of the others {own.get(key)!r}"
-            for key, value in terms.items()
-            if own is not None and own.get(key) != value
-        ]
-        return "; ".join(texts)
+            unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
+            return ""
+        different = [key for key in dict.fromkeys([*terms, *own]) if own.get(key) != terms.get(key)]
+        return "; ".join(
+            f"{key[:_SHOWN]} is {_brief(terms.get(key))}, that of the others {_brief(own.get(key))}"
+            for key in different[:_DIFFERENCES]
+        )
 
-    def enter(self, terms: Mapping[str, Any]) -> int:
-        """The number of a new island."""
+    def check(self, part: Part) -> None:
+        """ValueError if the size or the place of `part` is wrong. The content is checked when all parts are there."""
+        integer(part.place, "place", most=self.terms.ranks - 1)
+        if part.kind != "push" or not part.samples:
+            return
+        if not self.places:
+            raise ValueError("there is no anchor to push to")
+        expected = unfit_refused(lambda: self.places[part.place].messages.size(part.call))
+        if part.size != expected:
+            raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
+
+    def prepare(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
+        """Return what becomes of an entry: an island that enters, resumes or leaves, or a call of all of its ranks.
+
+        Raises:
+            ValueError: if it cannot be carried out. Nothing has changed then.
+        """
+        if not heads or len(heads) != len(bodies):
+            raise ValueError(f"an entry has {len(heads)} heads and {len(bodies)} bodies")
+        simple = _SIMPLE.get(heads[0].get("kind"))
+        if simple is not None:
+            return unfit_refused(lambda: simple(self, heads[0]))
+        return unfit_refused(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
+
+    def commit(self, change: Change) -> None:
+        """Let `change` take effect."""
+        self.records, self.places = change.records, change.places
+        if self._terms is None and self.records.terms is not None:
+            self._terms = Terms.read(self.records.terms)
+        for number in change.forgotten:
+            self.forget(number)
+
+    def answer(self, number: int, place: int, kind: str, call: int, reason: str = "") -> tuple[Head, Buffer]:
+        """Return the answer to the rank at `place` of island `number`: the anchor as it is, or its difference to what
+        the island holds, which both sides then update alike."""
         records = self.records
-        if records.terms is None:
-            records.terms = dict(terms)
-        number, records.next_number = records.next_number, records.next_number + 1
-        records.islands[number] = Island()
-        for old in list(records.islands)[: max(0, len(records.islands) - KEPT)]:
-            del records.islands[old]
-        return number
-
-    def check(self, head: Head, body: Buffer) -> None:
-        """ValueError, KeyError or TypeError where this is no part of a call: what is carried out must not fail."""
-        whole = [head["number"], head["place"], head["call"], head.get("step", 0), head.get("samples", 0)]
-        right = all(isinstance(one, int) and one >= 0 for one in whole) and head["place"] < self._ranks
-        if not right or not {"fresh": _is_fresh, "seed": _is_seed, "push": self._is_push}[head["kind"]](head, body):
-            raise ValueError(f"no part of a call: {head}")
-
-    def _is_push(self, head: Head, body: Buffer) -> bool:
-        places, samples = self.places, head["samples"]
-        return bool(places) and (not samples or len(body) == places[head["place"]].parcels.size(head["call"]))
-
-    def apply(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> str:
-        """Carry out a call of an island, whose ranks have said `heads` and `bodies`; the kind of the answer."""
-        head, islands = heads[0], self.records.islands
-        # The last one is that of the last call: who lives is remembered.
-        island = islands[head["number"]] = islands.pop(head["number"])
-        kind = {"fresh": self._fresh, "seed": self._seed, "push": self._push}[head["kind"]](island, heads, bodies)
-        self.records.step = max(self.records.step, int(head.get("step", 0)))
-        island.call, island.version, island.samples = head["call"], self.records.version, self.records.samples
-        return kind
-
-    def answer(self, number: int, place: int, kind: str, call: int) -> tuple[Head, Buffer]:
-        """What the rank at `place` of island `number` hears: the anchor as it is, or how it differs from what the
-        island holds, which is then what both say it is."""
-        records = self.records
-        weight = records.islands[number].weight
-        head = {"kind": kind, "version": records.version, "step": records.step, "weight": weight}
+        about = {"version": records.version, "step": records.step, "weight": records.islands[number].weight}
+        head = {"kind": kind, **about, **({"reason": reason} if reason else {})}
         if kind == "found":
             return head, b""
         one, held = self.places[place], self._held.setdefault(number, {})
-        if kind == "taken" and place in held and not one.parcels.exact:
-            payload = one.parcels.encode(one.anchor - held[place], call, number, remember=False)
-            held[place].add_(one.parcels.decode(payload, call))
-            return head, as_bytes(payload)
-        if not one.parcels.exact:
-            held[place] = one.anchor.clone()
-        return {**head, "exact": True}, bytes(as_bytes(one.anchor))
+        if kind == "taken" and place in held and not one.messages.exact:
+            payload = one.messages.encode(one.anchor - held[place], call, number, remember=False)
+            reached = held[place] + one.messages.decode(payload, call)
+            # A difference may exceed fp32 where the anchor does not.
+            if bool(torch.isfinite(reached).all()):
+                held[place] = reached
+                return head, as_bytes(payload)
+        if not one.messages.exact:
+            held[place] = one.anchor
+        return {**head, "exact": True}, as_bytes(one.anchor)
 
     def repeated(self, number: int, place: int) -> tuple[Head, Buffer]:
-        """The answer to the last call of an island, which was carried out before the server ended."""
+        """Return the answer to the last call of an island once more."""
         self.forget(number)
         island = self.records.islands[number]
         kind = "found" if not self.records.version else "taken" if island.weight else "dropped"
         return self.answer(number, place, kind, island.call)
 
     def forget(self, number: int) -> None:
-        """What island `number` holds: the next answer says all."""
+        """Forget what island `number` holds: its next answer is the whole anchor."""
         self._held.pop(number, None)
 
-    def _fresh(self, island: Island, heads: Sequence[Head], bodies: Sequence[Buffer]) -> str:
-        self.forget(heads[0]["number"])
-        return "exact" if self.records.version else "found"
-
-    def _seed(self, island: Island, heads: Sequence[Head], bodies: Sequence[Buffer]) -> str:
-        """Weights that somebody begins with: taken where there are none, or only older ones that nobody has trained."""
-        self.forget(heads[0]["number"])
-        records, claim = self.records, int(heads[0]["claim"])
-        if records.version and (records.pushes or claim <= records.claimed):
-            return "exact"
-        records.layouts = [[list(piece) for piece in head["layout"]] for head in heads]
-        records.shapes = {name: list(shape) for head in heads for name, shape in head["shapes"].items()}
-        records.version, records.claimed = max(records.version + 1, claim), claim
-        records.seeded = records.version
-        self._settle([read_bytes(body, torch.float32).clone() for body in bodies])
-        return "exact"
-
-    def _push(self, island: Island, heads: Sequence[Head], bodies: Sequence[Buffer]) -> str:
-        records, head = self.records, heads[0]
-        samples, stale = int(head["samples"]), records.version - island.version
-        others = records.samples - island.samples
-        late = island.version < records.seeded or stale > int((records.terms or {})["max_staleness"])
-        moved = self._decoded(heads[0]["call"], bodies) if samples and not late else []
-        if not moved:
-            island.weight = 0.0
-            self.forget(head["number"])
-            return "dropped"
-        island.weight, outer = samples / (samples + others), self.settings.outer
-        for one, by in zip(self.places, moved, strict=True):
-            one.move(by, island.weight, outer)
-        records.pending += island.weight
-        if records.pending >= WHOLE:
-            records.pending = 0.0
-            for one in self.places:
-                one.renew_momentum(outer)
-        records.version, records.pushes, records.samples = (
-            records.version + 1,
-            records.pushes + 1,
-            records.samples + samples,
+    def _read_places(self, tensors: Mapping[str, Tensor]) -> tuple[Place, ...]:
+        records, settings = self.records, self.terms.settings
+        return tuple(
+            read_place(settings, layout, records.shapes, _of_place(tensors, place))
+            for place, layout in enumerate(records.layouts)
         )
-        return "taken"
 
-    def _decoded(self, call: int, bodies: Sequence[Buffer]) -> list[Tensor]:
-        """What an island has moved, by place; nothing where it is not finite: all others would have it for ever."""
-        found = [
-            one.parcels.decode(read_bytes(body, torch.uint8), call)
-            for one, body in zip(self.places, bodies, strict=True)
+    def _enter(self, head: Head) -> Change:
+        records, problem = self.records, self.problem(head.get("terms"))
+        if problem:
+            raise ValueError(problem)
+        gone = {integer(number, "forgotten") for number in head.get("forgotten", [])}
+        islands = {number: one for number, one in records.islands.items() if number not in gone}
+        islands[records.next_number] = Island(token=text(head.get("token", ""), "token"))
+        next_number, terms = records.next_number + 1, records.terms or head["terms"]
+        after = replace(records, next_number=next_number, terms=terms, islands=islands)
+        return Change("welcome", after, self.places, forgotten=tuple(gone))
+
+    def _resume(self, head: Head) -> Change:
+        number = integer(head.get("number"), "number")
+        island = replace(self._island(number), token=text(head.get("token"), "token"), has_left=False)
+        return Change("resumed", self._with_island(number, island), self.places, forgotten=(number,))
+
+    def _leave(self, head: Head) -> Change:
+        number = integer(head.get("number"), "number")
+        island = replace(self._island(number), has_left=True)
+        return Change("left", self._with_island(number, island), self.places, forgotten=(number,))
+
+    def _island(self, number: int) -> Island:
+        island = self.records.islands.get(number)
+        if island is None:
+            raise ValueError(f"island {number} is not known")
+        return island
+
+    def _with_island(self, number: int, island: Island) -> Records:
+        """Return the records with `island` as the one that called last."""
+        others = {other: one for other, one in self.records.islands.items() if other != number}
+        return replace(self.records, islands={**others, number: island})
+
+    def _prepare_call(self, parts: Sequence[Part]) -> Change:
+        first = parts[0]
+        if [one.place for one in parts] != list(range(self.terms.ranks)):
+            raise ValueError(f"there are {len(parts)} parts (allowed: one for each of {self.terms.ranks} places)")
+        for part in parts:
+            self.check(part)
+            if part.common != first.common:
+                raise ValueError(f"ranks of an island make different calls: {first.common} and {part.common}")
+        island = self._island(first.number)
+        if first.call <= island.call:
+            raise ValueError(f"call {first.call} of island {first.number} was carried out already")
+        change = _CALLS[first.kind](self, island, parts)
+        return self._concluded(change, first)
+
+    def _concluded(self, change: Change, first: Part) -> Change:
+        """Return `change` with what every call leaves in the records."""
+        records = replace(change.records, step=max(change.records.step, first.step))
+        weight = records.islands[first.number].weight
+        token, others = records.islands[first.number].token, dict(records.islands)
+        del others[first.number]
+        island = Island(first.call, records.version, records.samples, weight, token)
+        forgotten = () if change.kind == "taken" else (first.number,)
+        return replace(change, records=replace(records, islands={**others, first.number: island}), forgotten=forgotten)
+
+    def _fresh(self, island: Island, parts: Sequence[Part]) -> Change:
+        return Change("exact" if self.records.version else "found", self.records, self.places)
+
+    def _seed(self, island: Island, parts: Sequence[Part]) -> Change:
+        """Take the weights of an island if there are none, or only older ones that nobody has trained."""
+        records, claim = self.records, parts[0].claim
+        if records.version and (records.pushes or claim <= records.claimed):
+            return Change("exact", records, self.places)
+        shapes = _merged([part.shapes for part in parts])
+        layouts, version = tuple(part.layout for part in parts), max(records.version + 1, claim)
+        places = tuple(self._seeded(part, shapes) for part in parts)
+        seeded = replace(records, layouts=layouts, shapes=shapes, version=version, claimed=claim, seeded=version)
+        return Change("exact", seeded, places)
+
+    def _seeded(self, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Place:
+        anchor = read_bytes(part.body, torch.float32).clone()
+        place = make_place(self.terms.settings, anchor, part.layout, shapes)
+        if not place.is_finite:
+            raise ValueError(f"the weights of rank {part.place} are not finite")
+        if not place.messages.exact:
+            # Answers are encoded by the same codec, and must not fail.
+            place.messages.decode(place.messages.encode(torch.zeros_like(anchor), 1, part.number, remember=False), 1)
+        return place
+
+    def _push(self, island: Island, parts: Sequence[Part]) -> Change:
+        records, first = self.records, parts[0]
+        late = island.version < records.seeded or records.version - island.version > self.terms.max_staleness
+        if not first.samples or late:
+            return self._dropped(island, first, "it is too old" if late else "the island has diverged")
+        moved = [
+            self.places[part.place].messages.decode(read_bytes(part.body, torch.uint8), part.call) for part in parts
         ]
-        return found if all(bool(torch.isfinite(moved).all()) for moved in found) else []
+        if not all(bool(torch.isfinite(one).all()) for one in moved):
+            return self._dropped(island, first, "what the island has moved is not finite")
+        weight = first.samples / (first.samples + records.samples - island.samples)
+        renews, outer = records.pending + weight >= WHOLE, self.terms.settings.outer
+        places = tuple(place.after(by, weight, outer, renews) for place, by in zip(self.places, moved, strict=True))
+        if not all(place.is_finite for place in places):
+            return self._dropped(island, first, "the anchor would not be finite any more")
+        after = replace(
+            self._with_island(first.number, replace(island, weight=weight)),
+            version=records.version + 1,
+            pushes=records.pushes + 1,
+            samples=records.samples + first.samples,
+            pending=0.0 if renews else records.pending + weight,
+        )
+        return Change("taken", after, places)
 
-    def _settle(self, anchors: Sequence[Tensor]) -> None:
-        shapes = {name: tuple(shape) for name, shape in self.records.shapes.items()}
-        nesterov = self.settings.outer.optimizer == "nesterov"
-        self.places = []
-        for anchor, layout in zip(anchors, self.records.layouts, strict=True):
-            segments, offset = [], 0
-            for name, begin, numel in layout:
-                segments.append(Segment(name, begin, numel, offset, 0))
-                offset += numel
-            momentum = torch.zeros_like(anchor) if nesterov else anchor.new_zeros(0)
-            parcels = Parcels(self.settings.exchange, tuple(segments), _reductions(shapes))
-            self.places.append(Place(anchor, momentum, momentum.clone(), parcels))
-
-
-def _settings(terms: Mapping[str, Any]) -> Islands:
-    """ValueError, KeyError or TypeError where `terms` are none."""
-    if not (int(terms["ranks"]) > 0 and int(terms["max_staleness"]) > 0):
-        raise ValueError(f"no terms: {terms}")
-    return Islands.model_validate({key: terms[key] for key in ("exchange", "outer")})
+    def _dropped(self, island: Island, first: Part, reason: str) -> Change:
+        after = self._with_island(first.number, replace(island, weight=0.0))
+        return Change("dropped", after, self.places, reason)
 
 
-def _is_fresh(head: Head, body: Buffer) -> bool:
-    return not body
+_SIMPLE: Mapping[Any, Callable[[Store, Head], Change]] = {
+    "enter": Store._enter,
+    "resume": Store._resume,
+    "leave": Store._leave,
+}
+_CALLS: Mapping[str, Callable[[Store, Island, Sequence[Part]], Change]] = {
+    "fresh": Store._fresh,
+    "seed": Store._seed,
+    "push": Store._push,
+}
 
 
-def _is_seed(head: Head, body: Buffer) -> bool:
-    layout = [(str(name), int(begin), int(numel)) for name, begin, numel in head["layout"]]
-    numels = [numel for _, _, numel in layout]
-    known = {name for name, _, _ in layout} <= head["shapes"].keys() and int(head["claim"]) >= 0
-    return known and min(numels, default=0) >= 0 and len(body) == 4 * sum(numels)
+def _brief(value: Any) -> str:
+    return repr(value)[:_SHOWN]
 
 
-def _reductions(shapes: Mapping[str, tuple[int, ...]]) -> Reductions:
-    run = Run(StepClock(), Meter())
-    return Reductions(
-        Site(Groups(group_of_one()), Parameters(shapes, list(shapes)), ResidualStores(transactional=False), run)
-    )
+def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+    found = {name: tensors.get(f"{name}/{place}") for name in NAMES}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def as_json(records: Records) -> dict[str, Any]:
-    """What `Records.of` takes."""
-    return asdict(records)
+def _merged(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all ranks. ValueError if two ranks differ."""
+    found: dict[str, tuple[int, ...]] = {}
+    for own in shapes:
+        for name, shape in own.items():
+            if found.setdefault(name, shape) != shape:
+                raise ValueError(f"ranks have shapes {found[name]} and {shape} of {name}")
+    return found

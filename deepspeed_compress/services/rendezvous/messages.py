@@ -49,7 +49,8 @@ FROM_ISLANDS: Table = {
     },
     "beat": {},
     "ready": {"version": _NUMBER},
-    "claim": {"run": _NAME, "number": optional(_NUMBER), "version": _NUMBER},
+    # Weights that no island has saved are claimed by number -1.
+    "claim": {"run": _NAME, "number": optional(an_integer(-1, _MOST)), "version": _NUMBER},
     "arrive": {"version": _NUMBER, "samples": _NUMBER},
     "vote": {"round": _NUMBER, "ok": a_boolean},
     "sources": {},

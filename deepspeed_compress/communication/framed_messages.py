@@ -1,4 +1,4 @@
-"""A vector as one message, for those who are in no group: what two ends agree on, and what the sender remembers."""
+"""Vectors as single messages between two processes that share no group: the codec, and what the sender keeps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,17 @@ from deepspeed_compress.compression.segments import Segment, elements, scatter
 from deepspeed_compress.config import CompressedGradients, GradientsConfig
 from deepspeed_compress.config.places import BlockwiseGradients
 
-__all__ = ["Parcels", "as_bytes", "read_bytes"]
+__all__ = ["FramedMessages", "as_bytes", "read_bytes"]
 
 
 @dataclass(frozen=True)
-class Parcels:
-    """Vectors of `segments`, as `settings` say: flat fp32 [sum of numel], in their order.
+class FramedMessages:
+    """Encodes and decodes flat fp32 vectors. Messages are numbered from 1, because codecs may differ between them.
 
-    `reductions`: of a site, whose stores keep what messages leave out. Messages are numbered, from 1, because codecs
-    may differ from one to the next.
+    Attributes:
+        settings: How vectors are compressed.
+        segments: The slices of parameters that make up a vector, in their order.
+        reductions: Of a site whose stores keep what messages leave out.
     """
 
     settings: GradientsConfig
@@ -31,16 +33,19 @@ class Parcels:
 
     @property
     def exact(self) -> bool:
-        """Whether vectors go as they are."""
+        """Whether vectors are sent uncompressed."""
         return not isinstance(self.settings, CompressedGradients)
 
     def size(self, number: int) -> int:
-        """Bytes of message `number`."""
+        """Return the number of bytes of message `number`."""
         return self._message(number)[1].sizes[0]
 
     def encode(self, x: Tensor, number: int, sender: int, remember: bool) -> Tensor:
-        """Message `number` of `sender`: uint8, on the device of `x`. `remember`: with what former ones have left out,
-        and keep what this one does."""
+        """Return message `number` of `sender` with `x`: uint8, on the device of `x`.
+
+        Args:
+            remember: add what former messages have left out, and keep what this one leaves out.
+        """
         messages, layout = self._message(number)
         payload = torch.empty(layout.sizes[0], dtype=torch.uint8, device=x.device)
         for piece in layout.pieces[0]:
@@ -54,7 +59,7 @@ class Parcels:
         return payload
 
     def decode(self, payload: Tensor, number: int) -> Tensor:
-        """What message `number` says: flat fp32."""
+        """Return the vector of message `number`: flat fp32. The size of `payload` must be right."""
         messages, layout = self._message(number)
         x = torch.zeros(sum(one.numel for one in self.segments), device=payload.device)
         for piece in layout.pieces[0]:
@@ -67,19 +72,20 @@ class Parcels:
         settings = self.settings if isinstance(self.settings, CompressedGradients) else _PLAIN
         reduction = self.reductions.at(settings, number)
         reducer = reduction.plain if self.exact else reduction.compressed
-        assert isinstance(reducer, PayloadReducer), f"islands exchange by {type(reducer).__name__}"
+        if not isinstance(reducer, PayloadReducer):
+            raise TypeError(f"{settings.method} does not go in one message (allowed: other methods, without hierarchy)")
         return reducer.messages, layouts_of_parts(reducer.messages, [self.segments])[0]
 
 
 _PLAIN = BlockwiseGradients()
-"""Any settings: their uncompressed reducer is used."""
+"""Settings of which only the uncompressed reducer is used."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of `tensor`, flat and on the host."""
+    """Return the memory of `tensor`, which is flat and on the host."""
     return memoryview(tensor.view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
 
 
 def read_bytes(body: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
-    """The inverse: flat, in the memory of `body`."""
+    """Return the flat tensor in the memory of `body`."""
     return torch.frombuffer(body, dtype=dtype) if len(body) else torch.zeros(0, dtype=dtype)

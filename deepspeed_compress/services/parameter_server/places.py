@@ -1,0 +1,120 @@
+"""The tensors of a parameter server: the anchor and its momentum, by the place of a rank within its island.
+
+Tensors are never changed in place: a call makes new ones, which are checked before they take effect, and whoever holds
+the old ones keeps them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.communication.elastic import group_of_one
+from deepspeed_compress.communication.framed_messages import FramedMessages
+from deepspeed_compress.communication.reducer import Run, StepClock
+from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.config import Islands, Outer
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.services.parameter_server.calls import Slice
+
+__all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "unfit_refused"]
+
+T = TypeVar("T")
+
+NAMES = ("anchor", "momentum", "waiting")
+"""Tensors of a place, as they are called in files."""
+UNFIT = (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError)
+"""Errors of codecs and of torch for bodies and settings that do not fit."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Tensors that the ranks at one place of all islands share: flat fp32 on the host.
+
+    Attributes:
+        anchor: The weights that all islands start from.
+        momentum: Of the outer optimizer; empty if it has none.
+        waiting: Pushes since momentum was renewed; empty with it.
+        messages: The codec of messages to and from the ranks.
+    """
+
+    anchor: Tensor
+    momentum: Tensor
+    waiting: Tensor
+    messages: FramedMessages
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: getattr(self, name) for name in NAMES}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all tensors are finite."""
+        return all(bool(torch.isfinite(one).all()) for one in self.tensors.values())
+
+    def after(self, moved: Tensor, weight: float, outer: Outer, renews: bool) -> "Place":
+        """Return the place after a push of `moved` (overwritten).
+
+        Args:
+            weight: of the push.
+            renews: whether weights add up to a whole mean with this push, by which momentum is renewed.
+        """
+        anchor = self.anchor.add(moved.mul_(weight), alpha=outer.lr)
+        if outer.optimizer != "nesterov":
+            return replace(self, anchor=anchor)
+        waiting = self.waiting + moved
+        if not renews:
+            return replace(self, anchor=anchor, waiting=waiting)
+        momentum = self.momentum.mul(outer.momentum).add_(waiting)
+        anchor.add_(momentum, alpha=outer.lr * outer.momentum)
+        return replace(self, anchor=anchor, momentum=momentum, waiting=torch.zeros_like(waiting))
+
+
+def make_place(
+    settings: Islands, anchor: Tensor, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]
+) -> Place:
+    """Return a place with a new `anchor`, and no momentum yet."""
+    momentum = torch.zeros_like(anchor) if settings.outer.optimizer == "nesterov" else anchor.new_zeros(0)
+    return Place(anchor, momentum, momentum.clone(), make_messages(settings, layout, shapes))
+
+
+def read_place(
+    settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]
+) -> Place:
+    """Return a place with the `tensors` of a file. ValueError if they do not fit the `layout`."""
+    numel = sum(numel for _, _, numel in layout)
+    for name, size in zip(NAMES, (numel, *[numel if settings.outer.optimizer == "nesterov" else 0] * 2), strict=True):
+        found = tensors.get(name)
+        if found is None or found.dtype != torch.float32 or found.shape != (size,):
+            what = "missing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
+            raise ValueError(f"tensor {name} is {what} (expected: {(size,)} of torch.float32)")
+    place = Place(**{name: tensors[name] for name in NAMES}, messages=make_messages(settings, layout, shapes))
+    if not place.is_finite:
+        raise ValueError("a tensor is not finite")
+    return place
+
+
+def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> FramedMessages:
+    """Return the codec of the slices in `layout`."""
+    segments, offset = [], 0
+    for name, begin, numel in layout:
+        segments.append(Segment(name, begin, numel, offset, 0))
+        offset += numel
+    parameters = Parameters({name: tuple(shape) for name, shape in shapes.items()}, list(shapes))
+    stores, run = ResidualStores(transactional=False), Run(StepClock(), Meter())
+    return FramedMessages(
+        settings.exchange, tuple(segments), Reductions(Site(Groups(group_of_one()), parameters, stores, run))
+    )
+
+
+def unfit_refused(work: Callable[[], T]) -> T:
+    """Return what `work` returns. ValueError if it fails because of what an island has sent."""
+    try:
+        return work()
+    except UNFIT as error:
+        raise ValueError(f"it cannot be carried out ({type(error).__name__}: {str(error)[:200]})") from error

@@ -1,0 +1,175 @@
+"""Ten thousand hostile messages for a parameter server, while an honest island goes on, bit for bit, undisturbed."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_compress.communication.framed_messages import FramedMessages
+from deepspeed_compress.services.parameter_server.calls import Terms
+from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
+from deepspeed_compress.services.parameter_server.places import make_messages
+from deepspeed_compress.services.parameter_server.push_log import PushLog
+from deepspeed_compress.services.parameter_server.service import Service
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import Limits
+from tests.attack.test_coordinator import MEGABYTES, memory
+from tests.support.hostile import Message, attack_authenticated, attack_unauthenticated
+from tests.support.transport import until
+
+Send = Callable[[Message, bytes], tuple[Message, Any]]
+COUNT = 10_000
+NUMEL = 4096
+PUSHES = 40
+TERMS = {"exchange": {"method": "topk", "density": 0.1, "block_size": 64}, "outer": {}, "ranks": 1, "max_staleness": 64}
+SEED = {"claim": 0, "layout": [["w", 0, NUMEL]], "shapes": {"w": [64, 64]}}
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a parameter server that is a process of its own."""
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server", "--port", "0"]
+    with (
+        (directory / "told").open("wb") as told,
+        subprocess.Popen([*command, "--state", str(directory / "state")], stdout=told, stderr=told) as process,
+    ):
+        try:
+            until(lambda: b"port " in (directory / "told").read_bytes(), 60)
+            port = (directory / "told").read_text().split("port ")[1].split()[0]
+            yield f"127.0.0.1:{port}", process.pid
+            assert process.poll() is None, (directory / "told").read_text()
+            process.terminate()
+            assert process.wait(20) == 0, "the server does not end"
+        finally:
+            process.kill()
+
+
+class Island:
+    """An honest island of one rank."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.call = send, 0
+        head, _ = send({"kind": "enter", "terms": TERMS}, b"")
+        self.own = {name: head[name] for name in ("run", "number", "token")}
+        self.messages: FramedMessages = make_messages(Terms.read(TERMS).settings, SEED["layout"], SEED["shapes"])
+        self.ask("seed", numbers(0).numpy().tobytes(), **SEED)
+
+    def ask(self, kind: str, body: bytes = b"", **more: object) -> None:
+        about = {"kind": kind, **self.own, "place": 0, "call": self.call + 1, "step": self.call}
+        answer, _ = self._send({**about, **more}, body)
+        assert answer["kind"] in ("exact", "taken"), answer
+        self.call += 1
+
+    def push(self, seed: int) -> None:
+        payload = self.messages.encode(numbers(seed), self.call + 1, 0, remember=False)
+        self.ask("push", payload.numpy().tobytes(), samples=8)
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def anchor(directory: Path) -> Tensor:
+    """The anchor that a server has left."""
+    log = PushLog(directory / "state")
+    store = log.read()
+    assert store is not None
+    log.close()
+    return store.places[0].anchor
+
+
+def templates(island: Island) -> Sequence[Message]:
+    """Messages of islands that are not there, and of the honest one as others see it: without its token."""
+    about = {"run": island.own["run"], "number": island.own["number"], "place": 0, "call": 10**6, "token": "0" * 32}
+    saved = {"run": island.own["run"], "number": 0, "call": 3, "version": 3}
+    return [
+        {"kind": "enter", "terms": {**TERMS, "ranks": 2}},
+        {"kind": "resume", "number": 0, "token": "", "saved": saved},
+        {"kind": "leave", "number": 0, "token": ""},
+        {"kind": "fresh", **about},
+        {"kind": "seed", **about, **SEED},
+        {"kind": "push", **about, "samples": 8},
+        {"kind": "status"},
+    ]
+
+
+def hostile_bodies(address: str, island: Island, count: int) -> int:
+    """Send calls of an island that has entered, with bodies of noise; and say all of them twice."""
+    draw, limits = random.Random(9), Limits(body=1 << 30, patience=5.0)
+    connection = connect(address, PARAMETER_SERVER, Credentials.find(), 5.0, limits)
+    connection.send({"kind": "enter", "terms": TERMS})
+    head = connection.receive(10)
+    assert head is not None
+    own = {**{name: head[name] for name in ("run", "number", "token")}, "place": 0}
+    size = island.messages.size(1)
+    for sent in range(count):
+        # Half of the indices are beyond the end, and numbers are not finite.
+        body = draw.choice([b"\xff" * size, b"\x7f" * size, bytes(size - 4), bytes(size + 4)])
+        call = {"kind": "push", **own, "call": 1 + sent // 2, "samples": draw.choice([8, -1, 2**63 - 1, True, "8"])}
+        connection.send(call, body if len(body) != size or draw.random() < 0.9 else body[:-1])
+        answer = connection.receive(10)
+        assert answer is not None
+        assert answer["kind"] in ("refused", "dropped"), answer
+        connection.read_body()
+    connection.close()
+    return count
+
+
+class _Connected:
+    def has_hung_up(self) -> bool:
+        return False
+
+
+def undisturbed() -> Tensor:
+    """The anchor after the same pushes to a server that nobody attacks, nor reaches."""
+    service = Service(None, lambda text: None)
+    island = Island(lambda head, body: service.hear(head, bytearray(body), _Connected()))
+    for seed in range(PUSHES):
+        island.push(seed)
+    return service.store.places[0].anchor
+
+
+def test_ten_thousand_hostile_messages_change_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as (address, pid):
+        client = PushClient(address, 5.0, 60.0)
+        island = Island(client.ask)
+        island.push(0)
+        before, gaps = memory(pid), []
+        credentials = Credentials.find()
+        with_secret = threading.Thread(
+            target=attack_authenticated,
+            args=(address, PARAMETER_SERVER, credentials, lambda number: templates(island), COUNT // 2, 2),
+        )
+        others = [
+            threading.Thread(target=attack_unauthenticated, args=(address, COUNT // 4, 1)),
+            threading.Thread(target=hostile_bodies, args=(address, island, COUNT // 4)),
+        ]
+        for one in (with_secret, *others):
+            one.start()
+        for seed in range(1, PUSHES):
+            begun = time.monotonic()
+            island.push(seed)
+            gaps.append(time.monotonic() - begun)
+            time.sleep(0.05)
+        for one in (with_secret, *others):
+            one.join(120)
+            assert not one.is_alive()
+        assert memory(pid) - before < 500 * MEGABYTES
+        assert max(gaps) < 20
+        client.close()
+    expected = undisturbed()
+    assert torch.equal(anchor(tmp_path), expected)
+    # What was logged meanwhile is whole.
+    service = Service(PushLog(tmp_path / "state"), print)
+    assert torch.equal(service.store.places[0].anchor, expected)
+    service.close()
