@@ -123,7 +123,7 @@ TABLE = {
         lazily="accelerate transformers",
     ),
     "integrations.followed": allow("adapters errors", "torch"),
-    "services.rendezvous": allow("errors"),
+    "services.rendezvous": allow("errors", "pydantic"),
     "services.parameter_server": allow(
         "communication compression config errors monitor services.rendezvous.server", "torch safetensors"
     ),
@@ -140,7 +140,7 @@ TABLE = {
     "tools.run": allow("config engine.builds integrations tools.supervise"),
     "tools.schema": allow("config"),
     "tools.supervise": allow("services.agent config errors integrations.files services.rendezvous.server"),
-    "tools.islands": allow("errors services.rendezvous", lazily="services.parameter_server"),
+    "tools.islands": allow("config errors services.rendezvous", lazily="services.parameter_server"),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
     ),

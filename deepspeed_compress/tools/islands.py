@@ -4,14 +4,15 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_compress.config.addresses import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.services.rendezvous.client import status
+from deepspeed_compress.services.rendezvous.client import forget, status
 from deepspeed_compress.services.rendezvous.server import StateFile, island_server
 
 __all__ = ["run"]
@@ -57,17 +58,51 @@ def _log(text: str) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    if re.fullmatch(r"[^:\s]+:[0-9]+", options.rendezvous) is None:
-        raise ConfigError(f"{options.rendezvous}: no address (allowed: host:port); write localhost:29400")
-    try:
-        found = {key: value for key, value in status(options.rendezvous).items() if key != "kind"}
-    except OSError as error:
-        where = f"no coordinator answers at {options.rendezvous} ({error})"
-        raise IslandError(
-            f"{where}; start one with ds-compress islands serve, or look whether the port is open"
-        ) from error
-    _tell(json.dumps(found, indent=2))
+    """Print who is connected and who is missing."""
+    _show(_asked(options.rendezvous, status))
     return 0
 
 
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType({"serve": _serve, "status": _status})
+def _forget(options: argparse.Namespace) -> int:
+    """Declare islands gone for ever."""
+    before = _asked(options.rendezvous, status)
+    for state, advice in (
+        ("islands", "end it first, or leave it alone"),
+        ("missing", "nothing has to be done for it"),
+    ):
+        numbers = {one["number"] for one in before.get(state, ())}
+        wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
+        if wrong:
+            is_what = "is connected" if state == "islands" else "is not missing"
+            raise ConfigError(f"N: island {wrong[0]} {is_what} (allowed: {_numbers_missing(before)}); {advice}")
+    _show(_asked(options.rendezvous, partial(forget, numbers=options.numbers)))
+    return 0
+
+
+def _numbers_missing(found: Mapping[str, Any]) -> str:
+    numbers = ", ".join(str(one["number"]) for one in found.get("missing", ()))
+    return numbers or "none, no island is missing"
+
+
+def _asked(rendezvous: str, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of the coordinator at `rendezvous`."""
+    try:
+        check_address(rendezvous)
+    except ValueError as error:
+        raise ConfigError(f"HOST:PORT: {error}") from error
+    try:
+        return ask(rendezvous)
+    except OSError as error:
+        where = f"no coordinator answers at {rendezvous} ({error})"
+        raise IslandError(
+            f"{where}; start one with ds-compress islands serve, or look whether the port is open"
+        ) from error
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    _tell(json.dumps({key: value for key, value in found.items() if key != "kind"}, indent=2))
+
+
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {"serve": _serve, "status": _status, "forget": _forget}
+)

@@ -100,7 +100,12 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("address", "text"),
-    [("here", "no address"), ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"), ("127.0.0.1:1", "refused")],
+    [
+        ("here", "is not an address"),
+        ("127.0.0.1:70000", "has port 70000 (allowed: 1 to 65535)"),
+        ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
+        ("127.0.0.1:1", "refused"),
+    ],
 )
 def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["islands", "status", address]) == 1

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed_compress.errors import ConfigError, IslandError
 from deepspeed_compress.services.rendezvous.wire import LONGEST, Anchor, Message, Outcome, Round, decode, encode
 
-__all__ = ["Client", "status"]
+__all__ = ["Client", "forget", "status"]
 
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -61,8 +61,8 @@ class Client:
         self.version = 0
         """Of the anchor that this island has: what it says when it joins again."""
         self._address, self._timeout, self._give_up = address, timeout, give_up
-        self._joining = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
-        self._joining |= {"addresses": list(addresses), "process": process}
+        self._joining: dict[str, Any] = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
+        self._joining |= {"addresses": list(addresses), "process": process, "give_up": float(give_up)}
         self._change = threading.Condition()
         self._speaking = threading.Lock()
         self._socket: socket.socket | None = None
@@ -211,8 +211,21 @@ def _anchor(message: Message) -> Anchor:
 
 
 def status(address: str, timeout: float = 5.0) -> dict[str, Any]:
-    """What the coordinator at `address` says of itself. OSError where it does not answer."""
+    """Return what the coordinator at `address` says of itself. Raises OSError if it does not answer."""
+    return _status_after(address, timeout)
+
+
+def forget(address: str, numbers: Sequence[int], timeout: float = 5.0) -> dict[str, Any]:
+    """Declare the islands `numbers` gone for ever, and return the status of the coordinator after that.
+
+    Raises OSError if it does not answer, ValueError if it is not a coordinator.
+    """
+    return _status_after(address, timeout, {"kind": "forget", "numbers": list(numbers)})
+
+
+def _status_after(address: str, timeout: float, *messages: Message) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout) as there, there.makefile("rb") as lines:
-        there.sendall(encode({"kind": "status"}))
+        for message in (*messages, {"kind": "status"}):
+            there.sendall(encode(message))
         return decode(lines.readline(LONGEST))
