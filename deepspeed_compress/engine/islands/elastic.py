@@ -34,6 +34,7 @@ from deepspeed_compress.engine.islands.asynchronous import Pushes
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
 from deepspeed_compress.engine.islands.rounds import Rounds
+from deepspeed_compress.engine.islands.tags import check_tag
 from deepspeed_compress.engine.islands.way import Given, Way
 from deepspeed_compress.engine.weights.masters import FlatMasters, find_masters
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
@@ -165,9 +166,10 @@ class ElasticIsland:
         """DeepSpeed's `save_checkpoint`, with what the island remembers of the others."""
         given = inspect.signature(original).bind(*args, **options).arguments
         if given["save_dir"]:
+            tag = tag_of(self._engine, given.get("tag"))
+            check_tag(tag)
             self.way.before_saving()
             self._team.share(partial(self._take_directory, Path(given["save_dir"])))
-            tag = tag_of(self._engine, given.get("tag"))
             save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
         return original(**given)
 
