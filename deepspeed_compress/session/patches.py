@@ -1,11 +1,12 @@
 """What is replaced on an engine and on what belongs to it, and how to put everything back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.errors import SeamError
+from deepspeed_compress.errors import CompressError, SeamError
 
 __all__ = ["Patches"]
 
@@ -55,6 +56,16 @@ class Patches:
     def on_undo(self, action: Callable[[], object]) -> None:
         """Call `action` when everything that is replaced from now on has been put back."""
         self._undo.append(action)
+
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Put everything back if the block raises. Its own error is the one that matters."""
+        try:
+            yield
+        except BaseException:
+            with suppress(CompressError):
+                self.undo()
+            raise
 
     def undo(self) -> None:
         """Put everything back, the newest first.

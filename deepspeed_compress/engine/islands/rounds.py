@@ -29,9 +29,17 @@ class Rounds:
         self._samples = 0
         host = _own_host(elastic)
         self._server: AnchorServer | None = AnchorServer(host, self._copy)
-        addresses = team.gather(self._server.address)
-        team.share(partial(self._join, elastic, host, addresses, {**given.terms, "timeout": elastic.timeout_seconds}))
-        self.exchange = ElasticExchange(
+        try:
+            self.exchange = self._meet(given, elastic, host, self._server.address)
+        except BaseException:
+            # Nobody else could: the others would wait for an island that does not train.
+            self.leave()
+            raise
+
+    def _meet(self, given: Given, elastic: Elastic, host: str, address: str) -> ElasticExchange:
+        team, terms = given.team, {**given.terms, "timeout": elastic.timeout_seconds}
+        team.share(partial(self._join, elastic, host, team.gather(address), terms))
+        return ElasticExchange(
             given.settings,
             given.masters,
             given.site,

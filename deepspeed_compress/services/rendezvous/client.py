@@ -73,8 +73,13 @@ class Client:
         self._closed = False
         for work in (self._stay_connected, self._beat):
             threading.Thread(target=work, daemon=True).start()
-        with self._change:
-            self._await(lambda: self.run is not None, time.monotonic())
+        try:
+            with self._change:
+                self._await(lambda: self.run is not None, time.monotonic())
+        except BaseException:
+            # Its threads would join later, and the others wait for an island that does not train.
+            self.leave()
+            raise
 
     def sources(self) -> Anchor:
         """Who has the newest anchor. Waits for as many islands as there must be."""
@@ -105,7 +110,7 @@ class Client:
                 return Outcome(round_, found["committed"])
 
     def leave(self) -> None:
-        """For ever."""
+        """Leave for ever."""
         self._send({"kind": "leave"})
         self._closed = True
         self._hang_up()
