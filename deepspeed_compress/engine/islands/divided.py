@@ -37,6 +37,7 @@ from deepspeed_compress.engine.islands.alike import (
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
+from deepspeed_compress.engine.islands.rates import rates_of, warn_of_unequal_rates
 from deepspeed_compress.engine.islands.replicated import check_cut_alike, handed_on
 from deepspeed_compress.engine.islands.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.engine.weights.masters import find_masters
@@ -62,6 +63,7 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     if unit.tensor > 1:
         masters = handed_on(masters, parameters, unit)
     check_masters_alike(masters, unit)
+    _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
     share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
@@ -80,6 +82,13 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     session.patches.precede(engine, "destroy", end)
     session.patches.on_undo(end)
     return exchange
+
+
+def _warn_of_unequal_rates(engine: Any) -> None:
+    """Tell the ranks whose learning rates are not those of the first rank. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rates_of(engine))
+    warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
 
 
 def stay_apart(engine: Any, unit: IslandUnit) -> None:

@@ -24,7 +24,7 @@ class Rounds:
 
     def __init__(self, given: Given) -> None:
         team, elastic = given.team, given.elastic
-        self._team, self._word, self._step = team, Word(team), given.step
+        self._team, self._word = team, Word(team)
         self.client: Client | None = None
         self._samples = 0
         host = _own_host(elastic)
@@ -45,7 +45,7 @@ class Rounds:
             given.site,
             team,
             self.client,
-            about=self._about,
+            about=given.rates.told,
             moments=given.moments,
             diverged=given.diverged,
         )
@@ -104,9 +104,6 @@ class Rounds:
         """For those who ask before this island is ready, there is nothing."""
         exchange = vars(self).get("exchange")
         return None if exchange is None else exchange.copy(version)
-
-    def _about(self) -> Mapping[str, Any]:
-        return {"step": self._step()}
 
 
 def _own_host(elastic: Elastic) -> str:
