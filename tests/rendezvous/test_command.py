@@ -110,3 +110,24 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["islands", "status", address]) == 1
     assert text in capsys.readouterr().err
+
+
+def test_islands_that_died_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "state.json") as address:
+        lost, there = (Client(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2))
+        for one in (lost, there):
+            assert one.sources().version == 1
+            one.ready(1)
+        lost._closed = True
+        lost._hang_up()
+        missing: list[dict[str, object]] = []
+        while not missing:
+            assert main(["islands", "status", address]) == 0
+            missing = json.loads(capsys.readouterr().out)["missing"]
+        assert missing == [{"number": 0, "host": "host0", "version": 1}]
+        for numbers, text in ((["1"], "island 1 is connected (allowed: 0)"), (["7"], "island 7 is not missing")):
+            assert main(["islands", "forget", address, *numbers]) == 1
+            assert text in capsys.readouterr().err
+        assert main(["islands", "forget", address, "0"]) == 0
+        assert json.loads(capsys.readouterr().out)["missing"] == []
+        there.leave()
