@@ -131,7 +131,7 @@ TABLE = {
         lazily="accelerate adapters integrations.followed torch transformers",
     ),
     "integrations.followed": allow("errors session.copies", "torch", lazily="adapters"),
-    "services.rendezvous": allow("errors transport"),
+    "services.rendezvous": allow("errors transport", "pydantic"),
     "services.parameter_server": allow(
         "communication compression config errors monitor services.rendezvous.server transport", "torch safetensors"
     ),
@@ -150,10 +150,11 @@ TABLE = {
     "tools.run": allow("config engine.builds integrations tools.supervise transport.secret transport.tls"),
     "tools.schema": allow("config"),
     "tools.supervise": allow(
-        "services.agent config errors integrations.files services.rendezvous.server transport.credentials"
+        "services.agent config errors integrations.files services.rendezvous.server transport.credentials "
+        "transport.fields"
     ),
     "tools.islands": allow(
-        "errors services.rendezvous transport.errors transport.tls", lazily="services.parameter_server"
+        "config errors services.rendezvous transport.errors transport.tls", lazily="services.parameter_server"
     ),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"

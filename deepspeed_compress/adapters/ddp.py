@@ -74,7 +74,7 @@ def attach(
         refuse(model, ["nothing of it is trained"])
     refuse(model, [*find_common_limits(section, optimizer, target.device), *_limits(model, section, target, optimizer)])
     attached = attach_session(target.exchanged(section), optimizer, scaler, section, document)
-    with attached.session.patches.undone_on_error():
+    with attached.session.patches.undone_on_failure():
         announce(attached.session, target.group, "DDP", partial(_figures, attached, target))
         _exchange(model, attached, target)
     leave_out_of_copies(model)

@@ -70,7 +70,7 @@ def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scale
     divided = _Divided.of(model)
     refuse(model, _limits(divided, section, optimizer))
     attached = attach_session(divided.exchanged(section), optimizer, scaler, section, document)
-    with attached.session.patches.undone_on_error():
+    with attached.session.patches.undone_on_failure():
         _exchange(model, divided, attached)
     return attached
 

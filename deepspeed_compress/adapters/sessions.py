@@ -139,7 +139,7 @@ def attach_session(
     ranks of its group must call it."""
     group = exchanged.group
     session = make_session(exchanged, section, document, writes=group.rank() == 0)
-    with session.patches.undone_on_error():
+    with session.patches.undone_on_failure():
         steps = Steps(session, optimizer, scaler)
         steps.begin(0)
     return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
@@ -14,26 +15,45 @@ _BYTES: Mapping[str, float] = MappingProxyType({"kB/s": 1e3, "MB/s": 1e6, "GB/s"
 _BITS: Mapping[str, float] = MappingProxyType({"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9})
 
 
+@dataclass(frozen=True)
+class _Range:
+    """Amounts from `least` to `most`, with a text for people and examples. Clocks, sockets and locks take no longer
+    times, and no larger rates are known."""
+
+    least: float
+    most: float
+    allowed: str
+    examples: str
+
+
+_TIMES = _Range(1e-3, 8760 * 3600.0, '"1 ms" to "8760 h"', '"30 s", "10 min", "2 h"')
+_BYTE_RATES = _Range(1.0, 1e15, "1 B/s to 1e15 B/s", '"500 kB/s", "50 MB/s", "1 GB/s"')
+_BIT_RATES = _Range(1.0, 1e16, "1 bit/s to 1e16 bit/s", '"500 kbit/s", "200 Mbit/s", "1 Gbit/s"')
+
+
 def seconds(text: str) -> float:
-    """Seconds of "30 s", "10 min", "2 h" or "500 ms". Raises ValueError for anything else, and for no time at all."""
-    return _amount(text, _SECONDS, '"30 s", "10 min", "2 h"')
+    """Return the seconds of "30 s", "10 min", "2 h" or "500 ms". Raises ValueError for anything else."""
+    return _amount(text, _SECONDS, _TIMES)
 
 
 def byte_rate(text: str) -> float:
-    """Bytes a second of "50 MB/s". Raises ValueError for anything else, and for nothing at all."""
-    return _amount(text, _BYTES, '"500 kB/s", "50 MB/s", "1 GB/s"')
+    """Return the bytes a second of "50 MB/s". Raises ValueError for anything else."""
+    return _amount(text, _BYTES, _BYTE_RATES)
 
 
 def bit_rate(text: str) -> float:
-    """Bits a second of "200 Mbit/s". Raises ValueError for anything else, and for nothing at all."""
-    return _amount(text, _BITS, '"500 kbit/s", "200 Mbit/s", "1 Gbit/s"')
+    """Return the bits a second of "200 Mbit/s". Raises ValueError for anything else."""
+    return _amount(text, _BITS, _BIT_RATES)
 
 
-def _amount(text: str, units: Mapping[str, float], allowed: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)", text.strip())
+def _amount(text: str, units: Mapping[str, float], within: _Range) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]+)", text.strip())
     if found is None or found[2] not in units or not float(found[1]):
-        raise ValueError(f'"{text}" is no such amount (allowed: {allowed})')
-    return float(found[1]) * units[found[2]]
+        raise ValueError(f'"{text}" is no such amount (allowed: {within.examples})')
+    amount = float(found[1]) * units[found[2]]
+    if not within.least <= amount <= within.most:
+        raise ValueError(f'"{text}" is out of range (allowed: {within.allowed}, such as {within.examples})')
+    return amount
 
 
 def _checked_seconds(text: str) -> str:

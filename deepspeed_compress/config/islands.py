@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from deepspeed_compress.config.addresses import Address
 from deepspeed_compress.config.durations import Duration, seconds
 from deepspeed_compress.config.methods import BlockwiseConfig, Model
 from deepspeed_compress.config.overrides import Pattern
@@ -42,11 +43,11 @@ class Asynchronous(Model):
 class Elastic(Model):
     """Islands that come and go: each is a job of its own, and they meet at a coordinator (`ds-compress islands`)."""
 
-    rendezvous: str = Field(pattern=r"^[^:\s]+:[0-9]+$", examples=["head.example.org:29400"])
+    rendezvous: Address
     """"host:port" of the coordinator."""
     timeout: Duration = "5 s"
     """How long islands wait for one that does not answer, and for one whose step is not over: longer than a step."""
-    minimum: int = Field(default=1, ge=1)
+    minimum: int = Field(default=1, ge=1, le=65536)
     """Islands that there must be to begin, and for an exchange."""
     give_up: Duration = "5 min"
     """How long an island waits for the coordinator, or for `minimum` islands, before it ends with an error."""

@@ -107,7 +107,10 @@ def attach(engine: Any) -> Any:
 
 
 def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
-    """Attach with the section `config`, which was read already. `unit`: how ranks were divided, if they were."""
+    """Attach to `engine` what the section `config` says, or leave it as it is if that raises.
+
+    `unit` says how ranks were divided, if they were.
+    """
     # The engine hands unknown names on to the user's model, so hasattr would not tell.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
@@ -119,10 +122,17 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
         )
     check_ownership(engine, config)
     _warn_of_lonely_ranks(config, unit)
+    patches = Patches()
+    with patches.undone_on_failure():
+        _attach(engine, config, unit, kind, patches)
+    return engine
+
+
+def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: str, patches: Patches) -> None:
     parameters = _parameters(engine, kind)
     _warn_of_unheeded_type(engine, config, parameters.dtype)
     run = Run(StepClock(), Meter(), config.seed, make_pace(config.communication))
-    session = _session(engine, config, parameters, run, None if unit is None else unit.number)
+    session = _session(engine, config, parameters, run, patches, None if unit is None else unit.number)
     if unit is not None:
         session.patches.on_undo(functools.partial(stay_apart, engine, unit))
     weight_bytes = _replace_collectives(engine, kind, session, parameters, run)
@@ -137,12 +147,12 @@ def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None 
     give_signs(engine, session)
     session.begin(engine.global_steps, loss_scale(engine))
     session.patches.replace(engine, "compression", session)
-    session.patches.on_undo(session.renew_weights)
-    session.patches.on_undo(session.discard_unfinished)
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
-    return engine
+    # Last, because it is collective: what fails before may have failed on one rank alone.
+    session.patches.on_undo(session.renew_weights)
+    session.patches.on_undo(session.discard_unfinished)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:
@@ -263,14 +273,15 @@ def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
-def _session(engine: Any, config: CompressConfig, parameters: Parameters, run: Run, island: int | None) -> Session:
+def _session(
+    engine: Any, config: CompressConfig, parameters: Parameters, run: Run, patches: Patches, island: int | None
+) -> Session:
     reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
     # Each island tells its decisions, and all tell of one run.
     journal.part = of_first(journal.part)
     records = make_records(reporter, journal, dist.get_rank(deciding_group(engine)) == 0, engine.monitor, island)
     policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
-    patches = Patches()
     return Session(
         config,
         policy,

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import deepspeed
@@ -27,7 +28,7 @@ from deepspeed_compress.engine.islands.elastic import prepare_call
 from deepspeed_compress.engine.limits import has_optimizer
 from deepspeed_compress.engine.ownership import dealing
 from deepspeed_compress.engine.restarts import go_on
-from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.errors import CompressError, ConfigError
 
 __all__ = ["initialize", "initialize_if_asked"]
 
@@ -75,7 +76,17 @@ def _initialize(
     ds_config: dict[str, Any],
     wanted: Callable[[Any], bool] = lambda engine: True,
 ) -> Any:
-    """Make the engine with the expanded configuration, and attach to it if it is `wanted`."""
+    """Make the engine with the expanded configuration, and attach to it if it is `wanted`.
+
+    If that raises, later engines of this process, DeepSpeed's own too, are made as if it had not been tried.
+    """
+    with division.groups_restored_on_failure():
+        return _made_and_attached(original, call, ds_config, wanted)
+
+
+def _made_and_attached(
+    original: Callable[..., Any], call: dict[str, Any], ds_config: dict[str, Any], wanted: Callable[[Any], bool]
+) -> Any:
     config = parse_section(ds_config)
     call = {**call, "config": expand(ds_config, config)}
     call.pop("config_params", None)
@@ -91,11 +102,26 @@ def _initialize(
         seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
     with dealing(balanced) as given:
         result = original(**call) if unit is None else make_divided(original, call, unit)
-    keep_file_order(result[0], given)
-    if wanted(result[0]):
-        attach_section(result[0], config, unit)
-        go_on(result[0], result[0].compression)
-    return result if config.islands is None else _with_data(result, training_data)
+    with _destroyed_on_failure(result[0]):
+        keep_file_order(result[0], given)
+        if wanted(result[0]):
+            attach_section(result[0], config, unit)
+            go_on(result[0], result[0].compression)
+        return result if config.islands is None else _with_data(result, training_data)
+
+
+@contextmanager
+def _destroyed_on_failure(engine: Any) -> Iterator[None]:
+    """Take the hooks of `engine` off the user's model, and its division off DeepSpeed, if the block raises: nobody gets
+    the engine then."""
+    try:
+        yield
+    except BaseException:
+        with suppress(CompressError):
+            if "compression" in vars(engine):
+                engine.compression.patches.undo()
+        engine.destroy()
+        raise
 
 
 def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit | None, dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_compress.errors import SeamError
+from deepspeed_compress.errors import CompressError, SeamError
 
 __all__ = ["Patches"]
 
@@ -58,12 +58,13 @@ class Patches:
         self._undo.append(action)
 
     @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Put everything back if an exception leaves this context, which attaches something."""
+    def undone_on_failure(self) -> Iterator[None]:
+        """Put everything back if the block raises. Its own error is the one that matters."""
         try:
             yield
         except BaseException:
-            self.undo()
+            with suppress(CompressError):
+                self.undo()
             raise
 
     def undo(self) -> None:

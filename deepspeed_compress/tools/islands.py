@@ -4,14 +4,15 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_compress.config.addresses import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.services.rendezvous.client import status
+from deepspeed_compress.services.rendezvous.client import forget, status
 from deepspeed_compress.services.rendezvous.server import StateFile, island_server
 from deepspeed_compress.transport.errors import AuthenticationError
 from deepspeed_compress.transport.tls import set_tls
@@ -68,27 +69,61 @@ def _listening(options: argparse.Namespace, port: int) -> str:
 
 
 def _status(options: argparse.Namespace) -> int:
+    """Print who is connected and who is missing."""
+    _show(options, _asked(options, status))
+    return 0
+
+
+def _forget(options: argparse.Namespace) -> int:
+    """Declare islands gone for ever."""
+    before = _asked(options, status)
+    for state, advice in (
+        ("islands", "end it first, or leave it alone"),
+        ("missing", "nothing has to be done for it"),
+    ):
+        numbers = {one["number"] for one in before.get(state, ())}
+        wrong = [one for one in options.numbers if (one in numbers) == (state == "islands")]
+        if wrong:
+            is_what = "is connected" if state == "islands" else "is not missing"
+            raise ConfigError(f"N: island {wrong[0]} {is_what} (allowed: {_numbers_missing(before)}); {advice}")
+    _show(options, _asked(options, partial(forget, numbers=options.numbers)))
+    return 0
+
+
+def _numbers_missing(found: Mapping[str, Any]) -> str:
+    numbers = ", ".join(str(one["number"]) for one in found.get("missing", ()))
+    return numbers or "none, no island is missing"
+
+
+def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of the coordinator at `options.rendezvous`."""
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
-    if re.fullmatch(r"[^:\s]+:[0-9]+", options.rendezvous) is None:
-        raise ConfigError(f"{options.rendezvous}: no address (allowed: host:port); write localhost:29400")
+    rendezvous = options.rendezvous
     try:
-        found = status(options.rendezvous)
+        check_address(rendezvous)
+    except ValueError as error:
+        raise ConfigError(f"HOST:PORT: {error}") from error
+    try:
+        return ask(rendezvous)
     except AuthenticationError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        where = f"no coordinator answers at {options.rendezvous} ({error})"
+        where = f"no coordinator answers at {rendezvous} ({error})"
         raise IslandError(
             f"{where}; start one with ds-compress islands serve, or look whether the port is open"
         ) from error
+
+
+def _show(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
     _tell(json.dumps(found, indent=2) if options.json else _table(found))
-    return 0
 
 
 def _table(found: Mapping[str, Any]) -> str:
     """Return a line about the run, and a table of its islands: one column for each field that one of them has."""
     about = {key: value for key, value in found.items() if not isinstance(value, list)}
     first = ", ".join(f"{key} {'none' if value is None else value}" for key, value in about.items())
-    islands = found.get("islands", found.get("hosts", []))
+    islands = [*found.get("islands", found.get("hosts", []))]
+    islands += [{**one, "silent": "missing"} for one in found.get("missing", [])]
     names = [name for name in _COLUMNS if any(name in island for island in islands)]
     rows = [[_COLUMNS[name] for name in names], *([str(island.get(name, "")) for name in names] for island in islands)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -110,4 +145,6 @@ _COLUMNS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Title of each column of `status`, by the field that it shows."""
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType({"serve": _serve, "status": _status})
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
+    {"serve": _serve, "status": _status, "forget": _forget}
+)

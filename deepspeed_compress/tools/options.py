@@ -63,11 +63,19 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
-    status = actions.add_parser("status", help="print which islands are there")
+    status = actions.add_parser("status", help="print which islands are connected, and which are missing")
     status.set_defaults(action="status")
     status.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
     status.add_argument("--json", action="store_true", help="print JSON, for programs")
-    for subparser in (serve, status):
+    forget = actions.add_parser("forget", help="go on without islands that have died and never left")
+    forget.set_defaults(action="forget")
+    forget.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
+    what = "numbers of islands, as status prints them below missing"
+    forget.add_argument(
+        "numbers", type=integer_from(0, "islands are numbered from 0"), nargs="+", metavar="N", help=what
+    )
+    forget.add_argument("--json", action="store_true", help="print JSON, for programs")
+    for subparser in (serve, status, forget):
         _add_tls_arguments(subparser)
 
 

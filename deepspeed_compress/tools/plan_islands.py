@@ -3,9 +3,10 @@
 import argparse
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deepspeed_compress.config import (
@@ -17,6 +18,7 @@ from deepspeed_compress.config import (
     read_ds_config,
 )
 from deepspeed_compress.config.durations import bit_rate
+from deepspeed_compress.config.numbers import short
 from deepspeed_compress.errors import CompressWarning, ConfigError
 
 __all__ = ["Plan", "fitting", "plans", "run"]
@@ -24,6 +26,10 @@ __all__ = ["Plan", "fitting", "plans", "run"]
 _OWN, _SIZE = "/deepspeed_compress/islands/own", "/deepspeed_compress/islands/size"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
+_MEASURED: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"parameters": (2.2e6, 10.5e6), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
+)
+"""Least and most of what was measured, by unit; `steps`: between two exchanges."""
 LOST = 0.05
 """Part of a step that exchanges may cost on average."""
 
@@ -40,11 +46,15 @@ class Plan:
 
 
 def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, step_seconds: float) -> list[Plan]:
-    """A plan for each of the usual intervals and the written one. `bandwidth`: bits a second, each way, of the link of
-    an island.
+    """Return a plan for each of the usual intervals and the written one. `bandwidth`: bits a second, each way, of the
+    link of an island.
 
-    Raises ConfigError where the size of a message is not known before it is made.
+    Raises ConfigError if the size of a message is not known before it is made, or one island is alone.
     """
+    if islands < 2:
+        raise ConfigError(
+            f"--hosts {islands}: one island alone exchanges nothing (allowed: from 2 up); write 2, or more"
+        )
     vector = parameters * (_bits(settings) + _bits_of_moments(settings)) / 8
     intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
@@ -135,7 +145,20 @@ def run(options: argparse.Namespace) -> int:
         if best
         else "no interval costs less than 5 % of the time: send less, or write a delay"
     )
+    # The table has longer intervals in any case: only the recommended one is judged.
+    steps = None if best is None else best.sync_every
+    outside = list(unmeasured({"parameters": parameters, "islands": options.hosts, "bit/s": rate, "steps": steps}))
+    if outside:
+        print(f"not measured: {'; '.join(outside)}. The times are arithmetic, and nothing is known of the loss there")
     return 0
+
+
+def unmeasured(figures: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield what of `figures`, by the unit of each, lies outside of the runs that docs/islands.md reports."""
+    for unit, (least, most) in _MEASURED.items():
+        figure = figures.get(unit)
+        if figure is not None and not least <= figure <= most:
+            yield f"{short(figure)} {unit} (measured: {short(least)} to {short(most)})"
 
 
 def _written(settings: Islands) -> str:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from deepspeed_compress.config import read_ds_config
@@ -25,11 +26,12 @@ from deepspeed_compress.services.agent.supervisor import Supervisor, Terms
 from deepspeed_compress.services.agent.workers import Workers
 from deepspeed_compress.services.rendezvous.server import Server, Service
 from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.fields import check_message
 
 __all__ = ["is_asked_for", "run"]
 
 _ALONE = ("127.0.0.1", 0)
-_SERVICE = Service(SUPERVISOR, "agent", FROM_AGENTS)
+_SERVICE = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
 _OTHERS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "cold")
 
 

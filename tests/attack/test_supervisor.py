@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Agent:
 def supervised(tell: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """The address of a supervisor for one host of two ranks."""
     machine = Supervisor(Terms(JOB, 1, 2, 3, 60.0, 60.0), lambda ranks: "", tell)
-    service = Service(SUPERVISOR, "agent", FROM_AGENTS)
+    service = Service(SUPERVISOR, "agent", partial(check_message, table=FROM_AGENTS))
     server = Server(service, machine, None, "127.0.0.1", 0, tell, Credentials.find())
     with serving(server):
         yield f"127.0.0.1:{server.port}"

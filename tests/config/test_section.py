@@ -215,7 +215,22 @@ def test_models_are_frozen_and_hashable() -> None:
         (
             {"islands": {"elastic": {"rendezvous": "head"}}},
             "/islands/elastic/rendezvous",
-            ['"head"', 'a string such as "head.example.org:29400"'],
+            ['"head" is not an address (allowed: host:port); write "head.example.org:29400"'],
+        ),
+        (
+            {"islands": {"elastic": {"rendezvous": "head:294000"}}},
+            "/islands/elastic/rendezvous",
+            ['"head:294000" has port 294000 (allowed: 1 to 65535)', 'write "head:29400"'],
+        ),
+        (
+            {"islands": {"elastic": {"rendezvous": "[::1]:29400"}}},
+            "/islands/elastic/rendezvous",
+            ["has an IPv6 address (allowed: a host name or an IPv4 address, and a port)"],
+        ),
+        (
+            {"islands": {"elastic": {"rendezvous": "head:29400", "timeout": "90000000 h"}}},
+            "/islands/elastic/timeout",
+            ['"90000000 h" is out of range (allowed: "1 ms" to "8760 h"'],
         ),
         (
             {"communication": {"max_rate": "10 mb"}},

@@ -431,6 +431,54 @@ def test_a_tag_may_be_zero(tmp_path: Path) -> None:
     assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
 
 
+def save_under(rank: int, job: Job, directory: str, tag: str, first: int) -> dict[str, list[float]]:
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:first])
+    engine.save_checkpoint(directory, tag=tag)
+    run(engine, batches[first:])
+    return weights(engine)
+
+
+def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directory, tag=tag)
+    assert path is not None
+    run(engine, data(rank, job)[first:])
+    return weights(engine)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
+def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
+    """Anchors, momentum and residuals are loaded with it."""
+    islands = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1)
+    job = Job(1, section=islands, steps=9)
+    straight = run_forks(2, save_under, job, str(tmp_path), tag, 5)
+    assert run_forks(2, resume_from, job, str(tmp_path), tag if named else None, 5) == straight
+
+
+def refused_tags(rank: int, job: Job, directory: str, tags: list[str], detached: bool) -> list[str]:
+    engine, texts = start(job), []
+    if detached:
+        deepspeed_compress.detach(engine)
+    for tag in tags:
+        try:
+            engine.save_checkpoint(directory, tag=tag)
+            texts.append("")
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_tag_by_which_islands_overwrite_each_other_is_refused(detached: bool, tmp_path: Path) -> None:
+    tags = [str(tmp_path / "here"), "../up", "a/../../b", "island_0001", "x/island_0000"]
+    for texts in run_forks(2, refused_tags, Job(1, section=section(size=1)), str(tmp_path / "d"), tags, detached):
+        for tag, text in zip(tags, texts, strict=True):
+            assert f"save_checkpoint: tag {tag!r} is not below" in text
+    assert not (tmp_path / "here").exists()
+
+
 def be_slower(rank: int, job: Job, ending: str) -> int:
     """Each island by itself: the second one takes longer, and both end with an exchange on its way."""
     ends: list[Any] = []

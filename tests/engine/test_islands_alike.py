@@ -15,6 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_compress
+from deepspeed_compress.engine.islands.alike import clear_not_finite, digest_of, fingerprint
 from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
 from tests.engine.test_islands import HEAD, SGD, largest, section, train
 from tests.support.forks import run_forks
@@ -290,3 +291,83 @@ def by_host(rank: int, job: Job, hosts: Sequence[str]) -> str:
 def test_hosts_with_unequal_numbers_of_ranks_are_refused_on_all(hosts: Sequence[str]) -> None:
     for message in run_forks(4, by_host, Job(1, section=section(by_host=True)), hosts):
         assert "allowed: as many on each" in message
+
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int64, torch.uint64, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
+
+
+def of_bytes(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
+    """Return `count` elements of random bits."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed)).bool()
+    size = count * dtype.itemsize
+    values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return values.view(dtype) if size else torch.empty(0, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fingerprint_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
+    values = of_bytes(dtype, 100)
+    same = fingerprint(values).tolist()
+    assert fingerprint(values.clone().view(10, 10)).tolist() == same
+    assert fingerprint(torch.stack([values, values], 1)[:, 0]).tolist() == same
+    assert fingerprint(of_bytes(dtype, 100, seed=1)).tolist() != same
+    assert fingerprint(values[:0]).tolist() == [0, 0]
+    assert fingerprint(values[3]).tolist() == fingerprint(values[3:4]).tolist()
+
+
+def test_a_fingerprint_tells_orders_and_zeros_apart() -> None:
+    values = torch.arange(3 << 20, dtype=torch.float32)
+    swapped = values.clone()
+    swapped[[5, 2_000_000]] = swapped[[2_000_000, 5]]
+    assert fingerprint(values).tolist() != fingerprint(swapped).tolist()
+    assert fingerprint(torch.tensor([0.0])).tolist() != fingerprint(torch.tensor([-0.0])).tolist()
+    assert fingerprint(torch.tensor([torch.nan])).tolist() == fingerprint(torch.tensor([torch.nan])).tolist()
+
+
+def test_a_digest_tells_types_apart() -> None:
+    bits = of_bytes(torch.float16, 64)
+    digests = {
+        digest_of([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
+        for dtype in (torch.float16, torch.bfloat16, torch.int16)
+    }
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_not_finite_is_cleared_and_the_rest_stays(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, torch.nan, -2.0]).to(dtype)
+    clear_not_finite(values)
+    assert values.float().tolist() == [1.0, 0.0, -2.0]
+
+
+class Frozen(torch.nn.Module):
+    """A network beside weights of `dtype` that nobody trains, as of a quantized base model."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_parameter("frozen", torch.nn.Parameter(of_bytes(dtype, 33, seed), requires_grad=False))
+        self.register_parameter("empty", torch.nn.Parameter(of_bytes(dtype, 0), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
+    job = Job(1, section=section(size=1))
+    deepspeed.init_distributed("gloo")
+    model = Frozen(dtype, seed=rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())
+    return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
+def test_frozen_weights_of_any_type_are_those_of_the_first_island(dtype: torch.dtype) -> None:
+    expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()
+    assert run_forks(2, with_frozen, dtype) == [expected, expected]

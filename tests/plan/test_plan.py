@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_compress.cli import main
 from deepspeed_compress.config import Islands
-from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.tools.arguments import rate
 from deepspeed_compress.tools.plan import Interval, intervals
 from deepspeed_compress.tools.plan_islands import CANDIDATES, fitting, plans
@@ -224,3 +224,22 @@ def test_rates(text: str, bits: float) -> None:
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         rate(text)
+
+
+def test_a_plan_says_where_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"deepspeed_compress": {"islands": {"by_host": True, "sync_every": 10}}}))
+    usual = ["plan", "islands", str(file)]
+    assert main([*usual, "--model", "10M", "--hosts", "4", "--bandwidth", "100mbit"]) == 0
+    assert "not measured" not in capsys.readouterr().out
+    assert main([*usual, "--model", "7B", "--hosts", "8", "--bandwidth", "100gbit"]) == 0
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert "not measured: 7G parameters (measured: 2.2M to 10.5M); 8 islands (measured: 2 to 4); 100G bit/s" in output
+    assert main([*usual, "--model", "10M", "--hosts", "2", "--bandwidth", "10mbit", "--step", "1"]) == 0
+    assert "not measured: 100 steps (measured: 1 to 30)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hosts", [1, 0, -1])
+def test_one_island_alone_has_no_plan(hosts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=f"--hosts {hosts}: one island alone exchanges nothing"):
+        plans(islands(), hosts, 1_000_000, 1e8, 1.0)

@@ -152,8 +152,37 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("address", "text"),
-    [("here", "no address"), ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"), ("127.0.0.1:1", "refused")],
+    [
+        ("here", "is not an address"),
+        ("127.0.0.1:70000", "has port 70000 (allowed: 1 to 65535)"),
+        ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
+        ("127.0.0.1:1", "refused"),
+    ],
 )
 def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["islands", "status", address]) == 1
     assert text in capsys.readouterr().err
+
+
+def test_islands_that_died_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "state.json") as address:
+        lost, there = (Client(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2))
+        for one in (lost, there):
+            assert one.sources().version == 1
+            one.ready(1)
+        lost._closed = True
+        assert lost._connection is not None
+        lost._connection.end()
+        missing: list[dict[str, object]] = []
+        while not missing:
+            assert main(["islands", "status", address, "--json"]) == 0
+            missing = json.loads(capsys.readouterr().out)["missing"]
+        assert missing == [{"number": 0, "host": "host0", "version": 1}]
+        for numbers, text in ((["1"], "island 1 is connected (allowed: 0)"), (["7"], "island 7 is not missing")):
+            assert main(["islands", "forget", address, *numbers]) == 1
+            assert text in capsys.readouterr().err
+        assert main(["islands", "status", address]) == 0
+        assert re.search("0 +host0 +1 +missing", capsys.readouterr().out)
+        assert main(["islands", "forget", address, "0", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["missing"] == []
+        there.leave()

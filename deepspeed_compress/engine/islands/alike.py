@@ -17,7 +17,15 @@ from deepspeed_compress.engine.weights.masters import FlatMasters
 from deepspeed_compress.errors import CompressWarning, UnsupportedError
 from deepspeed_compress.session.session import Session
 
-__all__ = ["check_masters_alike", "digest_of", "fixed_parameters", "forget_not_finite", "share_fixed"]
+__all__ = [
+    "check_masters_alike",
+    "clear_not_finite",
+    "digest_of",
+    "fingerprint",
+    "fixed_parameters",
+    "forget_not_finite",
+    "share_fixed",
+]
 
 
 def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
@@ -45,50 +53,78 @@ def fixed_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) 
 
 
 def share_fixed(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> None:
-    """What is not trained becomes that of the first island where it differs: nobody exchanges it. Collective."""
+    """Give all islands the untrained weights of the first one, where they differ: nobody exchanges them. Collective."""
     if not fixed or unit.peers.size() == 1:
         return
-    own = torch.stack([_fingerprint(_held(parameter)) for parameter in fixed]).to(engine.device)
+    own = torch.stack([fingerprint(_held(parameter)) for parameter in fixed]).to(engine.device)
     every = [torch.empty_like(own) for _ in range(unit.peers.size())]
     dist.all_gather(every, own, group=unit.peers)
     differs = torch.stack([(one != every[0]).any(1) for one in every]).any(0).tolist()
     changed = [parameter for parameter, differ in zip(fixed, differs, strict=True) if differ]
     for parameter in changed:
-        values = _held(parameter).to(engine.device)
-        dist.broadcast(values, dist.get_global_rank(unit.peers, 0), group=unit.peers)
+        values = _held(parameter).to(engine.device, copy=True).contiguous()
+        # Gloo and NCCL do not take every type, but all of them take bytes.
+        dist.broadcast(_words(values, torch.uint8), dist.get_global_rank(unit.peers, 0), group=unit.peers)
         _held(parameter).copy_(values)
     # ZeRO 3 keeps small ones whole beside the parts.
     _renew([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
 
 
 def digest_of(fixed: Sequence[Parameter]) -> str:
-    """Of what this rank has of them, to the bit, whatever the device: whole numbers add up alike in every order."""
+    """Return a digest of what this rank has of the parameters `fixed`, to the bit, the same on every device."""
     digest = hashlib.sha256()
     for parameter in fixed:
-        words = _held(parameter).contiguous().reshape(-1)
-        words = words.view(_WORDS[words.element_size()])
-        digest.update(f"{len(words)} {int(words.sum())} {int(words[::2].sum())} ".encode())
+        held = _held(parameter)
+        digest.update(f"{held.dtype} {held.numel()} {fingerprint(held).tolist()} ".encode())
     return digest.hexdigest()
 
 
-_WORDS: Mapping[int, torch.dtype] = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+def fingerprint(values: Tensor) -> Tensor:
+    """Return two integers, (2,), int64, that differ where the bytes of `values` do, or their order, but for what nobody
+    meets by accident. They are the same on every device, and a type needs no arithmetic."""
+    found = torch.zeros(2, dtype=torch.int64, device=values.device)
+    words = _words(values.contiguous(), _INTEGERS.get(values.element_size(), torch.uint8))
+    for number, part in enumerate(torch.split(words, _PART)):
+        # Integers wrap around alike everywhere, and add up alike in every order.
+        places = torch.arange(len(part), device=part.device).add_(number * _PART + 1).mul_(_ODD)
+        part = part.to(torch.int64)
+        found += torch.stack([part.sum(), (part * places.bitwise_xor_(places >> 29)).sum()])
+    return found
+
+
+_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+)
+"""Integer types by bytes of an element."""
+_PART = 1 << 20
+"""Words that are added up at once: the memory that this takes."""
+_ODD = 0x9E3779B97F4A7C1
+"""Factor between the weights of neighbouring words."""
+
+
+def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a flat view of the bytes of `values`, which are contiguous, as integers of `dtype`."""
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(dtype) if flat.numel() else flat.new_empty(0, dtype=dtype)
 
 
 def _held(parameter: Parameter) -> Tensor:
-    """What this rank has of it: under ZeRO 3 a part."""
+    """Return what this rank has of `parameter`: under ZeRO 3 a part."""
     return getattr(parameter, "ds_tensor", parameter).detach()
-
-
-def _fingerprint(values: Tensor) -> Tensor:
-    """Two numbers, fp64, that differ where values do, but for what nobody meets by accident."""
-    flat = values.reshape(-1) if values.is_floating_point() else values.reshape(-1).double()
-    return torch.stack([flat.sum(dtype=torch.float64), torch.linalg.vector_norm(flat, dtype=torch.float64)])
 
 
 def _renew(parameters: Sequence[Any]) -> None:
     if parameters:
         parameters[0].partition(parameters)
         parameters[0].all_gather(parameters)
+
+
+def clear_not_finite(values: Tensor) -> None:
+    """Set elements of `values` that are not finite to 0, in place."""
+    # Types of one byte have no arithmetic of their own.
+    wide = values.float() if values.element_size() == 1 else values
+    if not torch.isfinite(wide).all():
+        values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
 def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> None:
@@ -98,7 +134,7 @@ def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> No
     session.reset()
     for home in {id(one.home): one.home for one in masters.stepped}.values():
         for kept in engine.basic_optimizer.state.get(home, {}).values():
-            if isinstance(kept, Tensor) and kept.is_floating_point() and not torch.isfinite(kept).all():
-                kept.nan_to_num_(0.0, 0.0, 0.0)
+            if isinstance(kept, Tensor) and kept.is_floating_point():
+                clear_not_finite(kept)
     text = "this island has diverged: it goes on with the others' weights, its optimizer without what is not finite"
     warnings.warn(text, CompressWarning, stacklevel=2)

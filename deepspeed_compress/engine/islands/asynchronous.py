@@ -23,7 +23,14 @@ class Pushes:
         self._client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds, pace)
         terms = {**given.terms, "max_staleness": elastic.parameter_server.max_staleness}
         self.exchange = AsynchronousExchange(
-            given.settings, given.masters, site, given.team, self._client, terms, given.step, given.diverged
+            given.settings,
+            given.masters,
+            site,
+            given.team,
+            self._client,
+            terms,
+            lambda: given.rates.step,
+            given.diverged,
         )
 
     def start(self, samples: int) -> Mapping[str, Any]:

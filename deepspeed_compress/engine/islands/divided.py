@@ -7,7 +7,6 @@ other.
 
 import atexit
 import inspect
-import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -38,7 +37,9 @@ from deepspeed_compress.engine.islands.alike import (
 from deepspeed_compress.engine.islands.division import IslandUnit
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
+from deepspeed_compress.engine.islands.rates import rates_of, warn_of_unequal_rates
 from deepspeed_compress.engine.islands.replicated import check_cut_alike, handed_on
+from deepspeed_compress.engine.islands.tags import ISLAND, check_tag, tag_of_file
 from deepspeed_compress.engine.weights.masters import find_masters
 from deepspeed_compress.errors import CompressWarning, StateError
 from deepspeed_compress.session.memories import check_owners, on_all_ranks
@@ -62,6 +63,7 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     if unit.tensor > 1:
         masters = handed_on(masters, parameters, unit)
     check_masters_alike(masters, unit)
+    _warn_of_unequal_rates(engine)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, [one.parameter for one in trained.stretches])
     share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
@@ -82,6 +84,13 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     return exchange
 
 
+def _warn_of_unequal_rates(engine: Any) -> None:
+    """Tell the ranks whose learning rates are not those of the first rank. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rates_of(engine))
+    warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
+
+
 def stay_apart(engine: Any, unit: IslandUnit) -> None:
     """After `detach`, for as long as `engine` lives: its groups are still those of an island, whose files others must
     not overwrite."""
@@ -99,6 +108,8 @@ def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], 
         if key == "load_dir" and given.get("tag") is None:
             # DeepSpeed writes `latest` for the first rank of the job alone.
             given["tag"] = _latest(base)
+        else:
+            check_tag(str(given.get("tag", "")))
         given[key] = str(_directory(base, unit.number))
     return original(**given)
 
@@ -146,8 +157,9 @@ class _Files:
         given = inspect.signature(original).bind(*args, **options).arguments
         if not given["save_dir"]:
             return original(**given)
-        self.exchange.finish()
         base, tag = _base(given["save_dir"]), tag_of(self.engine, given.get("tag"))
+        check_tag(tag)
+        self.exchange.finish()
         mine = _directory(base, self.unit.number)
         (mine / tag).mkdir(parents=True, exist_ok=True)
         problems = on_all_ranks(partial(self._save_state, base / tag))
@@ -169,17 +181,19 @@ class _Files:
         if not self.engine.load_universal_checkpoint():
             # Each directory has a `latest` of its own, and that of an island that was not there is older.
             given["tag"] = tag
-        found = original(**{**given, "load_dir": str(_directory(base, self.unit.number % islands))})
-        self._check_loaded(found[0])
-        if found[0] is not None:
+        directory = _directory(base, self.unit.number % islands)
+        found = original(**{**given, "load_dir": str(directory)})
+        loaded = None if found[0] is None else tag_of_file(found[0], directory)
+        self._check_loaded(loaded)
+        if loaded is not None:
             whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
-            self._load_state(base / Path(found[0]).parent.name if whole else None)
+            self._load_state(base / loaded if whole else None)
         return found
 
-    def _check_loaded(self, path: str | None) -> None:
-        """StateError on all ranks where islands have loaded checkpoints of other steps."""
+    def _check_loaded(self, tag: str | None) -> None:
+        """Raise StateError on all ranks unless all islands have loaded the checkpoint `tag`; None for none."""
         tags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tags, None if path is None else Path(path).parent.name)
+        dist.all_gather_object(tags, tag)
         if len(set(tags)) > 1:
             found = ", ".join(sorted({str(tag) for tag in tags}))
             raise StateError(
@@ -234,10 +248,7 @@ _STEM = "deepspeed_compress_islands"
 def _base(directory: str | Path) -> Path:
     """The directory of the whole job, also where that of an island is given."""
     path = Path(directory)
-    return path.parent if _ISLAND.fullmatch(path.name) else path
-
-
-_ISLAND = re.compile(r"island_\d{4}")
+    return path.parent if ISLAND.fullmatch(path.name) else path
 
 
 def _directory(base: Path, island: int) -> Path:

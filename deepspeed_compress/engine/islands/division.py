@@ -8,7 +8,8 @@ becomes that of the island. Pipelines divide all ranks by themselves.
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "check_undivided",
     "deciding_group",
     "divide_call",
+    "groups_restored_on_failure",
     "make_divided",
     "make_unit",
 ]
@@ -52,7 +54,7 @@ class IslandUnit:
     `ranks`: global ones of the island, of which `tensor` consecutive ones share each layer. `whole`: all of them.
     `data`: those with this one's tensor rank. `model`: those that share layers with it. `peers`: the ranks of equal
     place. `job`: what DeepSpeed has as the data-parallel group without islands, under AutoTP. `living`: the units of
-    all engines with islands that live, this one's and later ones' too.
+    all engines with islands that live, this one's and later ones' too. `before`: DeepSpeed's `mpu` without islands.
     """
 
     ranks: tuple[int, ...]
@@ -66,6 +68,7 @@ class IslandUnit:
     downward: ProcessGroup | None
     job: ProcessGroup | None
     living: "list[IslandUnit]" = field(compare=False, repr=False)
+    before: Any = field(default=None, compare=False, repr=False)
 
     @property
     def place(self) -> int:
@@ -149,7 +152,34 @@ def make_unit(settings: Islands, tensor: int = 1) -> IslandUnit:
         downward=downward_group(places),
         job=job,
         living=groups.mpu.living if isinstance(groups.mpu, IslandUnit) else [],
+        before=groups.mpu.before if isinstance(groups.mpu, IslandUnit) else groups.mpu,
     )
+
+
+_GROUPS = (
+    "mpu",
+    "mesh_device",
+    "_DATA_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+)
+"""Names in DeepSpeed's module `groups` by which it divides the ranks of all engines to come."""
+
+
+@contextmanager
+def groups_restored_on_failure() -> Iterator[None]:
+    """Divide the ranks of later engines as before if the block raises."""
+    before = {name: getattr(groups, name) for name in _GROUPS if hasattr(groups, name)}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(groups, name, value)
+        raise
 
 
 def _ranks_of_island(settings: Islands, tensor: int) -> int:
@@ -274,15 +304,17 @@ def _check_tensor(engine: Any, unit: IslandUnit) -> None:
 
 
 def _undivide(unit: IslandUnit) -> None:
-    """DeepSpeed keeps the last `mpu` for all engines to come, and asks it for those that are made: it gets that of the
-    last engine with islands that lives, or none. An engine that was destroyed is destroyed again by the garbage
-    collector, at any time."""
+    """Give DeepSpeed the division of the last engine with islands that lives, or the one from before.
+
+    It keeps the last `mpu` for all engines to come, and asks it for those that are made. An engine that was destroyed
+    is destroyed again by the garbage collector, at any time.
+    """
     if unit not in unit.living:
         return
     unit.living.remove(unit)
     last = unit.living[-1] if unit.living else None
     if isinstance(groups.mpu, IslandUnit):
-        groups.mpu = last
+        groups.mpu = unit.before if last is None else last
     if unit.tensor > 1:
         groups._DATA_PARALLEL_GROUP = unit.job if last is None else last.data
 

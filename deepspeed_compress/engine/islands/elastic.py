@@ -33,7 +33,9 @@ from deepspeed_compress.engine.islands.alike import digest_of, fixed_parameters,
 from deepspeed_compress.engine.islands.asynchronous import Pushes
 from deepspeed_compress.engine.islands.exchanged import exchanged
 from deepspeed_compress.engine.islands.moments import find_moments
+from deepspeed_compress.engine.islands.rates import Rates
 from deepspeed_compress.engine.islands.rounds import Rounds
+from deepspeed_compress.engine.islands.tags import check_tag
 from deepspeed_compress.engine.islands.way import Given, Way
 from deepspeed_compress.engine.weights.masters import FlatMasters, find_masters
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
@@ -95,7 +97,7 @@ class ElasticIsland:
     def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
         assert settings.elastic is not None, "attached for elastic islands"
         self._engine, self._session, self._settings = engine, session, settings
-        self._ahead = self._told = 0
+        self._rates, self._told = Rates(engine), 0
         self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
         self.history: deque[Met] = deque(maxlen=KEPT)
         self._gone = False
@@ -113,7 +115,7 @@ class ElasticIsland:
         kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
         moments = find_moments(engine, settings, masters)
         diverged = partial(forget_not_finite, engine, masters, session)
-        self.way = kind(Given(settings, masters, site, self._team, terms, self._scheduled, moments, diverged))
+        self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
 
     @property
     def exchange(self) -> Any:
@@ -125,6 +127,7 @@ class ElasticIsland:
 
     def step_ended(self, step: int) -> None:
         """After an optimizer step: exchange, if it is time, or others are waiting. Collective in the island."""
+        self._rates.note()
         met = self.way.step_ended(int(self._engine.global_samples))
         if met is None:
             return
@@ -142,15 +145,8 @@ class ElasticIsland:
         self.way.leave()
 
     def follow(self, about: Mapping[str, Any]) -> None:
-        """The schedule of learning rates goes on where that of the others is."""
-        ahead = int(about.get("step", 0)) - int(self._engine.global_steps)
-        scheduler = self._engine.lr_scheduler
-        with warnings.catch_warnings():
-            # torch tells those who step a schedule before an optimizer.
-            warnings.simplefilter("ignore", UserWarning)
-            for _ in range(ahead - self._ahead if scheduler is not None else 0):
-                scheduler.step()
-        self._ahead = max(self._ahead, ahead)
+        """Go on with the learning rates where the others are."""
+        self._rates.follow(about)
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
         """DeepSpeed's `deepspeed_io`: training data in an order that no other island has."""
@@ -165,9 +161,10 @@ class ElasticIsland:
         """DeepSpeed's `save_checkpoint`, with what the island remembers of the others."""
         given = inspect.signature(original).bind(*args, **options).arguments
         if given["save_dir"]:
+            tag = tag_of(self._engine, given.get("tag"))
+            check_tag(tag)
             self.way.before_saving()
             self._team.share(partial(self._take_directory, Path(given["save_dir"])))
-            tag = tag_of(self._engine, given.get("tag"))
             save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
         return original(**given)
 
@@ -175,7 +172,7 @@ class ElasticIsland:
         """DeepSpeed's `load_checkpoint`; then all have the newest anchor: that of the others, or of the newest
         checkpoint where all begin anew. Collective in the island, and with the others where they begin anew."""
         given = inspect.signature(original).bind(*args, **options).arguments
-        scheduled = self._scheduled()
+        scheduled = self._rates.step
         found = original(**given)
         if found[0] is None:
             return found
@@ -183,9 +180,9 @@ class ElasticIsland:
         self.way.before_loading()
         saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
         if more and given.get("load_lr_scheduler_states", True):
-            self._ahead = self._saved_ahead(directory)
+            self._rates.ahead = self._saved_ahead(directory)
         else:
-            self._ahead = scheduled - int(self._engine.global_steps)
+            self._rates.ahead = scheduled - int(self._engine.global_steps)
         about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
         self.follow(about)
         return found
@@ -210,10 +207,6 @@ class ElasticIsland:
         """Of the texts of all ranks. Collective in the island."""
         return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
 
-    def _scheduled(self) -> int:
-        """The step of the schedule of learning rates."""
-        return int(self._engine.global_steps) + self._ahead
-
     def _record(self, step: int, met: Met) -> None:
         before, after = (f"{count} islands" for count in (self._told, met.islands))
         evidence = {"round": float(met.round), "seconds": met.seconds}
@@ -235,7 +228,7 @@ class ElasticIsland:
             self._engine.global_steps,
             1.0,
             masked(self._session.config.model_dump(mode="json")),
-            {**self.way.described(), _AHEAD: self._ahead},
+            {**self.way.described(), _AHEAD: self._rates.ahead},
         )
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 

@@ -24,20 +24,28 @@ class Rounds:
 
     def __init__(self, given: Given) -> None:
         team, elastic = given.team, given.elastic
-        self._team, self._word, self._step = team, Word(team), given.step
+        self._team, self._word = team, Word(team)
         self.client: Client | None = None
         self._samples = 0
         host = _own_host(elastic)
         self._server: AnchorServer | None = AnchorServer(host, self._copy, elastic.timeout_seconds)
-        addresses = team.gather(self._server.address)
-        team.share(partial(self._join, elastic, host, addresses, {**given.terms, "timeout": elastic.timeout_seconds}))
-        self.exchange = ElasticExchange(
+        try:
+            self.exchange = self._meet(given, elastic, host, self._server.address)
+        except BaseException:
+            # Nobody else could: the others would wait for an island that does not train.
+            self.leave()
+            raise
+
+    def _meet(self, given: Given, elastic: Elastic, host: str, address: str) -> ElasticExchange:
+        team, terms = given.team, {**given.terms, "timeout": elastic.timeout_seconds}
+        team.share(partial(self._join, elastic, host, team.gather(address), terms))
+        return ElasticExchange(
             given.settings,
             given.masters,
             given.site,
             team,
             self.client,
-            about=self._about,
+            about=given.rates.told,
             moments=given.moments,
             diverged=given.diverged,
         )
@@ -96,9 +104,6 @@ class Rounds:
         """For those who ask before this island is ready, there is nothing."""
         exchange = vars(self).get("exchange")
         return None if exchange is None else exchange.copy(version)
-
-    def _about(self) -> Mapping[str, Any]:
-        return {"step": self._step()}
 
 
 def _own_host(elastic: Elastic) -> str:

@@ -10,6 +10,7 @@ from deepspeed_compress.communication.moments import Moments
 from deepspeed_compress.communication.reduction import Groups, Site
 from deepspeed_compress.communication.team import Team
 from deepspeed_compress.config import Elastic, Islands
+from deepspeed_compress.engine.islands.rates import Rates
 
 __all__ = ["Given", "Way"]
 
@@ -17,8 +18,8 @@ __all__ = ["Given", "Way"]
 @dataclass(frozen=True)
 class Given:
     """What a way is made of. `settings`: with `elastic`. `masters`: of this rank. `site`: of groups, what is exchanged
-    in. `team`: the ranks of the island. `terms`: what all islands must have alike. `step`: of the schedule of learning
-    rates, now. `moments`: of the optimizer, where they are exchanged. `diverged`: is called when the masters are those
+    in. `team`: the ranks of the island. `terms`: what all islands must have alike. `rates`: learning rates of this
+    island. `moments`: of the optimizer, where they are exchanged. `diverged`: is called when the masters are those
     of the others again, after some were not finite."""
 
     settings: Islands
@@ -26,7 +27,7 @@ class Given:
     site: Callable[[Groups], Site]
     team: Team
     terms: Mapping[str, Any]
-    step: Callable[[], int]
+    rates: Rates
     moments: Moments | None
     diverged: Callable[[], object]
 

@@ -18,7 +18,7 @@ from deepspeed_compress.transport.errors import AuthenticationError, OtherServic
 from deepspeed_compress.transport.fields import check_message
 from deepspeed_compress.transport.frames import Limits
 
-__all__ = ["Client", "status"]
+__all__ = ["Client", "forget", "status"]
 
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -75,8 +75,8 @@ class Client:
         self.version = 0
         """Of the anchor that this island has: what it says when it joins again."""
         self._address, self._timeout, self._give_up = address, timeout, give_up
-        self._joining = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
-        self._joining |= {"addresses": list(addresses), "process": process}
+        self._joining: dict[str, Any] = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
+        self._joining |= {"addresses": list(addresses), "process": process, "give_up": float(give_up)}
         self._change = threading.Condition()
         self._credentials = credentials or Credentials.find()
         self._connection: Connection | None = None
@@ -88,8 +88,13 @@ class Client:
         self._talking = threading.Thread(target=self._stay_connected, daemon=True)
         self._talking.start()
         threading.Thread(target=self._beat, daemon=True).start()
-        with self._change:
-            self._await(lambda: self.run is not None, time.monotonic())
+        try:
+            with self._change:
+                self._await(lambda: self.run is not None, time.monotonic())
+        except BaseException:
+            # Its threads would join later, and the others would wait for an island that does not train.
+            self.leave()
+            raise
 
     def sources(self) -> Anchor:
         """Who has the newest anchor. Waits for as many islands as there must be."""
@@ -239,18 +244,33 @@ def status(address: str, timeout: float = 5.0, credentials: Credentials | None =
     """Return the summary of whatever service of the package runs at `address`.
 
     Raises:
-        OSError: if nobody answers there in time, or something else does.
+        OSError: nobody answers there in time, or something else does.
     """
     found = credentials or Credentials.find()
     try:
-        return _status(address, COORDINATOR, timeout, found)
+        return _status_after(address, COORDINATOR, timeout, found)
     except OtherServiceError as error:
-        return _status(address, error.service, timeout, found)
+        return _status_after(address, error.service, timeout, found)
 
 
-def _status(address: str, service: str, timeout: float, credentials: Credentials) -> dict[str, Any]:
+def forget(
+    address: str, numbers: Sequence[int], timeout: float = 5.0, credentials: Credentials | None = None
+) -> dict[str, Any]:
+    """Declare the islands `numbers` gone for ever, and return the summary of the coordinator after that.
+
+    Raises:
+        OSError: no coordinator answers at `address` in time.
+    """
+    request = {"kind": "forget", "numbers": list(numbers)}
+    return _status_after(address, COORDINATOR, timeout, credentials or Credentials.find(), request)
+
+
+def _status_after(
+    address: str, service: str, timeout: float, credentials: Credentials, *requests: Message
+) -> dict[str, Any]:
     with connect(address, service, credentials, timeout, Limits(head=_HEAD, patience=timeout)) as connection:
-        connection.send({"kind": "status"})
+        for request in (*requests, {"kind": "status"}):
+            connection.send(request)
         answer = connection.receive(timeout)
     if answer is None:
         raise TimeoutError(f"no answer for {timeout:g} s")

@@ -1,23 +1,49 @@
-"""What a coordinator knows: of islands, of the round that runs, and what must outlive it."""
+"""Records of a coordinator: its islands, the round that runs, and the state that must outlive it."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_compress.services.rendezvous.wire import Message, Round
+from deepspeed_compress.services.rendezvous.requests import Join
+from deepspeed_compress.services.rendezvous.wire import Round
 
-__all__ = ["Island", "Running", "Saved"]
+__all__ = ["Holder", "Island", "Running", "Saved"]
 
 KEPT = 1000
-"""Versions that are remembered: an island that comes back after more exchanges counts as a new one."""
+"""Number of versions that are remembered: an island that comes back after more exchanges counts as a new one."""
+PATIENCE = 30.0
+"""Patience with an absent island that has not said how long it waits, in units of `timeout`."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """An island that has an anchor of the run and has not left, connected or not.
+
+    `patience`: seconds of absence after which the others may go on from an older anchor.
+    """
+
+    version: int
+    host: str = ""
+    patience: float = 0.0
 
 
 @dataclass
 class Saved:
-    """What must outlive the coordinator. `terms`: what islands must agree upon. `version`: of the newest anchor.
-    `lineage`: versions that it comes from, it among them. `members`: numbers of the islands of the last round.
-    `claimed`: run and version of the checkpoint that it began from. `unproven`: nothing was exchanged since it began.
+    """State that must outlive the coordinator.
+
+    Attributes:
+        run: unique name of the run.
+        terms: settings that all islands must have alike.
+        version: version of the newest anchor.
+        lineage: versions that the newest anchor comes from, itself included.
+        next_round: id of the next round.
+        next_number: number of the next island.
+        members: numbers of the islands in the last committed round.
+        claimed: run and version of the checkpoint that the run began from; None if it began with new weights.
+        unproven: True until something is exchanged after the run began with new weights.
+        holders: the islands that have an anchor of the lineage and have not left, by number. The file of an earlier
+            release has none: then they are the members of the last round.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -29,57 +55,90 @@ class Saved:
     members: list[int] = field(default_factory=list)
     claimed: list[Any] | None = None
     unproven: bool = True
+    holders: dict[int, Holder] = field(default_factory=dict)
 
-    def begin(self, version: int, claimed: list[Any] | None) -> None:
-        """From now on all comes from the anchor of `version`."""
+    def __post_init__(self) -> None:
+        found: Mapping[Any, Any] = self.holders or {number: Holder(self.version) for number in self.members}
+        # JSON has texts for keys.
+        self.holders = {int(number): one if isinstance(one, Holder) else Holder(**one) for number, one in found.items()}
+
+    def begin(self, version: int, claimed: list[Any] | None, members: Iterable[int] = ()) -> None:
+        """Begin anew with the anchor of `version`, which `members` have agreed upon. What others hold means nothing any
+        more."""
         self.version, self.lineage, self.claimed, self.unproven = version, [version], claimed, claimed is None
         self.next_round = max(self.next_round, version + 1)
+        self.members, self.holders = list(members), {}
 
     def commit(self, round_: Round) -> None:
+        """Make the anchor that `round_` results in the newest. Versions after its base are dropped."""
         self.version, self.unproven = round_.id, False
-        # What came after the base has died with those who had it.
         self.lineage = [*(one for one in self.lineage if one <= round_.base), round_.id][-KEPT:]
         self.members = [one.number for one in round_.partners]
+        self.holders = {number: one for number, one in self.holders.items() if one.version in self.lineage}
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """The islands `numbers` are gone for ever."""
+        gone = set(numbers)
+        self.members = [number for number in self.members if number not in gone]
+        self.holders = {number: one for number, one in self.holders.items() if number not in gone}
 
 
 @dataclass
 class Island:
-    """One that lives. `arrived`: samples with which it waits for a round. `waits`: the kind of the message by which it
-    waits for an anchor; "": it does not. `claim`: run and version of the anchor that it has loaded. `late`: it has let
-    the others wait, and not been heard of since. `told`: why it waits for an anchor."""
+    """An island that is connected.
+
+    Attributes:
+        heard: time of its last message.
+        version: version of its anchor; 0 for none.
+        arrived: number of samples with which it waits for a round; None if it does not wait for one.
+        waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
+        asked: time since which it waits for an anchor.
+        claim: run and version of the anchor that it has loaded.
+        late: True if it let the others wait and has not arrived since.
+        told: reason that it was given for its waiting.
+    """
 
     number: int
     store: str
     addresses: list[str]
     process: str
+    patience: float
     heard: float
     version: int = 0
     arrived: int | None = None
     waits: str = ""
+    asked: float = 0.0
     claim: list[Any] | None = None
     late: bool = False
     told: str = ""
 
     @classmethod
-    def of(cls, message: Message, now: float) -> "Island":
-        """Who says `join`; its number is -1 where it has none. ValueError, KeyError or TypeError where a part of the
-        message is missing or is none."""
-        number, terms = message.get("number"), {**message["terms"]}
-        if not (float(terms.get("timeout", 1.0)) > 0 and int(terms.get("minimum", 1)) > 0):
-            raise ValueError(f"no terms: {terms}")
-        return cls(
-            -1 if number is None else int(number),
-            str(message["store"]),
-            [str(address) for address in message["addresses"]],
-            str(message.get("process", "")),
-            now,
-            int(message.get("version", 0)),
-        )
+    def of(cls, join: Join, number: int, now: float) -> "Island":
+        """Return the island `number`, which has said `join`."""
+        timeout = float(join.terms.get("timeout", 1.0))
+        # Half: those that wait for it outlast it, though they wait no longer than it would.
+        patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
+        return cls(number, join.store, list(join.addresses), join.process, patience, now)
+
+    @property
+    def host(self) -> str:
+        return self.store.rpartition(":")[0]
+
+    def wait(self, kind: str, now: float) -> None:
+        """Wait for an anchor, by a message of `kind`."""
+        if not self.waits:
+            self.asked, self.told = now, ""
+        self.waits = kind
 
 
 @dataclass
 class Running:
-    """A round whose exchange goes on. `votes`: by the name of an island, None until it has voted."""
+    """A round whose exchange goes on.
+
+    `votes`: by name of the island, None until it has voted. `told`: when those that have voted last heard for whom they
+    wait.
+    """
 
     round: Round
     votes: dict[str, bool | None]
+    told: float

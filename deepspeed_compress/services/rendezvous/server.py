@@ -14,13 +14,12 @@ from typing import Protocol, TextIO
 from deepspeed_compress.errors import ConfigError, StateError
 from deepspeed_compress.services.rendezvous.coordinator import Coordinator
 from deepspeed_compress.services.rendezvous.membership_log import MembershipLog
-from deepspeed_compress.services.rendezvous.messages import FROM_ISLANDS
 from deepspeed_compress.services.rendezvous.records import Saved
+from deepspeed_compress.services.rendezvous.requests import check_request
 from deepspeed_compress.services.rendezvous.wire import COORDINATOR, Message
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.errors import ProtocolError
-from deepspeed_compress.transport.fields import Table, check_message
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.notices import Notices, ignore
 from deepspeed_compress.transport.outgoing import Outgoing, flush_all
@@ -125,17 +124,25 @@ def island_server(
     """Return a server for a coordinator of islands, which continues from `file` if that has a state."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), came_back=saved is not None)
-    service = Service(COORDINATOR, "island", FROM_ISLANDS)
+    service = Service(COORDINATOR, "island", check_request, frozenset({"forget"}))
     return Server(service, machine, file, host, port, told, credentials or Credentials.find())
 
 
 @dataclass(frozen=True)
 class Service:
-    """Name of a service, what its clients are called, and the messages that they may send."""
+    """A service.
+
+    Attributes:
+        name: name of the service.
+        member: what its clients are called.
+        check: raises ProtocolError for a message that clients may not send.
+        requests: kinds of messages that a client may send without joining, such as a command of a user.
+    """
 
     name: str
     member: str
-    table: Table
+    check: Callable[[Message], object]
+    requests: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -154,7 +161,7 @@ class Server:
     machine is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
 
     Args:
-        service: what is served. A message that is not in its table ends the connection of its client.
+        service: what is served. A message that its check refuses ends the connection of its client.
         machine: called for every message.
         file: where the state is kept before anything is said; None keeps nothing.
         host: address to listen at; "" for all.
@@ -176,7 +183,7 @@ class Server:
         told: Callable[[str], None],
         credentials: Credentials,
     ) -> None:
-        self._machine, self._table, self._file = machine, service.table, file
+        self._machine, self._service, self._file = machine, service, file
         self._log, self._notices = MembershipLog(told, service.member), Notices(told)
         self._transport = TransportServer(service.name, self._attend, host, port, credentials, _LIMITS, told=told)
         self.port = self._transport.port
@@ -254,10 +261,10 @@ class Server:
         if head["kind"] == "status":
             client.outgoing.put({"kind": "status", **self._machine.status(now)})
             return
-        check_message(head, self._table)
+        self._service.check(head)
         if head["kind"] == "join":
-            self._join(client, head["name"])
-        if not client.name:
+            self._join(client, head.get("name", ""))
+        if not client.name and head["kind"] not in self._service.requests:
             # A beat may overtake the first message of a client.
             return
         if head["kind"] == "beat":
@@ -268,6 +275,8 @@ class Server:
         self._deliver()
 
     def _join(self, client: _Client, name: str) -> None:
+        if not name:
+            raise ProtocolError("a client joins without a name")
         if client.name not in ("", name):
             raise ProtocolError("a connection is of one client, and it joins under a second name")
         former = self._clients.get(name)

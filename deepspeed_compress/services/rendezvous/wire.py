@@ -1,7 +1,8 @@
 """Messages between islands and their coordinator: heads of frames of the transport, without bodies.
 
 An island says: `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
-wants to exchange), `vote` (how its exchange went), `sources` (who has the newest anchor), `leave`. The coordinator
+wants to exchange), `vote` (how its exchange went), `sources` (who has the newest anchor), `leave`. A user says `forget`
+(islands that are gone for ever). The coordinator
 answers `welcome`, `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and says `open` by itself. Whoever lost a
 connection says `join` again and repeats what was not answered: all of it may be said twice.
 """

@@ -1,0 +1,138 @@
+"""Learning rates of islands: what an island hands out beside its anchor, and how one that comes late follows it.
+
+Schedules count steps, so an island that comes late takes as many steps of its own schedule as the others have taken. A
+schedule that is stepped by a metric (ReduceLROnPlateau) takes over their state and rates instead. Then both have the
+same rates, unless their programs or configurations differ, which a warning tells with both of them.
+"""
+
+import inspect
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
+
+__all__ = ["Rates", "rates_of", "warn_of_unequal_rates"]
+
+_POINTER = "/deepspeed_compress/islands"
+_PROGRESS = frozenset(
+    {"last_epoch", "last_batch_iteration", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "lr_lambdas"}
+)
+"""Keys in the state of a schedule that change as it goes on, or say nothing of it."""
+
+
+def rates_of(engine: Any) -> list[float]:
+    """Return the learning rate of each parameter group."""
+    return [float(group["lr"]) for group in engine.optimizer.param_groups]
+
+
+def warn_of_unequal_rates(own: Sequence[float], theirs: Sequence[float], whose: str) -> None:
+    """Tell with a CompressWarning if the rates of this island are not those of the others."""
+    if len(own) == len(theirs) and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(own, theirs, strict=True)):
+        return
+    text = (
+        f"{_POINTER}: the learning rates of this island are {list(own)}, and those of {whose} {list(theirs)}, at the "
+        "same step: give all islands the same optimizer and schedule, and step schedules through the engine"
+    )
+    warnings.warn(text, CompressWarning, stacklevel=2)
+
+
+class Rates:
+    """The learning rates and the schedule of one engine.
+
+    Attributes:
+        ahead: number of steps by which the schedule is ahead of those of the engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.ahead = engine, 0
+        self.note()
+
+    @property
+    def step(self) -> int:
+        """Step of the schedule."""
+        return int(self._engine.global_steps) + self.ahead
+
+    def note(self) -> None:
+        """Take down what other islands are told from now on: a thread hands it out, in the middle of a step."""
+        scheduler = self._engine.lr_scheduler
+        self._told = {
+            "step": self.step,
+            "rates": rates_of(self._engine),
+            "schedule": type(scheduler).__name__,
+            "state": None if scheduler is None else _as_json(scheduler),
+        }
+
+    def told(self) -> Mapping[str, Any]:
+        """Return what an island that comes needs to have the same rates."""
+        return self._told
+
+    def follow(self, about: Mapping[str, Any]) -> None:
+        """Go on with the rates where the others are, who have told `about`."""
+        ahead, scheduler = int(about.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
+        if scheduler is not None and ahead > self.ahead and _needs_metric(scheduler):
+            self._take_over(scheduler, about)
+        elif scheduler is not None:
+            _step(scheduler, ahead - self.ahead)
+        level = ahead >= self.ahead
+        self.ahead = max(self.ahead, ahead)
+        if "rates" in about and level:
+            warn_of_unequal_rates(rates_of(self._engine), about["rates"], "the others")
+            self._warn_of_another_schedule(about)
+        self.note()
+
+    def _take_over(self, scheduler: Any, about: Mapping[str, Any]) -> None:
+        kind, state, rates = type(scheduler).__name__, about.get("state"), about.get("rates", [])
+        groups = self._engine.optimizer.param_groups
+        if about.get("schedule") != kind or state is None or len(rates) != len(groups):
+            raise UnsupportedError(
+                f"{_POINTER}/elastic: the schedule {kind} is stepped by a metric, so an island that comes late cannot "
+                f"follow the others, who have {about.get('schedule', 'said nothing of theirs')} (allowed: the same in "
+                "all islands that meet in rounds, or a schedule of steps); write such a one"
+            )
+        scheduler.load_state_dict(state)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _warn_of_another_schedule(self, about: Mapping[str, Any]) -> None:
+        own, theirs = self._engine.lr_scheduler, about.get("state") or {}
+        kinds = (type(own).__name__, about.get("schedule"))
+        if own is None or not theirs or kinds[0] != kinds[1]:
+            return
+        texts = list(_differences(_as_json(own) or {}, theirs))
+        if texts:
+            text = f"{_POINTER}: {kinds[0]} of this island has {', '.join(texts)}; write the same into all islands"
+            warnings.warn(text, CompressWarning, stacklevel=2)
+
+
+def _differences(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of two schedules that differ."""
+    for key in sorted({*own} & {*theirs} - _PROGRESS):
+        if not key.startswith("_") and own[key] != theirs[key]:
+            yield f"{key} {own[key]!r} where that of the others has {theirs[key]!r}"
+
+
+def _as_json(scheduler: Any) -> dict[str, Any] | None:
+    """Return the state of `scheduler` as another island will read it; None if it is not plain data."""
+    try:
+        state: dict[str, Any] = json.loads(json.dumps(scheduler.state_dict()))
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return state
+
+
+def _needs_metric(scheduler: Any) -> bool:
+    """Return True if `scheduler` is stepped with an argument."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _step(scheduler: Any, times: int) -> None:
+    with warnings.catch_warnings():
+        # torch tells those who step a schedule before an optimizer.
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(times):
+            scheduler.step()

@@ -1,0 +1,27 @@
+"""Tags of checkpoints that islands save: directories below the one that each island has for itself."""
+
+import re
+from pathlib import Path, PurePath
+
+from deepspeed_compress.errors import ConfigError
+
+__all__ = ["ISLAND", "check_tag", "tag_of_file"]
+
+ISLAND = re.compile(r"island_\d{4}")
+"""Name of the directory of an island."""
+
+
+def check_tag(tag: str) -> None:
+    """Raise ConfigError if a checkpoint with `tag` would lie outside of the directory of its island, or in that of
+    another island. Slashes are allowed: "epoch/1"."""
+    path = PurePath(tag)
+    if path.is_absolute() or ".." in path.parts or any(ISLAND.fullmatch(part) for part in path.parts):
+        raise ConfigError(
+            f"save_checkpoint: tag {tag!r} is not below the directory of this island, and islands would overwrite each "
+            'other (allowed: a relative path without ".." and "island_0001"); write "epoch/1", for instance'
+        )
+
+
+def tag_of_file(file: str | Path, directory: str | Path) -> str:
+    """Return the tag of the checkpoint in `directory` that `file` is of. A tag may have several parts."""
+    return Path(file).parent.relative_to(directory).as_posix()

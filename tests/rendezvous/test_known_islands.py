@@ -1,0 +1,460 @@
+"""Decisions of the coordinator about islands that are known and not connected: nobody drops what they hold."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.coordinated import PATIENCE, TIMEOUT, World, terms
+
+
+def trained(*names: str, minimum: int = 1, rounds: int = 1) -> World:
+    """Return a world in which the islands `names` have exchanged."""
+    world = World(minimum=minimum)
+    world.begin(*names)
+    for _ in range(rounds):
+        exchange(world, *names)
+    return world
+
+
+def exchange(world: World, *names: str) -> None:
+    world.arrive(*names)
+    world.vote(*names)
+    for name in names:
+        world.say(name, "ready", version=world.coordinator.saved.version)
+
+
+def join_again(world: World, name: str, number: int, version: int) -> None:
+    world.join(name, number=number, version=version, run=world.coordinator.saved.run)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_newcomer_does_not_begin_anew_while_trained_islands_are_cut_off(restarted: bool) -> None:
+    world = trained("a", "b")
+    if restarted:
+        world.restart()
+    else:
+        world.lose("a")
+        world.lose("b")
+    world.join("c")
+    world.say("c", "sources")
+    world.wait(TIMEOUT, "c")
+    # It may have a checkpoint to load, so it trains with its own weights, which count for nothing.
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
+    world.say("c", "ready", version=0)
+    world.arrive("c")
+    world.wait(10 * PATIENCE, "c")
+    assert world.count("c", "round") == 0
+    why = world.last("c", "waiting")["why"]
+    assert "island 0 (a) and island 1 (b) have the newest weights" in why
+    assert "ds-compress islands forget HOST:PORT 0 1" in why
+    join_again(world, "a", 0, 2)
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
+
+
+def test_an_island_that_is_behind_does_not_go_on_while_the_newest_are_cut_off() -> None:
+    world = trained("a", "b", "c")
+    world.lose("c")
+    for _ in range(5):
+        exchange(world, "a", "b")
+    world.lose("a")
+    world.lose("b")
+    join_again(world, "c", 2, 2)
+    world.arrive("c")
+    world.wait(PATIENCE - 1, "c")
+    assert world.last("c", "over")
+    join_again(world, "a", 0, 7)
+    world.arrive("a", "c")
+    assert world.last("a", "round")["base"] == 7
+
+
+def test_a_newcomer_waits_for_the_newest_anchor_and_not_for_an_older_one() -> None:
+    world = trained("a", "b")
+    world.lose("b")
+    exchange(world, "a")
+    world.lose("a")
+    join_again(world, "b", 1, 2)
+    world.join("c")
+    world.say("c", "sources")
+    assert world.count("c", "anchor") == 0
+    assert "island 0 (a) has the newest weights" in world.last("c", "waiting")["why"]
+    world.wait(PATIENCE + 0.5, "b", "c")
+    assert [one for one in world.told["c"] if one["kind"] == "anchor"][-1]["version"] in (0, 2)
+    world.say("c", "sources")
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": [["b:2"]]}
+
+
+def test_islands_that_left_are_not_waited_for() -> None:
+    world = trained("a", "b")
+    world.say("a", "leave")
+    world.say("b", "leave")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == []
+    world.arrive("c")
+    assert world.partners("c") == [2]
+
+
+def test_one_that_died_is_not_waited_for_by_those_who_have_the_newest_anchor() -> None:
+    world = trained("a", "b")
+    world.lose("a")
+    world.arrive("b")
+    assert world.partners("b") == [1]
+    world.vote("b")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == [["b:2"]]
+
+
+def test_one_that_died_long_ago_does_not_outlive_those_that_went_on() -> None:
+    world = trained("a", "b")
+    world.lose("a")
+    world.wait(PATIENCE + 0.5, "b")
+    exchange(world, "b")
+    world.say("b", "leave")
+    world.begin("c")
+    assert world.last("c", "anchor")["sources"] == []
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_islands_that_died_before_any_exchange_are_waited_for_as_long_as_their_patience(minimum: int) -> None:
+    world = World(minimum=minimum)
+    world.begin(*"ab"[:minimum])
+    for name in "ab"[:minimum]:
+        world.lose(name)
+    new = "cd"[:minimum]
+    for name in new:
+        world.join(name)
+        world.say(name, "sources")
+    assert world.coordinator.saved.version == 1
+    world.wait(TIMEOUT, *new)
+    for name in new:
+        world.say(name, "ready", version=0)
+    world.arrive(*new)
+    world.wait(PATIENCE, *new)
+    assert world.coordinator.saved.version == 2
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 2, "sources": []}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_user_declares_islands_gone(restarted: bool) -> None:
+    world = trained("a", "b")
+    for name in "ab":
+        world.lose(name)
+    if restarted:
+        world.restart()
+    world.join("c")
+    world.say("c", "sources")
+    world.say("", "forget", numbers=[0])
+    world.wait(10 * PATIENCE, "c")
+    assert world.coordinator.saved.version == 2
+    assert [one["number"] for one in world.coordinator.status(0.0)["missing"]] == [1]
+    world.say("", "forget", numbers=[1, 2, 77])
+    assert world.coordinator.status(0.0)["missing"] == []
+    assert [one["number"] for one in world.coordinator.status(0.0)["islands"]] == [2]
+    world.say("c", "ready", version=0)
+    world.arrive("c")
+    assert world.last("c", "anchor")["version"] == 3
+    # One that was not gone after all takes what the others have.
+    join_again(world, "a", 0, 2)
+    world.arrive("a")
+    assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
+
+
+def test_terms_are_those_of_islands_that_have_not_left() -> None:
+    world = trained("a")
+    world.lose("a")
+    other = {**terms(), "outer": "nesterov"}
+    world.join("b", terms=other)
+    assert "outer is 'nesterov', that of the others 'average'" in world.last("b", "refused")["why"]
+    assert "ds-compress islands forget HOST:PORT 0" in world.last("b", "refused")["why"]
+    join_again(world, "a", 0, 2)
+    assert world.last("a", "welcome")
+    world.say("a", "leave")
+    world.join("b", terms=other)
+    assert world.last("b", "welcome")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_all_begin_with_the_newest_checkpoint_after_a_power_cut(restarted: bool, asks: bool) -> None:
+    """Each asks for the others' anchor first, when its engine is made, and then loads its checkpoint."""
+    world = trained("a", "b", "c", minimum=2, rounds=12)
+    for name in "abc":
+        world.lose(name)
+    if restarted:
+        world.restart()
+    for number, (name, version) in enumerate([("d", 9), ("e", 12), ("f", 11)]):
+        world.join(name)
+        if asks:
+            world.say(name, "sources")
+            world.wait(TIMEOUT, *"def"[: number + 1])
+            assert world.last(name, "anchor")["version"] in (0, 12)
+            world.say(name, "ready", version=world.last(name, "anchor")["version"])
+        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=version)
+    newest = {name: world.last(name, "anchor") for name in "def"}
+    assert {one["version"] for one in newest.values()} == {12}
+    assert newest["e"]["sources"] == []
+    assert newest["d"]["sources"] == newest["f"]["sources"] == [["e:2"]]
+    for name in "def":
+        world.say(name, "ready", version=12)
+    world.arrive("d", "e", "f")
+    assert world.last("d", "round")["base"] == 12
+
+
+def test_a_checkpoint_waits_for_trained_islands_that_are_cut_off() -> None:
+    world = trained("a", "b", rounds=9)
+    world.lose("a")
+    world.lose("b")
+    world.join("c")
+    world.say("c", "claim", run=world.coordinator.saved.run, number=0, version=4)
+    world.wait(PATIENCE - 1, "c")
+    assert world.count("c", "anchor") == 0
+    assert "island 1 (b) has the newest weights" in world.last("c", "waiting")["why"]
+    join_again(world, "b", 1, 10)
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 10, "sources": [["b:2"]]}
+
+
+def test_a_checkpoint_of_the_lineage_is_taken_where_others_are_behind() -> None:
+    """c was cut off in the first round; the others were killed, and have saved since."""
+    world = trained("a", "b", "c")
+    world.lose("c")
+    for _ in range(8):
+        exchange(world, "a", "b")
+    for name in "ab":
+        world.lose(name)
+    join_again(world, "c", 2, 2)
+    for number, (name, version) in enumerate([("d", 9), ("e", 8)]):
+        world.join(name)
+        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=version)
+    assert world.last("d", "anchor") == {"kind": "anchor", "version": 9, "sources": []}
+    assert world.last("e", "anchor") == {"kind": "anchor", "version": 9, "sources": [["d:2"]]}
+    world.say("d", "ready", version=9)
+    world.arrive("d", "c")
+    world.wait(TIMEOUT, *"cde")
+    assert world.last("c", "round")["base"] == 9
+
+
+def test_a_checkpoint_of_another_run_does_not_replace_islands_that_have_not_left() -> None:
+    world = trained("a")
+    world.lose("a")
+    world.join("c")
+    world.say("c", "claim", run="other", number=0, version=400)
+    world.wait(10 * PATIENCE, "c")
+    assert world.coordinator.saved.version == 2
+    world.say("", "forget", numbers=[0])
+    assert world.last("c", "anchor") == {"kind": "anchor", "version": 400, "sources": []}
+
+
+def test_a_coordinator_that_comes_back_after_a_new_beginning_waits_for_those_who_agreed_to_it() -> None:
+    world = trained("a", "b", minimum=2, rounds=3)
+    for name in "ab":
+        world.lose(name)
+    for number, name in enumerate("cd"):
+        world.join(name)
+        world.say(name, "claim", run=world.coordinator.saved.run, number=number, version=3)
+    assert world.last("d", "anchor")["version"] == 3
+    world.restart()
+    for number, name in enumerate("cd"):
+        join_again(world, name, number + 2, 3)
+    world.arrive("c", "d")
+    assert world.partners("c") == [2, 3]
+
+
+def test_the_file_of_an_earlier_release_knows_the_islands_of_the_last_round() -> None:
+    world = trained("a", "b")
+    saved = json.loads(world.coordinator.to_save())
+    del saved["holders"]
+    world.coordinator.to_save = lambda: json.dumps(saved)  # type: ignore[method-assign]
+    world.restart()
+    world.join("c")
+    world.say("c", "sources")
+    assert [one["number"] for one in world.coordinator.status(0.0)["missing"]] == [0, 1]
+    world.wait(10 * PATIENCE, "c")
+    assert world.coordinator.saved.version == 2
+
+
+def test_who_waits_is_told_which_islands_it_waits_for() -> None:
+    world = World(minimum=2)
+    world.join("a")
+    world.say("a", "sources")
+    assert world.last("a", "waiting")["why"].endswith("1 of them is (island 0); start 1 more")
+    world.begin("b")
+    world.say("a", "ready", version=1)
+    world.arrive("a", "b")
+    world.vote("a")
+    world.wait(TIMEOUT, "a", "b")
+    assert world.last("a", "waiting")["why"] == "the exchange of round 2 is not over for island 1 (b)"
+    assert world.count("b", "waiting") == 0
+    world.vote("b")
+    world.restart()
+    join_again(world, "a", 0, 2)
+    world.say("a", "arrive", version=2, samples=1)
+    world.wait(TIMEOUT, "a")
+    assert "missing: island 1. Start" in world.last("a", "waiting")["why"]
+
+
+@dataclass
+class Process:
+    """An island as it really is, whatever the coordinator knows of it."""
+
+    name: str
+    connected: bool = True
+    version: int = 0
+    heard: int = 0
+    """Number of messages that it has read."""
+
+
+@dataclass
+class Chaos:
+    """A random schedule of islands that come, are cut off, die, save, restart, vote and leave, and of a coordinator
+    that is started again. What it may never do is checked after every act."""
+
+    random: random.Random
+    world: World = field(default_factory=World)
+    alive: list[Process] = field(default_factory=list)
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+    outcomes: dict[int, bool] = field(default_factory=dict)
+    count: int = 0
+
+    def act(self) -> None:
+        before = json.loads(self.world.coordinator.to_save())
+        patient = {one.name for one in self.cut_off()}
+        acts = {"come": 2, "load": 1, "cut": 2, "back": 4, "kill": 1, "leave": 1, "arrive": 10, "vote": 10, "save": 3}
+        acts |= {"wait": 3, "restart": 1}
+        getattr(self, f"do_{self.random.choices([*acts], [*acts.values()])[0]}")()
+        self.read()
+        self.check(before, patient)
+
+    def connected(self) -> list[Process]:
+        return [one for one in self.alive if one.connected]
+
+    def cut_off(self) -> list[Process]:
+        return [one for one in self.alive if not one.connected]
+
+    def number(self, one: Process) -> int:
+        return int(self.world.last(one.name, "welcome")["number"])
+
+    def pick(self, among: list[Process]) -> Iterator[Process]:
+        yield from self.random.sample(among, 1) if among else ()
+
+    def new(self) -> Process:
+        self.count += 1
+        one = Process(f"i{self.count}")
+        self.alive.append(one)
+        self.world.join(one.name)
+        self.world.say(one.name, "sources")
+        return one
+
+    def do_come(self) -> None:
+        if len(self.alive) < 5:
+            self.new()
+
+    def do_load(self) -> None:
+        for number, version in self.random.sample(self.checkpoints, 1) if self.checkpoints else ():
+            one, run = self.new(), self.world.coordinator.saved.run
+            self.world.wait(TIMEOUT, *(one.name for one in self.connected()))
+            self.world.say(one.name, "claim", run=run, number=number, version=version)
+
+    def do_cut(self) -> None:
+        for one in self.pick(self.connected()):
+            one.connected = False
+            self.world.lose(one.name)
+
+    def do_back(self) -> None:
+        for one in self.pick(self.cut_off()):
+            one.connected = True
+            self.back(one)
+
+    def back(self, one: Process) -> None:
+        join_again(self.world, one.name, self.number(one), one.version)
+        if one.version == 0:
+            self.world.say(one.name, "sources")
+
+    def do_kill(self) -> None:
+        for one in self.pick(self.alive):
+            self.alive.remove(one)
+            self.dead.append(one.name)
+            self.world.lose(one.name)
+
+    def do_leave(self) -> None:
+        for one in self.pick(self.connected()):
+            self.alive.remove(one)
+            self.world.say(one.name, "leave")
+
+    def do_arrive(self) -> None:
+        for one in self.pick([one for one in self.connected() if one.name not in self.world.voting()]):
+            self.world.say(one.name, "arrive", version=one.version, samples=5)
+
+    def do_vote(self) -> None:
+        voting = [one for one in self.connected() if one.name in self.world.voting()]
+        for one in self.pick(voting):
+            self.world.vote(one.name, ok=self.random.random() < 0.9)
+
+    def do_save(self) -> None:
+        for one in self.pick([one for one in self.alive if one.version]):
+            self.checkpoints.append((self.number(one), one.version))
+
+    def do_wait(self) -> None:
+        self.world.wait(self.random.choice([0.5, TIMEOUT]), *(one.name for one in self.connected()))
+
+    def do_restart(self) -> None:
+        self.world.restart()
+        for one in self.connected():
+            self.back(one)
+            for id_ in [self.world.last(one.name, "round")["id"]] if one.name in self.world.voting() else ():
+                self.world.say(one.name, "vote", round=id_, ok=True)
+
+    def read(self) -> None:
+        """The islands hear what they were told: anchors, and outcomes."""
+        for one in self.connected():
+            told = self.world.told[one.name][one.heard :]
+            one.heard += len(told)
+            for message in told:
+                if message["kind"] == "anchor":
+                    one.version = message["version"]
+                elif message["kind"] == "outcome":
+                    committed = self.outcomes.setdefault(message["id"], message["committed"])
+                    assert committed == message["committed"], "a round has one outcome"
+                    one.version = message["id"] if committed else one.version
+            if any(message["kind"] in ("anchor", "outcome") for message in told):
+                self.world.say(one.name, "ready", version=one.version)
+
+    def check(self, before: dict[str, Any], patient: set[str]) -> None:
+        after = self.world.coordinator.saved
+        again = after.version != before["version"] and after.lineage == [after.version]
+        if again and not before["unproven"]:
+            holding = [one.name for one in self.alive if one.version in before["lineage"] and one.name not in patient]
+            assert after.claimed is not None or not before["holders"], "nobody begins anew while holders have not left"
+            assert not [name for name in holding if after.claimed is None], "trained islands are not dropped"
+
+    def mend(self) -> None:
+        """The network is whole again, dead islands are declared gone, and all do what they should."""
+        for one in self.cut_off():
+            one.connected = True
+            self.back(one)
+        if not self.alive:
+            self.new()
+        missing = [one["number"] for one in self.world.coordinator.status(0.0)["missing"]]
+        self.world.say("", "forget", numbers=missing)
+        for _ in range(4):
+            self.read()
+            self.world.vote(*(one.name for one in self.alive if one.name in self.world.voting()))
+            self.world.wait(PATIENCE, *(one.name for one in self.alive))
+            self.read()
+            # An island that is behind opens no round, and arrives when it hears of one.
+            for one in sorted(self.alive, key=lambda one: -one.version):
+                if one.name not in self.world.voting():
+                    self.world.say(one.name, "arrive", version=one.version, samples=5)
+            self.world.wait(TIMEOUT, *(one.name for one in self.alive))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_nothing_trained_is_dropped_and_nobody_waits_for_ever(seed: int) -> None:
+    chaos = Chaos(random.Random(seed))
+    for _ in range(100):
+        chaos.act()
+    chaos.mend()
+    assert len(chaos.world.voting()) == len(chaos.alive)

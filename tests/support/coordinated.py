@@ -1,0 +1,96 @@
+"""A coordinator of islands as a state machine, its islands, and a clock."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_compress.services.rendezvous.coordinator import Coordinator
+from deepspeed_compress.services.rendezvous.records import Saved
+
+TIMEOUT = 5.0
+GIVE_UP = 20.0
+PATIENCE = GIVE_UP / 2
+"""Seconds for which others wait for an absent island that has the newest anchor."""
+
+
+def terms(minimum: int = 1) -> dict[str, Any]:
+    return {"timeout": TIMEOUT, "minimum": minimum, "outer": "average"}
+
+
+class World:
+    """Islands by name, what they were told, and a clock: a coordinator without sockets."""
+
+    def __init__(self, minimum: int = 1, saved: Saved | None = None, came_back: bool = False) -> None:
+        self.coordinator = Coordinator(saved or Saved(), came_back)
+        self.minimum, self.now = minimum, 0.0
+        self.told: dict[str, list[Mapping[str, Any]]] = {}
+
+    def say(self, name: str, kind: str, **fields: Any) -> None:
+        self.coordinator.hear(name, {"kind": kind, **fields}, self.now)
+        self.deliver()
+
+    def deliver(self) -> None:
+        for name, message in self.coordinator.take():
+            self.told.setdefault(name, []).append(message)
+
+    def lose(self, name: str) -> None:
+        self.coordinator.lost(name, self.now)
+        self.deliver()
+
+    def wait(self, seconds: float, *alive: str) -> None:
+        """Let time pass, with beats of the islands that live."""
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            for name in alive:
+                self.say(name, "beat")
+            self.coordinator.tick(self.now)
+            self.deliver()
+
+    def join(self, name: str, **known: Any) -> None:
+        about = {"terms": terms(self.minimum), "give_up": GIVE_UP, **known}
+        self.say(name, "join", store=f"{name}:1", addresses=[f"{name}:2"], **about)
+
+    def begin(self, *names: str) -> None:
+        for name in names:
+            self.join(name)
+        for name in names:
+            self.say(name, "sources")
+        for name in names:
+            self.say(name, "ready", version=self.last(name, "anchor")["version"])
+
+    def arrive(self, *names: str, samples: int = 10) -> None:
+        for name in names:
+            self.say(name, "arrive", version=self.version(name), samples=samples)
+
+    def version(self, name: str) -> int:
+        return self.coordinator._islands[name].version
+
+    def vote(self, *names: str, ok: bool = True) -> None:
+        for name in names:
+            self.say(name, "vote", round=self.last(name, "round")["id"], ok=ok)
+
+    def last(self, name: str, kind: str) -> Mapping[str, Any]:
+        return next(message for message in reversed(self.told[name]) if message["kind"] == kind)
+
+    def count(self, name: str, kind: str) -> int:
+        return sum(message["kind"] == kind for message in self.told.get(name, []))
+
+    def voting(self) -> list[str]:
+        """Return the islands in a round whose outcome is open."""
+        ids = {
+            name: [max([0, *(one["id"] for one in told if one["kind"] == kind)]) for kind in ("round", "outcome")]
+            for name, told in self.told.items()
+        }
+        return sorted(name for name, (begun, ended) in ids.items() if begun > ended)
+
+    def asked(self, name: str, kind: str) -> Mapping[str, Any] | None:
+        """Return the last answer of `kind` that the island `name` was given; None for none."""
+        return next((message for message in reversed(self.told.get(name, [])) if message["kind"] == kind), None)
+
+    def restart(self) -> None:
+        """Start the coordinator again, from what it has saved. All connections end."""
+        saved = json.loads(self.coordinator.to_save())
+        self.coordinator = Coordinator(Saved(**saved), came_back=True)
+
+    def partners(self, name: str) -> list[int]:
+        return [one["number"] for one in self.last(name, "round")["partners"]]
