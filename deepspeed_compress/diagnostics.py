@@ -12,6 +12,7 @@ __all__ = [
     "Diagnostic",
     "Edit",
     "Fix",
+    "LineIndex",
     "Path",
     "Place",
     "Severity",
@@ -61,6 +62,31 @@ class Fix:
     safe: bool = True
 
 
+class LineIndex:
+    """Lines and columns of a text.
+
+    Line breaks are counted once for each block of the text, so that looking up a position takes the same time
+    wherever it is, also in a text of one long line.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._breaks, self._last_break = [0], [-1]
+        for start in range(0, len(text), self._BLOCK):
+            found = text.rfind("\n", start, start + self._BLOCK)
+            self._breaks.append(self._breaks[-1] + text.count("\n", start, start + self._BLOCK))
+            self._last_break.append(found if found >= 0 else self._last_break[-1])
+
+    def position(self, offset: int) -> tuple[int, int]:
+        """Return the line and column of a character, both from 1."""
+        block, start = offset // self._BLOCK, offset // self._BLOCK * self._BLOCK
+        found = self._text.rfind("\n", start, offset)
+        last_break = found if found >= 0 else self._last_break[block]
+        return self._breaks[block] + self._text.count("\n", start, offset) + 1, offset - last_break
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where something is wrong: in a configuration, or in steps of a run."""
@@ -76,6 +102,8 @@ class Place:
     file: str = ""
     text: str = field(default="", repr=False)
     """What is in the file."""
+    lines: LineIndex | None = field(default=None, repr=False, compare=False)
+    """Index of the lines of `text`, shared by all places in it. Without one, each lookup reads the whole text."""
 
     @property
     def region(self) -> Span:
@@ -93,7 +121,7 @@ class Place:
         return self._position(self.region.end)
 
     def _position(self, offset: int) -> tuple[int, int]:
-        return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
+        return (self.lines or LineIndex(self.text)).position(offset)
 
 
 def at(*path: str | int, span: Span | None = None) -> Place:

@@ -110,11 +110,12 @@ def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic])
 def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     view = SchemaView(raw)
     found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
-    for number, (path, detail) in enumerate(found):
-        others = [other for other, _ in found[:number]] + [other[:-1] for other, _ in found]
+    seen, around = set[Path](), {path[:-1] for path, _ in found}
+    for path, detail in found:
         # A value that may have several types is wrong once for each of them; the innermost place says most.
-        if "variants" not in view.at(path) or path not in others:
+        if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
+        seen.add(path)
 
 
 def _path(location: Path, view: SchemaView) -> Path:

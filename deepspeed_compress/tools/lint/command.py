@@ -27,7 +27,7 @@ from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.runner import lint_document, shortened
 from deepspeed_compress.tools.lint.selection import (
     Selection,
     Settings,
@@ -228,10 +228,16 @@ def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
         yield from result.fixed.remaining
 
 
+def _told(linted: Iterable[Linted], everything: bool) -> Iterator[Diagnostic]:
+    """Yield the findings of a report. One that counts gets `everything`."""
+    for result in linted:
+        yield from result.fixed.remaining if everything else shortened(result.fixed.remaining)
+
+
 def _report(linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
     fixed = sum(result.fixed.count for result in linted)
     colour = options.output_file is None and _has_colour(stream)
-    report = Report(tuple(_diagnostics(linted)), len(linted), RULES, fixed, colour, options.quiet)
+    report = Report(tuple(_told(linted, options.statistics)), len(linted), RULES, fixed, colour, options.quiet)
     text = render(report, "statistics" if options.statistics else options.output_format)
     if options.output_file is None:
         _print(text, stream)

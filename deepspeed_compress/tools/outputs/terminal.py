@@ -52,16 +52,21 @@ def _block(one: Diagnostic, colour: bool) -> str:
 
 
 def _source(one: Diagnostic) -> tuple[str, str]:
-    """The line of the place, and a line with carets under it."""
+    """Return the line of the place, and a line with carets under it."""
     text, span = one.place.text, one.place.region
-    start = text.rfind("\n", 0, span.start) + 1
-    end = text.find("\n", span.start)
-    end = len(text) if end < 0 else end
+    start, end = _line(text, span.start)
     first = max(start, span.start - _BEFORE) if end - start > _WIDTH else start
     last = min(end, first + _WIDTH)
     carets = "^" * max(1, min(span.end, last) - span.start)
     before = _visible(text[first : span.start])
     return _visible(text[first:last].rstrip("\r")), _blank(before) + carets
+
+
+def _line(text: str, at: int) -> tuple[int, int]:
+    """Return where the line around `at` starts and ends. A line is not searched beyond what can be shown of it."""
+    start, end = max(at - _WIDTH - 1, 0), min(at + _WIDTH + 1, len(text))
+    before, behind = text.rfind("\n", start, at), text.find("\n", at, end)
+    return before + 1 if before >= 0 else start, behind if behind >= 0 else end
 
 
 def _count(found: Sequence[Diagnostic], colour: bool) -> str:
