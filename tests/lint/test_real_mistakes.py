@@ -9,9 +9,12 @@ import pytest
 
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint.files import Search, sources
+from deepspeed_compress.tools.lint.fixes import apply
+from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 HF: dict[str, Any] = {"framework": "hf"}
@@ -388,3 +391,56 @@ def test_a_file_that_is_missing_is_no_syntax_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(LAUNCH + "deepspeed_config:\n  deepspeed_config_file: no.json\n")
     [found] = in_directory(tmp_path)
     assert (found.code, found.severity, found.place.start) == ("DSC732", "warning", (4, 26))
+
+
+SECTIONS = sorted(
+    (*section.path, name)
+    for section in keys().sections.values()
+    for name, key in section.keys.items()
+    if "object" in key.kinds and {*key.kinds} <= {"object", "null"} and name not in ("inference", "msamp")
+)
+
+
+@pytest.mark.parametrize("value", [True, 2, "cpu", []], ids=repr)
+@pytest.mark.parametrize("path", SECTIONS, ids="/".join)
+def test_a_plain_value_in_the_place_of_any_section_is_found(path: tuple[str, ...], value: object) -> None:
+    """DeepSpeed refuses it, but for "zero_optimization": true, which has a rule of its own."""
+    data: object = value
+    for key in reversed(path):
+        data = {key: data}
+    assert isinstance(data, dict)
+    found = lint_text(json.dumps({"train_batch_size": 8, **data}), context=Context(framework="deepspeed"))
+    assert any(one.code in ("DSC018", "DSC120") and one.place.path == path for one in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "meant"),
+    [
+        (("zero_optimization", "offload_optimizer"), "cpu", {"device": "cpu"}),
+        (("zero_optimization", "offload_optimizer"), True, {"device": "cpu"}),
+        (("zero_optimization", "offload_param"), "nvme", {"device": "nvme"}),
+        (("zero_optimization",), 2, {"stage": 2}),
+        (("optimizer",), "AdamW", {"type": "AdamW"}),
+        (("scheduler",), "WarmupLR", {"type": "WarmupLR"}),
+        (("fp16",), True, {"enabled": True}),
+        (("bf16",), False, {"enabled": False}),
+    ],
+)
+def test_a_plain_value_is_corrected_to_the_key_that_it_is_meant_for(
+    path: tuple[str, ...], value: object, meant: object
+) -> None:
+    data: object = value
+    for key in reversed(path):
+        data = {key: data}
+    document = parse(json.dumps(data))
+    fixed = apply(document, lambda one: lint_document(one, Context(), Selection(("DSC018",))), unsafe=True)
+    assert fixed.document.get(*path) == meant
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16", "optimizer", "scheduler", "flops_profiler"])
+def test_auto_in_the_place_of_a_section_is_found_whoever_reads_the_file(section: str) -> None:
+    text = json.dumps({"train_batch_size": 8, section: "auto", "zero_optimization": {"stage": 0}})
+    for framework, code in ((None, "DSC018"), ("lightning", "DSC018"), ("deepspeed", "DSC700"), ("hf", "DSC702")):
+        codes = [one.code for one in lint_text(text, context=Context(framework=framework))]
+        assert code in codes
+        assert len({"DSC018", "DSC700", "DSC702"} & {*codes}) == 1
