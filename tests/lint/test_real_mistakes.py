@@ -444,3 +444,65 @@ def test_auto_in_the_place_of_a_section_is_found_whoever_reads_the_file(section:
         codes = [one.code for one in lint_text(text, context=Context(framework=framework))]
         assert code in codes
         assert len({"DSC018", "DSC700", "DSC702"} & {*codes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "found"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.001}, "DSC529"),
+        ("WarmupLR", {"warmup_max_lr": [0.001, 0.002]}, "DSC529"),
+        ("WarmupLR", {"warmup_num_steps": 10}, None),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.001, "total_num_steps": 2000}, "DSC529"),
+        ("WarmupDecayLR", {"total_num_steps": 2000}, "DSC528"),
+        ("WarmupCosineLR", {"total_num_steps": 2000}, None),
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002}, "DSC529"),
+        ("OneCycle", {"cycle_min_lr": 0.00001, "cycle_max_lr": 0.0001}, None),
+        ("OneCycle", {"cycle_min_lr": 0.0001, "cycle_max_lr": 0.001}, None),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}, "DSC529"),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.0001}, None),
+        ("LRRangeTest", {}, "DSC528"),
+        ("OneCycleLR", {"max_lr": 0.01, "total_steps": 100}, "DSC529"),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.02}, "DSC529"),
+    ],
+)
+def test_schedules_that_replace_the_rate_of_the_optimizer(
+    name: str, params: dict[str, object], found: str | None
+) -> None:
+    scheduler = {"scheduler": {"type": name, "params": params}}
+    assert codes({**BATCH, **ADAMW, **scheduler}) == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}),
+        ("LRRangeTest", {}),
+        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_num_steps": 2}),
+    ],
+)
+def test_deepspeed_replaces_the_rate_of_the_optimizer(name: str, params: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules
+    from torch import nn, optim
+
+    rates = []
+    for rate in (0.1, 0.01):
+        optimizer = optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate)
+        scheduler = getattr(lr_schedules, name)(optimizer, **params)
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] != 0.1
+
+
+def test_clipping_with_accelerate_is_a_number() -> None:
+    """Accelerate fills in 1.0 for "auto", whatever clip_grad_norm_ is given."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    finding = only(config, ACCELERATE)
+    assert (finding.code, "auto" in finding.remedy.partition("(")[0]) == ("DSC716", False)
+    assert finding.fix is not None
+    assert '"gradient_clipping": 1.0' in finding.fix.edits[0].text
+    finding = only(config, HF)
+    assert finding.fix is not None
+    assert '"gradient_clipping": "auto"' in finding.fix.edits[0].text
