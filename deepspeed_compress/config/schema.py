@@ -78,7 +78,7 @@ class SchemaView:
 
     def keys(self, path: Path) -> list[str]:
         """The keys that the object at `path` may have."""
-        return sorted(self._variant(self.at(path), _value_at(self._section, path)).get("properties", {}))
+        return sorted(self._variant(self.at(path), value_at(self._section, path)).get("properties", {}))
 
     def places(self, path: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
         """Yield every place that may hold the last key of `path`: (place, methods with it, methods without).
@@ -161,7 +161,8 @@ def _with_indices(place: Path, wanted: Path) -> Path:
     return path
 
 
-def _value_at(value: object, path: Path) -> object:
+def value_at(value: object, path: Path) -> object:
+    """Return what stands at `path` of `value`; None if nothing does."""
     for part in path:
         value = _inside(value, part)
     return value

@@ -119,7 +119,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _search(options: argparse.Namespace, settings: Settings) -> Search:
     exclude = settings.exclude if options.exclude is None else tuple(options.exclude)
-    return Search(exclude, options.force_exclude or settings.force_exclude, options.stdin_filename or STDIN)
+    force = options.force_exclude or settings.force_exclude
+    return Search(exclude, force, options.stdin_filename or STDIN, options.follow_outside)
 
 
 def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterator[str]:
@@ -127,7 +128,9 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
     if not linted and not search.force:
         yield f"warning: no DeepSpeed configuration in {', '.join(files)}"
     for result in linted:
-        document = result.source.document
+        document, unread = result.source.document, result.source.unread
+        if unread:
+            yield f"note: {document.path}: {unread} is outside of the project and was not read; --follow-outside reads it"
         try:
             check_codes(ignored_by_remarks(document), RULES, document.path)
         except ConfigError as error:

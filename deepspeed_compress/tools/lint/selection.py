@@ -5,10 +5,11 @@ Settings are the table `[tool.ds-compress.lint]` of pyproject.toml, or a TOML fi
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from os.path import commonprefix
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed_compress.tools.lint.options import FRAMEWORKS, Framework
 from deepspeed_compress.tools.lint.rule import LintRule
 
 ALL = "ALL"
+_CODE = re.compile(r"DSC[0-9]{1,9}")
 _REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 OWN_FILE = ".ds-compress-lint.toml"
 """Holds the settings at its top, and comes before pyproject.toml."""
@@ -77,13 +79,21 @@ def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> 
     rules, codes = tuple(rules), tuple(codes)
     for code in codes:
         if not any(_match(rule, code) for rule in rules):
-            known = [name for rule in rules for name in (rule.code, rule.name)]
-            close = get_close_matches(code, known, n=1) or [f"{rules[0].code}, or {rules[0].name}"]
             raise ConfigError(
                 f"{place}: {code!r} is not a rule (allowed: codes, beginnings of codes, names, ALL). "
-                f"Write {close[0]}; `ds-compress rule --all` lists all rules."
+                f"Write {_nearest(code, rules)}; `ds-compress rule --all` lists all rules."
             )
     return codes
+
+
+def _nearest(code: str, rules: Sequence[LintRule]) -> str:
+    """Return the rule that `code` is probably meant for: of codes the nearest number in the same family."""
+    upper = code.upper()
+    if _CODE.fullmatch(upper):
+        shared = [(-len(commonprefix((upper, rule.code))), abs(int(rule.code[3:]) - int(upper[3:]))) for rule in rules]
+        return rules[shared.index(min(shared))].code
+    close = get_close_matches(code, [name for rule in rules for name in (rule.code, rule.name)], n=1)
+    return close[0] if close else f"{rules[0].code}, or {rules[0].name}"
 
 
 def file_matches(path: str, pattern: str) -> bool:
