@@ -88,7 +88,7 @@ def test_known_values_have_their_key() -> None:
 
 
 def test_the_keys_of_our_section_are_known() -> None:
-    assert _KEYS_OF_OURS == CompressConfig.model_fields.keys()
+    assert CompressConfig.model_fields.keys() == _KEYS_OF_OURS
 
 
 FOREIGN = {"enabled": True, "type": "topk"}

@@ -40,11 +40,8 @@ def embedded(document: Document) -> Document:
     section = document.member(SECTION)
     if document.origin is not None or section is None:
         return document
-    root = (
-        None
-        if file_name(document) is not None or not is_used(document)
-        else _tree(list(_placed(document, section)), section.value.span)
-    )
+    made = is_used(document) and file_name(document) is None
+    root = _tree(list(_placed(document, section)), section.value.span) if made else None
     return replace(document, root=root, origin=document.root, fixable=False)
 
 

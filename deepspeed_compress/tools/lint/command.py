@@ -130,7 +130,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
     for result in linted:
         document, unread = result.source.document, result.source.unread
         if unread:
-            yield f"note: {document.path}: {unread} is outside of the project and was not read; --follow-outside reads it"
+            yield f"note: {document.path}: {unread} is outside of the project, and was not read; see --follow-outside"
         try:
             check_codes(ignored_by_remarks(document), RULES, document.path)
         except ConfigError as error:

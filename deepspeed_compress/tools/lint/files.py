@@ -212,6 +212,8 @@ def _of_yaml(path: str, content: bytes, search: Search) -> Iterator[Source]:
 
 def _named_or_embedded(document: Document, search: Search) -> Iterator[Source]:
     """Yield the DeepSpeed configuration in one of Accelerate, and the one that it names if Accelerate reads that."""
+    if not is_used(document) and not document.get("deepspeed_config"):
+        return  # `accelerate config` writes an empty section, whatever is chosen
     ranks = document.get("num_processes")
     world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
     file = named_file(document) if is_used(document) else None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from os.path import commonprefix
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -90,8 +89,8 @@ def _nearest(code: str, rules: Sequence[LintRule]) -> str:
     """Return the rule that `code` is probably meant for: of codes the nearest number in the same family."""
     upper = code.upper()
     if _CODE.fullmatch(upper):
-        shared = [(-len(commonprefix((upper, rule.code))), abs(int(rule.code[3:]) - int(upper[3:]))) for rule in rules]
-        return rules[shared.index(min(shared))].code
+        family = [rule.code for rule in rules if rule.code[3] == upper[3]] or [rule.code for rule in rules]
+        return min(family, key=lambda known: abs(int(known[3:]) - int(upper[3:])))
     close = get_close_matches(code, [name for rule in rules for name in (rule.code, rule.name)], n=1)
     return close[0] if close else f"{rules[0].code}, or {rules[0].name}"
 

@@ -188,8 +188,8 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Iterator[Diag
     summary="Hugging Face, and no gradient_clipping in the file.",
     reason=(
         "DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing "
-        "(accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect. The Trainer "
-        'fills in "auto" with that argument; Accelerate fills in 1.0, whatever clip_grad_norm_ is given.'
+        "(accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect. "
+        'The Trainer fills in "auto" with that argument; Accelerate fills in 1.0, whatever clip_grad_norm_ is given.'
     ),
     wrong=config(train_micro_batch_size_per_gpu=AUTO, zero_optimization={"stage": 0}),
     right=_hf(),
