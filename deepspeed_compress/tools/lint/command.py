@@ -36,7 +36,7 @@ from deepspeed_compress.tools.lint.selection import (
     ignored_by_remarks,
     read_settings,
 )
-from deepspeed_compress.tools.outputs import Report, plural, render
+from deepspeed_compress.tools.outputs import Report, lines, plural, render, visible
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {error}", file=sys.stderr)
+        print(f"ds-compress: error: {visible(str(error))}", file=sys.stderr)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
     if not options.quiet:
         for note in _notes(linted, options.files, search):
-            print(f"ds-compress: {note}", file=sys.stderr)
+            print(f"ds-compress: {visible(note)}", file=sys.stderr)
     _write(linted, options)
     wrong = _is_wrong(linted, options, options.exit_on or settings.exit_on or _EXIT_ON)
     return CLEAN if options.exit_zero or not wrong else FOUND
@@ -220,7 +220,9 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
 
 def _show_differences(changed: list[Linted], quiet: bool) -> None:
     for result in changed:
-        _print(diff(result.source.document.text, result.fixed.text, result.source.path), sys.stdout)
+        text = diff(result.source.document.text, result.fixed.text, result.source.path)
+        # What is piped into `patch` stays as it is.
+        _print(lines(map(visible, text.split("\n"))) if sys.stdout.isatty() else text, sys.stdout)
     count = sum(result.fixed.count for result in changed)
     if not quiet:
         print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)

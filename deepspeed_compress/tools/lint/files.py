@@ -1,6 +1,7 @@
 """Finds and reads configurations: files, directories, standard input, base64; and what is known of them unread."""
 
 import base64
+import codecs
 import os
 import re
 import stat
@@ -27,6 +28,7 @@ YAML = (".yaml", ".yml")
 _SUFFIXES = (".json", ".hjson", *YAML)
 _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
 _OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 _NAMED = ("ds_config*", "ds_zero*")
@@ -237,7 +239,8 @@ def _document(path: str, content: bytes) -> Document:
         return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
     text = decode_text(content)
     if isinstance(text, Diagnostic):
-        return Document(path, "", None, (text,), fixable=False)
+        # With a character in the place of each wrong byte, so that the line is told.
+        return Document(path, content.decode("utf-8", "replace"), None, (text,), fixable=False)
     if path.endswith(YAML):
         from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
@@ -251,7 +254,10 @@ def decode_text(content: bytes) -> str | Diagnostic:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Diagnostic(at(span=Span(0, 0)), f"not UTF-8 text (byte {error.start})", write("the file in UTF-8"))
+        start = len(content[: error.start].decode("utf-8"))
+        wide = next((f", but {name} by its byte order mark" for mark, name in _MARKS if content.startswith(mark)), "")
+        what = f"not UTF-8 text (byte {error.start}){wide}"
+        return Diagnostic(at(span=Span(start, start + 1)), what, write("the file in UTF-8"))
 
 
 def _unreadable(path: str, message: str, instead: str) -> Document:

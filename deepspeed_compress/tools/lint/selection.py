@@ -139,7 +139,7 @@ def read_settings(path: Path) -> Settings:
 def _table(path: Path) -> Any:
     try:
         table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}. Correct the file, which is read for settings of the linter.") from error
     for key in _TABLE if path.name == _PYPROJECT else ():
         table = table.get(key) if isinstance(table, dict) else None
