@@ -1,5 +1,6 @@
 """Hostile files for the linter: each ends in findings or a plain error, and none can do anything to a terminal."""
 
+import argparse
 import base64
 import json
 import random
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.cli import main
-from deepspeed_compress.tools.lint.options import FORMATS
+from deepspeed_compress.tools.lint import command
+from deepspeed_compress.tools.lint.options import FORMATS, add_lint_arguments
 
 ROOT = Path(__file__).parents[2]
 MEGABYTES = 2**10  # of ru_maxrss, which counts kilobytes
@@ -108,8 +109,12 @@ Run = Callable[..., tuple[int, str, str]]
 def lint(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
 
+    # Made once: the parser of all commands takes as long as the linter.
+    parser = argparse.ArgumentParser()
+    add_lint_arguments(parser)
+
     def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["lint", *arguments])
+        code = command.run(parser.parse_args(arguments))
         written = capsys.readouterr()
         return code, written.out, written.err
 

@@ -262,7 +262,7 @@ _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_mi
 def scheduler_replaces_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
     rate, given = number(document.get("optimizer", "params", "lr")), _RATES.get(_name(document), ())
     own = [(key, value) for key in given for value in _numbers(document.get(*_PARAMS, key))]
-    if rate is not None and own and rate not in [value for _, value in own]:
+    if rate is not None and own and own[-1][0] == given[-1] and rate not in [value for _, value in own]:
         key, value = own[-1]
         what = f"{show(value)} replaces the optimizer's learning rate {show(rate)}"
         yield Diagnostic(at(*_PARAMS, key), what, write(f"{show(rate)}, or the same number in both places"))

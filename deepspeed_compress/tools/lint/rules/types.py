@@ -271,7 +271,7 @@ def _in_full(path: Path, value: object) -> dict[str, object] | None:
     """Return the section that a plain value probably stands for."""
     key = _MEANT_KEYS.get(str(path[-1]))
     if isinstance(value, bool):
-        has_switch = path in keys().sections and "enabled" in keys().sections[path].keys
+        has_switch = any(section.path == path and "enabled" in section.keys for section in keys().sections.values())
         return {"enabled": value} if has_switch else {"device": "cpu"} if key == "device" and value else None
     plain = isinstance(value, str | int) and not means_auto(value)
     return {key: value} if key is not None and plain else None
