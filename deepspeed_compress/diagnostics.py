@@ -165,7 +165,7 @@ class Diagnostic:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Figures that show it, by what they are."""
     severity: Severity = "error"
-    meant: str | None = None
+    meant: str | int | None = None
     """Key (if `place` is one) or value that was probably meant."""
     weight: float = 1.0
     """What part of a step, of the bytes or of the memory it is about, up to 1: of equals the heavier comes first."""

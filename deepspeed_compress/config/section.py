@@ -129,7 +129,7 @@ def _beside_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: obj
         if isinstance(holder, dict) and method is not None:
             holder["method"] = method
     try:
-        if any(nearest.values()):
+        if any(method is not None for method in nearest.values()):
             CompressConfig.model_validate(corrected)
     except ValidationError as error:
         around = [(SECTION, *path) for path, method in nearest.items() if method is not None]
@@ -138,11 +138,11 @@ def _beside_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: obj
                 yield found
 
 
-def _nearest(node: dict[str, Any], value: object) -> str | None:
-    """Return the allowed text that `value` is probably a misspelling of."""
-    texts = [choice for choice in choices(node) if isinstance(choice, str)]
+def _nearest(node: dict[str, Any], value: object) -> str | int | None:
+    """Return the allowed text or number that the text `value` is probably a misspelling of."""
+    texts = {str(choice): choice for choice in choices(node)}
     close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-    return close[0] if close else None
+    return texts[close[0]] if close else None
 
 
 def _path(location: Path, view: SchemaView) -> Path:
@@ -166,7 +166,8 @@ def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic
 
 
 def _instead(node: dict[str, Any], value: object) -> str:
-    if meant := _nearest(node, value):
+    meant = _nearest(node, value)
+    if meant is not None:
         return f"{show(meant)}, if you meant that"
     # A place whose default is no compression has another default within {}.
     off = node.get("default") == {"method": "none"}

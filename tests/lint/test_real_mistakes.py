@@ -378,6 +378,7 @@ def test_settings_beside_a_file_are_refused(tmp_path: Path, beside: str, line: i
 
 
 def test_a_file_above_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()  # both are in one project
     (tmp_path / "configs").mkdir()
     (tmp_path / "launch" / "deep").mkdir(parents=True)
     (tmp_path / "configs" / "ds.json").write_text(json.dumps(BATCH))

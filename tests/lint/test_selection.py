@@ -175,7 +175,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "nearest"), [("DSC999", "DSC9"), ("DSC209", "DSC210"), ("dsc202", "DSC202"), ("unknwn-key", "unknown-key")]
+    ("code", "nearest"), [("DSC999", "DSC9"), ("DSC299", "DSC21"), ("dsc202", "DSC202"), ("unknwn-key", "unknown-key")]
 )
 def test_an_unknown_rule_suggests_its_neighbor(code: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"Write {nearest}"):

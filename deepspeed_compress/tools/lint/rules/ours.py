@@ -15,6 +15,7 @@ from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, raises, rule, warns
 from deepspeed_compress.tools.lint.rules.common import (
     section,
+    show,
     trained,
     zero,
 )
@@ -71,8 +72,8 @@ def _correction(document: Document, problem: Diagnostic) -> Fix | None:
     path, meant = problem.place.path, problem.meant
     if meant is None or (problem.place.on == "key" and document.has(*path[:-1], meant)):
         return None
-    edits = rename(document, path, meant) if problem.place.on == "key" else put(document, path, meant)
-    return fix(f'Write "{meant}"', edits, safe=False)
+    edits = rename(document, path, str(meant)) if problem.place.on == "key" else put(document, path, meant)
+    return fix(f"Write {show(meant)}", edits, safe=False)
 
 
 @rule(
