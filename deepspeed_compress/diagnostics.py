@@ -12,6 +12,7 @@ __all__ = [
     "Diagnostic",
     "Edit",
     "Fix",
+    "LineIndex",
     "Path",
     "Place",
     "Severity",
@@ -67,6 +68,31 @@ class Fix:
     safe: bool = True
 
 
+class LineIndex:
+    """Lines and columns of a text.
+
+    Line breaks are counted once for each block of the text, so that looking up a position takes the same time
+    wherever it is, also in a text of one long line.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._breaks, self._last_break = [0], [-1]
+        for start in range(0, len(text), self._BLOCK):
+            found = text.rfind("\n", start, start + self._BLOCK)
+            self._breaks.append(self._breaks[-1] + text.count("\n", start, start + self._BLOCK))
+            self._last_break.append(found if found >= 0 else self._last_break[-1])
+
+    def position(self, offset: int) -> tuple[int, int]:
+        """Return the line and column of a character, both from 1."""
+        block, start = offset // self._BLOCK, offset // self._BLOCK * self._BLOCK
+        found = self._text.rfind("\n", start, offset)
+        last_break = found if found >= 0 else self._last_break[block]
+        return self._breaks[block] + self._text.count("\n", start, offset) + 1, offset - last_break
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where something is wrong: in a configuration, or in steps of a run."""
@@ -82,6 +108,8 @@ class Place:
     file: str = ""
     text: str = field(default="", repr=False)
     """What is in the file."""
+    lines: LineIndex | None = field(default=None, repr=False, compare=False)
+    """Index of the lines of `text`, shared by all places in it. Without one, each lookup reads the whole text."""
 
     @property
     def region(self) -> Span:
@@ -99,7 +127,7 @@ class Place:
         return self._position(self.region.end)
 
     def _position(self, offset: int) -> tuple[int, int]:
-        return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
+        return (self.lines or LineIndex(self.text)).position(offset)
 
 
 def at(*path: str | int, span: Span | None = None) -> Place:
@@ -143,6 +171,8 @@ class Diagnostic:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """Figures that show it, by what they are."""
     severity: Severity = "error"
+    meant: str | int | None = None
+    """Key (if `place` is one) or value that was probably meant."""
     weight: float = 1.0
     """What part of a step, of the bytes or of the memory it is about, up to 1: of equals the heavier comes first."""
     code: str = ""

@@ -78,32 +78,39 @@ class SchemaView:
 
     def keys(self, path: Path) -> list[str]:
         """The keys that the object at `path` may have."""
-        return sorted(self._variant(self.at(path), _value_at(self._section, path)).get("properties", {}))
+        return sorted(self._variant(self.at(path), value_at(self._section, path)).get("properties", {}))
 
     def places(self, path: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-        """Every place of the section that may hold the last key of `path`: (place, methods with it, methods without).
+        """Yield every place that may hold the last key of `path`: (place, methods with it, methods without).
 
         Of the items of a list it is the one that `path` goes through, or else the first.
         """
-        yield from self._places(path, self._resolve(self._schema), (), set())
+        for place, having, lacking in self._by_key.get(path[-1], ()):
+            yield _with_indices(place, path), having, lacking
+
+    @cached_property
+    def _by_key(self) -> dict[str | int, list[tuple[Path, list[str], list[str]]]]:
+        """Places by their last key. -1 stands for the index of any item of a list."""
+        found: dict[str | int, list[tuple[Path, list[str], list[str]]]] = {}
+        for place, having, lacking in self._places(self._resolve(self._schema), (), set()):
+            found.setdefault(place[-1], []).append((place, having, lacking))
+        return found
 
     def _places(
-        self, wanted: Path, node: Node, path: Path, seen: set[tuple[Path, str]]
+        self, node: Node, path: Path, seen: set[tuple[Path, str]]
     ) -> Iterator[tuple[Path, list[str], list[str]]]:
         variants = {method: variant.get("properties", {}) for method, variant in self._variants(node)}
-        having = [method for method, keys in variants.items() if wanted[-1] in keys]
-        if having:
+        for key in dict.fromkeys(key for keys in variants.values() for key in keys):
+            having = [method for method, keys in variants.items() if key in keys]
             lacking = variants.keys() - having
-            yield (*path, wanted[-1]), sorted(filter(None, having)), sorted(filter(None, lacking))
+            yield (*path, key), sorted(filter(None, having)), sorted(filter(None, lacking))
         children = [((*path, name), child) for keys in variants.values() for name, child in keys.items()]
-        if "items" in node:
-            index = next(iter(wanted[len(path) :]), 0) if wanted[: len(path)] == path else 0
-            children.append(((*path, index), node["items"]))
+        children += [((*path, -1), node["items"])] if "items" in node else []
         for place, child in children:
             # Most methods of a place have the same children.
             if (place, str(child)) not in seen:
                 seen.add((place, str(child)))
-                yield from self._places(wanted, self._resolve(child), place, seen)
+                yield from self._places(self._resolve(child), place, seen)
 
     def _child(self, node: Node, part: str | int, value: object) -> Node:
         if isinstance(part, int):
@@ -145,7 +152,17 @@ class SchemaView:
         return node
 
 
-def _value_at(value: object, path: Path) -> object:
+def _with_indices(place: Path, wanted: Path) -> Path:
+    """Return `place` with the index that `wanted` has in each list that both go through, and 0 in others."""
+    path: Path = ()
+    for part in place:
+        inside = wanted[: len(path)] == path and len(path) < len(wanted)
+        path = (*path, part if part != -1 else wanted[len(path)] if inside else 0)
+    return path
+
+
+def value_at(value: object, path: Path) -> object:
+    """Return what stands at `path` of `value`; None if nothing does."""
     for part in path:
         value = _inside(value, part)
     return value

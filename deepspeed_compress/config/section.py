@@ -1,8 +1,9 @@
 """Validation of the section: all problems at once, each with its place in the file."""
 
+import copy
 import difflib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from deepspeed_compress.config.notices import find_notices
 from deepspeed_compress.config.patches import merged_places
 from deepspeed_compress.config.planned import find_planned
 from deepspeed_compress.config.problems import listed, problem, raise_problems, show
-from deepspeed_compress.config.schema import SchemaView, choices, describe
+from deepspeed_compress.config.schema import SchemaView, choices, describe, value_at
 from deepspeed_compress.config.unsupported import find_unsupported
-from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer
+from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, pointer
 from deepspeed_compress.errors import CompressWarning
 
 # Places that a message names at most.
@@ -117,11 +118,38 @@ def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic])
 def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     view = SchemaView(raw)
     found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
-    for number, (path, detail) in enumerate(found):
-        others = [other for other, _ in found[:number]] + [other[:-1] for other, _ in found]
+    seen, around = set[Path](), {path[:-1] for path, _ in found}
+    for path, detail in found:
         # A value that may have several types is wrong once for each of them; the innermost place says most.
-        if "variants" not in view.at(path) or path not in others:
+        if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
+        seen.add(path)
+    yield from _beside_misspelled_methods([path for path, detail in found if detail["type"] == _BAD_METHOD], view, raw)
+
+
+def _beside_misspelled_methods(paths: Sequence[Path], view: SchemaView, raw: object) -> Iterator[Diagnostic]:
+    """Yield the problems next to misspelled methods, found by validating with the nearest methods in their place."""
+    corrected = copy.deepcopy(raw)
+    nearest = {path: _nearest(view.at((*path, "method")), value_at(raw, (*path, "method"))) for path in paths}
+    for path, method in nearest.items():
+        holder = value_at(corrected, path)
+        if isinstance(holder, dict) and method is not None:
+            holder["method"] = method
+    try:
+        if any(method is not None for method in nearest.values()):
+            CompressConfig.model_validate(corrected)
+    except ValidationError as error:
+        around = [(SECTION, *path) for path, method in nearest.items() if method is not None]
+        for found in _translate(error, corrected):
+            if any(found.place.path[: len(path)] == path for path in around):
+                yield found
+
+
+def _nearest(node: dict[str, Any], value: object) -> str | int | None:
+    """Return the allowed text or number that the text `value` is probably a misspelling of."""
+    texts = {str(choice): choice for choice in choices(node)}
+    close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+    return texts[close[0]] if close else None
 
 
 def _path(location: Path, view: SchemaView) -> Path:
@@ -141,14 +169,13 @@ def _bad_value(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnostic
     because = f", {reason}" if reason else ""
     allowed = "" if "(allowed: " in because else f" (allowed: {describe(node)})"
     what = f"{show(detail['input'])} is not accepted{because}{allowed}"
-    return problem(path, what, _instead(node, detail["input"]))
+    return replace(problem(path, what, _instead(node, detail["input"])), meant=_nearest(node, detail["input"]))
 
 
 def _instead(node: dict[str, Any], value: object) -> str:
-    texts = {str(choice): choice for choice in choices(node)}
-    close = difflib.get_close_matches(str(value), texts, n=1) if isinstance(value, str) else []
-    if close:
-        return f"{show(texts[close[0]])}, if you meant that"
+    meant = _nearest(node, value)
+    if meant is not None:
+        return f"{show(meant)}, if you meant that"
     # A place whose default is no compression has another default within {}.
     off = node.get("default") == {"method": "none"}
     if (isinstance(node.get("default"), dict) and not off) or (node.get("type") == "object" and "required" not in node):
@@ -156,7 +183,7 @@ def _instead(node: dict[str, Any], value: object) -> str:
     if "default" in node:
         return f"an allowed value, or leave the key out for its default {show(node['default'])}"
     least = [node["minimum"]] if "minimum" in node else []
-    examples = node.get("examples", list(texts.values()) or least)
+    examples = node.get("examples", choices(node) or least)
     if examples:
         return f"{show(examples[0])}, for instance"
     return "such an object" if "object" in describe(node) else "an allowed value"
@@ -177,8 +204,10 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
     keys = view.keys(path[:-1])
     what = f"unknown key, given {show(detail['input'])} (allowed: {listed(keys)})"
     close = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    instead = f'"{close[0]}", if you meant that' if close else _elsewhere(path, view)
-    return problem(path, what, instead)
+    if not close:
+        return problem(path, what, _elsewhere(path, view))
+    found = problem(path, what, f'"{close[0]}", if you meant that')
+    return replace(found, place=at_key(SECTION, *path), meant=close[0])
 
 
 def _elsewhere(path: Path, view: SchemaView) -> str:
@@ -205,9 +234,10 @@ def _missing_method(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagn
     return _missing_key((*path, "method"), detail, view) if isinstance(given, dict) else _bad_value(path, detail, view)
 
 
+_BAD_METHOD = "union_tag_invalid"
 _BUILDERS = {
     "extra_forbidden": _unknown_key,
     "missing": _missing_key,
-    "union_tag_invalid": _bad_method,
+    _BAD_METHOD: _bad_method,
     "union_tag_not_found": _missing_method,
 }

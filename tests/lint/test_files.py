@@ -15,6 +15,9 @@ from deepspeed_compress.diagnostics import at
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint import files
 from deepspeed_compress.tools.lint.files import Search, Source, sources
+from deepspeed_compress.tools.lint.rule import Context
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.selection import Selection
 
 CONFIG = '{"zero_optimization": {"stage": 2}}'
 
@@ -308,3 +311,69 @@ def test_other_yaml_is_passed_over(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.yml"
     file.write_text(text)
     assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO", "FSDP", "MULTI_CPU", "MEGATRON_LM"])
+@pytest.mark.parametrize("section", ["{zero_stage: 2}", "{deepspeed_config_file: ds.json}"])
+def test_a_section_that_accelerate_does_not_use_is_reported(tmp_path: Path, kind: str, section: str) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 2}}')
+    (tmp_path / "a.yaml").write_text(f"deepspeed_config: {section}\ndistributed_type: {kind}\n")
+    [source] = read(tmp_path / "a.yaml")
+    found = lint_document(source.document, Context(framework="accelerate"), Selection())
+    assert [(one.code, one.place.start[0]) for one in found] == [("DSC733", 2)]
+
+
+def test_a_yaml_file_that_accelerate_reads_as_json_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "ds.yaml").write_text("zero_optimization: {stag: 2}\n")
+    (tmp_path / "a.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.yaml}\n")
+    [source] = read(tmp_path / "a.yaml")
+    found = lint_document(source.document, Context(framework="accelerate"), Selection())
+    assert [one.code for one in found] == ["DSC734"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository whose files name and link to others outside of it."""
+    path = tmp_path / "project"
+    (path / ".git").mkdir(parents=True)
+    (tmp_path / "secret.json").write_text('{"zero_optimization": {"password": 1}}')
+    return path
+
+
+@pytest.mark.parametrize("name", ["../secret.json", "{outside}/secret.json", "link.json"])
+def test_a_named_file_outside_of_the_project_is_read_on_request_only(project: Path, name: str) -> None:
+    (project / "link.json").symlink_to("../secret.json")
+    name = name.format(outside=project.parent)
+    (project / "a.yaml").write_text(f"deepspeed_config: {{deepspeed_config_file: {name}}}\n")
+    [source] = read(project / "a.yaml")
+    assert source.unread.endswith(name)
+    found = list(sources([str(project / "a.yaml")], Search(follow_outside=True), io.BytesIO()))
+    assert [bool(one.unread) for one in found] == [False, False]
+    assert found[1].document.data == {"zero_optimization": {"password": 1}}
+
+
+def test_a_link_out_of_the_project_is_read_only_if_it_is_named(project: Path) -> None:
+    link = project / "ds_config.json"
+    link.symlink_to("../secret.json")
+    [source] = read(project)
+    assert problem(source).startswith("a link to a file outside of the project")
+    [source] = read(link)
+    assert source.document.fixable
+    [source] = sources([str(project)], Search(follow_outside=True), io.BytesIO())
+    assert source.document.data == {"zero_optimization": {"password": 1}}
+    assert not source.document.fixable
+
+
+def test_a_link_is_corrected_only_if_it_is_named(project: Path) -> None:
+    file, link = project / "any.json", project / "a_ds_config.json"
+    file.write_text(CONFIG)
+    link.symlink_to(file)
+    [source] = read(project)
+    assert (source.path, source.document.fixable) == (str(file), True)
+    file.rename(project / "other.txt")
+    link.unlink()
+    link.symlink_to("other.txt")
+    [source] = read(project)
+    assert (os.path.basename(source.path), source.document.fixable) == ("a_ds_config.json", False)
+    [source] = read(link)
+    assert source.document.fixable

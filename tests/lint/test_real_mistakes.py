@@ -9,9 +9,12 @@ import pytest
 
 from deepspeed_compress.diagnostics import Diagnostic
 from deepspeed_compress.tools.lint.files import Search, sources
+from deepspeed_compress.tools.lint.fixes import apply
+from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 HF: dict[str, Any] = {"framework": "hf"}
@@ -375,6 +378,7 @@ def test_settings_beside_a_file_are_refused(tmp_path: Path, beside: str, line: i
 
 
 def test_a_file_above_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()  # both are in one project
     (tmp_path / "configs").mkdir()
     (tmp_path / "launch" / "deep").mkdir(parents=True)
     (tmp_path / "configs" / "ds.json").write_text(json.dumps(BATCH))
@@ -388,3 +392,118 @@ def test_a_file_that_is_missing_is_no_syntax_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(LAUNCH + "deepspeed_config:\n  deepspeed_config_file: no.json\n")
     [found] = in_directory(tmp_path)
     assert (found.code, found.severity, found.place.start) == ("DSC732", "warning", (4, 26))
+
+
+SECTIONS = sorted(
+    (*section.path, name)
+    for section in keys().sections.values()
+    for name, key in section.keys.items()
+    if "object" in key.kinds and {*key.kinds} <= {"object", "null"} and name not in ("inference", "msamp")
+)
+
+
+@pytest.mark.parametrize("value", [True, 2, "cpu", []], ids=repr)
+@pytest.mark.parametrize("path", SECTIONS, ids="/".join)
+def test_a_plain_value_in_the_place_of_any_section_is_found(path: tuple[str, ...], value: object) -> None:
+    """DeepSpeed refuses it, but for "zero_optimization": true, which has a rule of its own."""
+    data: object = value
+    for key in reversed(path):
+        data = {key: data}
+    assert isinstance(data, dict)
+    found = lint_text(json.dumps({"train_batch_size": 8, **data}), context=Context(framework="deepspeed"))
+    assert any(one.code in ("DSC018", "DSC120") and one.place.path == path for one in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "meant"),
+    [
+        (("zero_optimization", "offload_optimizer"), "cpu", {"device": "cpu"}),
+        (("zero_optimization", "offload_optimizer"), True, {"device": "cpu"}),
+        (("zero_optimization", "offload_param"), "nvme", {"device": "nvme"}),
+        (("zero_optimization",), 2, {"stage": 2}),
+        (("optimizer",), "AdamW", {"type": "AdamW"}),
+        (("scheduler",), "WarmupLR", {"type": "WarmupLR"}),
+        (("fp16",), True, {"enabled": True}),
+        (("bf16",), False, {"enabled": False}),
+    ],
+)
+def test_a_plain_value_is_corrected_to_the_key_that_it_is_meant_for(
+    path: tuple[str, ...], value: object, meant: object
+) -> None:
+    data: object = value
+    for key in reversed(path):
+        data = {key: data}
+    document = parse(json.dumps(data))
+    fixed = apply(document, lambda one: lint_document(one, Context(), Selection(("DSC018",))), unsafe=True)
+    assert fixed.document.get(*path) == meant
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16", "optimizer", "scheduler", "flops_profiler"])
+def test_auto_in_the_place_of_a_section_is_found_whoever_reads_the_file(section: str) -> None:
+    text = json.dumps({"train_batch_size": 8, section: "auto", "zero_optimization": {"stage": 0}})
+    for framework, code in ((None, "DSC018"), ("lightning", "DSC018"), ("deepspeed", "DSC700"), ("hf", "DSC702")):
+        codes = [one.code for one in lint_text(text, context=Context(framework=framework))]
+        assert code in codes
+        assert len({"DSC018", "DSC700", "DSC702"} & {*codes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "found"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.001}, "DSC529"),
+        ("WarmupLR", {"warmup_max_lr": [0.001, 0.002]}, "DSC529"),
+        ("WarmupLR", {"warmup_num_steps": 10}, None),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.001, "total_num_steps": 2000}, "DSC529"),
+        ("WarmupDecayLR", {"total_num_steps": 2000}, "DSC528"),
+        ("WarmupCosineLR", {"total_num_steps": 2000}, None),
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002}, "DSC529"),
+        ("OneCycle", {"cycle_min_lr": 0.00001, "cycle_max_lr": 0.0001}, None),
+        ("OneCycle", {"cycle_min_lr": 0.0001, "cycle_max_lr": 0.001}, None),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}, "DSC529"),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.0001}, None),
+        ("LRRangeTest", {}, "DSC528"),
+        ("OneCycleLR", {"max_lr": 0.01, "total_steps": 100}, "DSC529"),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.02}, "DSC529"),
+    ],
+)
+def test_schedules_that_replace_the_rate_of_the_optimizer(
+    name: str, params: dict[str, object], found: str | None
+) -> None:
+    scheduler = {"scheduler": {"type": name, "params": params}}
+    assert codes({**BATCH, **ADAMW, **scheduler}) == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.001, "cycle_max_lr": 0.002}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.001}),
+        ("LRRangeTest", {}),
+        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_num_steps": 2}),
+    ],
+)
+def test_deepspeed_replaces_the_rate_of_the_optimizer(name: str, params: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules
+    from torch import nn, optim
+
+    rates = []
+    for rate in (0.1, 0.01):
+        optimizer = optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate)
+        scheduler = getattr(lr_schedules, name)(optimizer, **params)
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] != 0.1
+
+
+def test_clipping_with_accelerate_is_a_number() -> None:
+    """Accelerate fills in 1.0 for "auto", whatever clip_grad_norm_ is given."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    finding = only(config, ACCELERATE)
+    assert (finding.code, "auto" in finding.remedy.partition("(")[0]) == ("DSC716", False)
+    assert finding.fix is not None
+    assert '"gradient_clipping": 1.0' in finding.fix.edits[0].text
+    finding = only(config, HF)
+    assert finding.fix is not None
+    assert '"gradient_clipping": "auto"' in finding.fix.edits[0].text

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.lint.options import memory
+from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import (
     Selection,
@@ -171,3 +172,11 @@ def test_no_settings(tmp_path: Path, text: str) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert memory(text) == size
+
+
+@pytest.mark.parametrize(
+    ("code", "nearest"), [("DSC999", "DSC9"), ("DSC299", "DSC21"), ("dsc202", "DSC202"), ("unknwn-key", "unknown-key")]
+)
+def test_an_unknown_rule_suggests_its_neighbor(code: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"Write {nearest}"):
+        check_codes([code], RULES, "rule")

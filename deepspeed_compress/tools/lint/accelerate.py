@@ -40,8 +40,16 @@ def embedded(document: Document) -> Document:
     section = document.member(SECTION)
     if document.origin is not None or section is None:
         return document
-    root = None if file_name(document) is not None else _tree(list(_placed(document, section)), section.value.span)
+    made = is_used(document) and file_name(document) is None
+    root = _tree(list(_placed(document, section)), section.value.span) if made else None
     return replace(document, root=root, origin=document.root, fixable=False)
+
+
+def is_used(document: Document) -> bool:
+    """Return whether `accelerate launch` starts DeepSpeed, so that its section counts."""
+    origin = document.origin or document.root
+    kind = None if origin is None else origin.by_key.get("distributed_type")
+    return kind is None or kind.value.value == "DEEPSPEED"
 
 
 def settings(document: Document) -> tuple[Member, ...]:

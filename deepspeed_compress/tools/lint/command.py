@@ -27,7 +27,7 @@ from deepspeed_compress.tools.lint.fixes import Fixed, apply, diff
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.rule import Context
 from deepspeed_compress.tools.lint.rules import RULES
-from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.runner import lint_document, shortened
 from deepspeed_compress.tools.lint.selection import (
     Selection,
     Settings,
@@ -36,7 +36,7 @@ from deepspeed_compress.tools.lint.selection import (
     ignored_by_remarks,
     read_settings,
 )
-from deepspeed_compress.tools.outputs import Report, plural, render
+from deepspeed_compress.tools.outputs import Report, lines, plural, render, visible
 
 CLEAN, FOUND, FAILED = 0, 1, 2
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except (CompressError, OSError) as error:
-        print(f"ds-compress: error: {error}", file=sys.stderr)
+        print(f"ds-compress: error: {visible(str(error))}", file=sys.stderr)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
     if not options.quiet:
         for note in _notes(linted, options.files, search):
-            print(f"ds-compress: {note}", file=sys.stderr)
+            print(f"ds-compress: {visible(note)}", file=sys.stderr)
     _write(linted, options)
     wrong = _is_wrong(linted, options, options.exit_on or settings.exit_on or _EXIT_ON)
     return CLEAN if options.exit_zero or not wrong else FOUND
@@ -119,7 +119,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _search(options: argparse.Namespace, settings: Settings) -> Search:
     exclude = settings.exclude if options.exclude is None else tuple(options.exclude)
-    return Search(exclude, options.force_exclude or settings.force_exclude, options.stdin_filename or STDIN)
+    force = options.force_exclude or settings.force_exclude
+    return Search(exclude, force, options.stdin_filename or STDIN, options.follow_outside)
 
 
 def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterator[str]:
@@ -127,7 +128,9 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
     if not linted and not search.force:
         yield f"warning: no DeepSpeed configuration in {', '.join(files)}"
     for result in linted:
-        document = result.source.document
+        document, unread = result.source.document, result.source.unread
+        if unread:
+            yield f"note: {document.path}: {unread} is outside of the project, and was not read; see --follow-outside"
         try:
             check_codes(ignored_by_remarks(document), RULES, document.path)
         except ConfigError as error:
@@ -217,7 +220,9 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
 
 def _show_differences(changed: list[Linted], quiet: bool) -> None:
     for result in changed:
-        _print(diff(result.source.document.text, result.fixed.text, result.source.path), sys.stdout)
+        text = diff(result.source.document.text, result.fixed.text, result.source.path)
+        # What is piped into `patch` stays as it is.
+        _print(lines(map(visible, text.split("\n"))) if sys.stdout.isatty() else text, sys.stdout)
     count = sum(result.fixed.count for result in changed)
     if not quiet:
         print(f"--fix would make {plural(count, 'correction')} in {plural(len(changed), 'file')}.", file=sys.stderr)
@@ -228,10 +233,16 @@ def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
         yield from result.fixed.remaining
 
 
+def _told(linted: Iterable[Linted], everything: bool) -> Iterator[Diagnostic]:
+    """Yield the findings of a report. One that counts gets `everything`."""
+    for result in linted:
+        yield from result.fixed.remaining if everything else shortened(result.fixed.remaining)
+
+
 def _report(linted: list[Linted], options: argparse.Namespace, stream: Any) -> None:
     fixed = sum(result.fixed.count for result in linted)
     colour = options.output_file is None and _has_colour(stream)
-    report = Report(tuple(_diagnostics(linted)), len(linted), RULES, fixed, colour, options.quiet)
+    report = Report(tuple(_told(linted, options.statistics)), len(linted), RULES, fixed, colour, options.quiet)
     text = render(report, "statistics" if options.statistics else options.output_format)
     if options.output_file is None:
         _print(text, stream)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, Place, Span
+from deepspeed_compress.diagnostics import Diagnostic, Fix, LineIndex, Path, Place, Span
 
 Kind = Literal["object", "array", "string", "number", "bool", "null"]
 
@@ -126,9 +126,14 @@ class Document:
         if self.root is not None:
             yield from _walk(self.root, ())
 
-    def locate(self, place: Place) -> Place:
-        """`place` with its characters in this text."""
-        return replace(place, span=self.span_of(place), file=self.path, text=self.text)
+    @property
+    def duplicates(self) -> int:
+        """Number of keys that stand in an object a second time."""
+        return 0 if self.root is None else _duplicates(self.root)
+
+    def locate(self, place: Place, lines: LineIndex | None = None) -> Place:
+        """Return `place` with its characters in this text. `lines` is the index of the text, if there is one."""
+        return replace(place, span=self.span_of(place), file=self.path, text=self.text, lines=lines)
 
     def span_of(self, place: Place) -> Span:
         """The characters that `place` has, those of its key or value, else of the nearest object that exists."""
@@ -150,6 +155,11 @@ def _child(node: Node, part: str | int) -> Node | None:
         return node.items[part] if 0 <= part < len(node.items) else None
     member = node.by_key.get(part)
     return None if member is None else member.value
+
+
+def _duplicates(node: Node) -> int:
+    inside = (*(member.value for member in node.members), *node.items)
+    return len(node.members) - len(node.by_key) + sum(map(_duplicates, inside))
 
 
 def _walk(node: Node, path: Path) -> Iterator[tuple[Path, Member]]:

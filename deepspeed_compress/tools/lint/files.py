@@ -1,6 +1,7 @@
 """Finds and reads configurations: files, directories, standard input, base64; and what is known of them unread."""
 
 import base64
+import codecs
 import os
 import re
 import stat
@@ -12,12 +13,12 @@ from typing import BinaryIO
 
 from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.errors import ConfigError
-from deepspeed_compress.tools.lint.accelerate import embedded, named_file
+from deepspeed_compress.tools.lint.accelerate import embedded, is_used, named_file
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.keys import keys
 from deepspeed_compress.tools.lint.options import Framework
 from deepspeed_compress.tools.lint.scanner import parse
-from deepspeed_compress.tools.lint.selection import file_matches
+from deepspeed_compress.tools.lint.selection import OWN_FILE, file_matches
 
 STDIN = "-"
 MAX_BYTES = 64 * 2**20
@@ -27,6 +28,7 @@ YAML = (".yaml", ".yml")
 _SUFFIXES = (".json", ".hjson", *YAML)
 _SKIPPED = frozenset({"__pycache__", "node_modules", "venv"})
 _OPENED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 _KINDS = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a directory"))
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 _NAMED = ("ds_config*", "ds_zero*")
@@ -60,6 +62,8 @@ class Source:
     framework: Framework | None = None
     world_size: int | None = None
     from_stdin: bool = False
+    unread: str = ""
+    """File that this configuration names and that was not read, since it is outside of the project."""
 
     @property
     def path(self) -> str:
@@ -74,6 +78,8 @@ class Search:
     force: bool = False
     """Whether files that arguments name are passed over too: excluded ones, and those that are no configurations."""
     stdin_name: str = STDIN
+    follow_outside: bool = False
+    """Whether files are read that lie outside of the project and that only a configuration or a link names."""
 
 
 def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterator[Source]:
@@ -89,15 +95,16 @@ def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterat
 
 def _sources(argument: str, search: Search, stdin: BinaryIO) -> Iterator[Source]:
     if argument == STDIN:
-        for source in _parsed(search.stdin_name, stdin.read(MAX_BYTES + 1)):
+        for source in _parsed(search.stdin_name, stdin.read(MAX_BYTES + 1), search):
             yield replace(source, from_stdin=source.path == search.stdin_name)
     elif os.path.isdir(argument):
-        for path in _walk(argument, search.exclude):
-            yield from _read(path, found=True)
+        # Links last: a file that is found under its own name, too, is corrected under that.
+        for path in sorted(_walk(argument, search.exclude), key=os.path.islink):
+            yield from _found(path, search)
     elif os.path.exists(argument):
         check_regular(argument)
         if not (search.force and is_excluded(argument, search.exclude)):
-            yield from _read(argument, found=search.force)
+            yield from _read(argument, search, found=search.force)
     elif decoded := decode_base64(argument):
         yield Source(replace(parse(decoded, "base64"), fixable=False))
     else:
@@ -138,27 +145,61 @@ def check_regular(path: str) -> None:
         )
 
 
-def _read(path: str, found: bool = False) -> Iterator[Source]:
-    """The configuration in a file; of those that are `found` only files that are one."""
+def _found(path: str, search: Search) -> Iterator[Source]:
+    """Yield the configuration in a file that no argument names. One behind a link is never written."""
+    if not os.path.islink(path):
+        yield from _read(path, search, found=True)
+    elif search.follow_outside or is_inside(path, os.path.dirname(path)):
+        for source in _read(path, search, found=True):
+            yield replace(source, document=replace(source.document, fixable=False))
+    elif may_be_config(path, b""):
+        yield Source(_unreadable(path, "a link to a file outside of the project, which is not read", _FOLLOW))
+
+
+_FOLLOW = "--follow-outside to read it, or name the link itself"
+_PROJECT_MARKS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", OWN_FILE)
+
+
+def project_of(directory: str) -> str:
+    """Return the project that a directory belongs to.
+
+    It is the nearest directory around it with a repository or the settings of a project, else the current directory
+    if that is around it, else the directory itself.
+    """
+    here = os.path.realpath(directory or ".")
+    around = (here, *map(str, PurePath(here).parents))
+    marked = (each for each in around if any(os.path.exists(os.path.join(each, mark)) for mark in _PROJECT_MARKS))
+    current = os.path.realpath(".")
+    return next(marked, current if current in around else here)
+
+
+def is_inside(path: str, directory: str) -> bool:
+    """Return whether a file, behind all links, lies in the project of `directory`."""
+    project = project_of(directory)
+    return os.path.commonpath((project, os.path.realpath(path))) == project
+
+
+def _read(path: str, search: Search, found: bool = False) -> Iterator[Source]:
+    """Yield the configuration in a file; of those that are `found` only files that are one."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         yield Source(_unreadable(path, f"cannot be read ({error.strerror})", "a file that can"))
         return
-    yield from _parsed(path, content, found)
+    yield from _parsed(path, content, search, found)
 
 
-def _parsed(path: str, content: bytes, found: bool = False) -> Iterator[Source]:
+def _parsed(path: str, content: bytes, search: Search, found: bool = False) -> Iterator[Source]:
     if path.endswith(YAML):
-        yield from _of_yaml(path, content)
+        yield from _of_yaml(path, content, search)
     elif not found or may_be_config(path, content):
         document = _document(path, content)
         if not found or is_config(document):
             yield Source(document)
 
 
-def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
+def _of_yaml(path: str, content: bytes, search: Search) -> Iterator[Source]:
     """The configuration in a YAML file: Accelerate's, or DeepSpeed's itself. Most YAML is neither, also if named."""
     if not may_be_config(path, content, yaml=True):
         return
@@ -166,21 +207,31 @@ def _of_yaml(path: str, content: bytes) -> Iterator[Source]:
     if document.problems:
         yield from [Source(document)] if is_meant(path, content, yaml=True) else []
     elif document.has("deepspeed_config"):
-        yield from _named_or_embedded(document)
+        yield from _named_or_embedded(document, search)
     elif is_config(document):
         yield Source(document)
 
 
-def _named_or_embedded(document: Document) -> Iterator[Source]:
-    """The DeepSpeed configuration in one of Accelerate, and the one that it names; none where it is not used."""
-    if document.get("distributed_type", default="DEEPSPEED") != "DEEPSPEED":
-        return
+def _named_or_embedded(document: Document, search: Search) -> Iterator[Source]:
+    """Yield the DeepSpeed configuration in one of Accelerate, and the one that it names if Accelerate reads that."""
+    if not is_used(document) and not document.get("deepspeed_config"):
+        return  # `accelerate config` writes an empty section, whatever is chosen
     ranks = document.get("num_processes")
     world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
-    yield Source(embedded(document), "accelerate", world_size)
-    file = named_file(document)
-    for source in () if file is None else _read(file):
+    file = named_file(document) if is_used(document) else None
+    outside = file is not None and not (search.follow_outside or is_inside(file, os.path.dirname(document.path)))
+    yield Source(embedded(document), "accelerate", world_size, unread=file if file is not None and outside else "")
+    # Accelerate reads JSON, whatever the name of the file.
+    for source in () if file is None or outside else _named(file):
         yield Source(source.document, "accelerate", world_size)
+
+
+def _named(path: str) -> Iterator[Source]:
+    """Yield the file that Accelerate reads as JSON. If it is YAML, a rule says so at its name."""
+    if not path.endswith(YAML):
+        for source in _read(path, Search()):
+            fixable = source.document.fixable and not os.path.islink(path)
+            yield replace(source, document=replace(source.document, fixable=fixable))
 
 
 def _document(path: str, content: bytes) -> Document:
@@ -188,7 +239,8 @@ def _document(path: str, content: bytes) -> Document:
         return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
     text = decode_text(content)
     if isinstance(text, Diagnostic):
-        return Document(path, "", None, (text,), fixable=False)
+        # With a character in the place of each wrong byte, so that the line is told.
+        return Document(path, content.decode("utf-8", "replace"), None, (text,), fixable=False)
     if path.endswith(YAML):
         from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
 
@@ -202,7 +254,10 @@ def decode_text(content: bytes) -> str | Diagnostic:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Diagnostic(at(span=Span(0, 0)), f"not UTF-8 text (byte {error.start})", write("the file in UTF-8"))
+        start = len(content[: error.start].decode("utf-8"))
+        wide = next((f", but {name} by its byte order mark" for mark, name in _MARKS if content.startswith(mark)), "")
+        what = f"not UTF-8 text (byte {error.start}){wide}"
+        return Diagnostic(at(span=Span(start, start + 1)), what, write("the file in UTF-8"))
 
 
 def _unreadable(path: str, message: str, instead: str) -> Document:

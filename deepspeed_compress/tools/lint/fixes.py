@@ -6,7 +6,8 @@ without touching more, such as text behind an unquoted string, returns no edits;
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,6 +24,7 @@ _COMMA = re.compile(r"(?>[ \t\n\r]|#[^\n\r]*|//[^\n\r]*|/\*(?s:.*?)\*/)*+,")
 _BLANK = re.compile(r"[ \t\r]*")
 _ENDS = re.compile(r"[ \t]*([,}\]#\n\r]|//|/\*|\Z)")
 _INDENT = re.compile(r"[ \t]*")
+_BLANKS = (" ", "\t", "\r", "\ufeff")
 
 
 def fix(title: str, *edits: Edits, safe: bool = True) -> Fix | None:
@@ -53,8 +55,8 @@ def remove(document: Document, path: Path, member: Member | None = None) -> Edit
     holder, member = document.node(*path[:-1]), member or document.member(*path)
     if holder is None or member is None:
         return ()
-    index = next((index for index, other in enumerate(holder.members) if other is member), None)
-    if index is None:
+    index = bisect_left(holder.members, member.key_span.start, key=lambda other: other.key_span.start)
+    if holder.members[index : index + 1] != (member,):
         return ()
     before = holder.members[index - 1] if index else None
     comma = _comma(document.text, member.value.span.end)
@@ -103,12 +105,18 @@ def _comma(text: str, end: int) -> int | None:
 
 def _whole_lines(text: str, start: int, end: int) -> Edit:
     """Remove `start` to `end`, with the line break when nothing else is on these lines."""
-    line_start = text.rfind("\n", 0, start) + 1
-    line_end = match(_BLANK, text, end).end()
-    if text[line_start:start].strip(" \t\r\ufeff") == "" and text[line_end : line_end + 1] == "\n" and line_start:
+    line_start, line_end = _blank_before(text, start), match(_BLANK, text, end).end()
+    if text[line_end : line_end + 1] == "\n" and text[line_start - 1 : line_start] == "\n":
         return Edit(Span(line_start, line_end + 1), "")
     same_line = match(_INDENT, text, end).end()
     return Edit(Span(start, end if text[same_line : same_line + 1] in ("\n", "\r", "") else same_line), "")
+
+
+def _blank_before(text: str, end: int) -> int:
+    """Return where the white space before `end` starts, on its line."""
+    while text[end - 1 : end] in _BLANKS:
+        end -= 1
+    return end
 
 
 def _remove_last(text: str, before: Member, member: Member) -> Edits:
@@ -174,30 +182,43 @@ def _improved(document: Document, found: Iterable[Diagnostic], unsafe: bool) -> 
     for chosen in (together, *([single] for single in fixes[:MAX_ROUNDS])):
         text = edited(document.text, (edit for one in chosen for edit in one.edits))
         after = parse(text, document.path)
-        if text != document.text and len(after.problems) <= len(document.problems):
+        if text != document.text and _is_sound(document, after):
             yield after, len(chosen)
+
+
+def _is_sound(before: Document, after: Document) -> bool:
+    """Return whether a change adds neither a syntax error nor a key that the object already has.
+
+    Each of two fixes may be right alone, and both together rename to the same key.
+    """
+    return len(after.problems) <= len(before.problems) and after.duplicates <= before.duplicates
 
 
 def _compatible(fixes: Iterable[Fix]) -> list[Fix]:
     """Fixes that touch no character, and no place between two, that an earlier one touches."""
     chosen: list[Fix] = []
-    taken: list[Edit] = []
+    taken: list[Span] = []  # in the order of the text, none of them touching another
     for one in fixes:
-        if not any(_collide(edit, other) for edit in one.edits for other in taken):
+        if not any(touches(edit.span, taken) for edit in one.edits):
             chosen.append(one)
-            taken += one.edits
+            for edit in one.edits:
+                insort(taken, edit.span, key=lambda span: (span.start, span.end))
     return chosen
 
 
-def _collide(one: Edit, other: Edit) -> bool:
-    return one.span.start <= other.span.end and other.span.start <= one.span.end
+def touches(one: Span, others: Sequence[Span]) -> bool:
+    """Return whether `one` touches any of `others`, which are in the order of the text and do not overlap."""
+    first = bisect_left(others, one.start, key=lambda span: span.end)
+    return first < len(others) and others[first].start <= one.end
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """`text` after edits that do not overlap."""
-    for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end), reverse=True):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-    return text
+    """Return `text` after edits that do not overlap."""
+    parts, at = list[str](), 0
+    for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end)):
+        parts += (text[at : edit.span.start], edit.text)
+        at = edit.span.end
+    return "".join((*parts, text[at:]))
 
 
 def diff(before: str, after: str, path: str) -> str:

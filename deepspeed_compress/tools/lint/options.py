@@ -46,6 +46,11 @@ def _add_files(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="pass over excluded files, and files that are no configurations, even where FILE names them",
     )
+    group.add_argument(
+        "--follow-outside",
+        action="store_true",
+        help="also read files outside of the project that a configuration or a link in it names",
+    )
     group.add_argument("--stdin-filename", metavar="NAME", help="name of what comes from standard input (-)")
     group.add_argument("--config", type=Path, metavar="TOML", help="settings, instead of the nearest pyproject.toml")
 

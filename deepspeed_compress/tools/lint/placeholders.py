@@ -1,12 +1,12 @@
 """Templates: a script puts values into the places of such names before DeepSpeed reads the file."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from deepspeed_compress.diagnostics import Diagnostic, Span
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.fixes import unquoted
+from deepspeed_compress.tools.lint.fixes import touches, unquoted
 from deepspeed_compress.tools.lint.keys import keys
 
 TEMPLATE = "DSC006"
@@ -17,6 +17,8 @@ _MARKED = re.compile(
     r"|<[A-Za-z_][\w -]{0,99}>|@[A-Z_]{1,99}@|%\([A-Za-z_]\w{0,99}\)[sdf]"
     r"|(?:(?<=[:\[,])|(?<=[:\[,] ))\{[A-Za-z_]\w{0,99}\}"
 )
+_NEAR = 1000
+"""Characters of a long line that are searched around an error."""
 _NAMED = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _BARE = re.compile(r"[A-Z][A-Z0-9_]{2,}|[A-Z]\w*_\w+")
 _WORDS = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "AUTO"})
@@ -24,23 +26,24 @@ _WORDS = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "AUTO"})
 
 def placeholders(document: Document) -> list[Span]:
     """Values that stand for others: STAGE without quotes, "ZERO_STAGE", ${stage}, {{ stage }}, <stage>."""
-    return [*_values(document), *_unread(document)]
+    return sorted({*_values(document), *_unread(document)}, key=lambda span: (span.start, span.end))
 
 
-def without_placeholders(document: Document, code: str, found: list[Diagnostic]) -> list[Diagnostic]:
-    """What the rule `code` has `found`, but for what takes a placeholder for a value.
+def without_placeholders(
+    document: Document, spans: Sequence[Span], code: str, found: list[Diagnostic]
+) -> list[Diagnostic]:
+    """Return what the rule `code` has `found`, without findings that take a placeholder in `spans` for a value.
 
-    None where placeholders may be why the syntax is wrong: without quotes they take the rest of their line.
+    Return nothing if placeholders may be why the syntax is wrong: without quotes they take the rest of their line.
     """
-    spans = placeholders(document) if found and code != TEMPLATE else []
-    if spans and document.problems:
-        return []
-    return [one for one in found if not any(_touch(document.span_of(one.place), span) for span in spans)]
+    if not spans or code == TEMPLATE:
+        return found
+    return [] if document.problems else [one for one in found if not touches(document.span_of(one.place), spans)]
 
 
 def shown(document: Document, span: Span) -> str:
     """The placeholder at `span`, without what an unquoted one takes with it."""
-    line = document.text[span.start :].split("\n", 1)[0]
+    line = document.text[span.start : span.start + _NEAR].split("\n", 1)[0]
     marked = _MARKED.search(line)
     return marked[0] if marked else document.text[span.start : span.end].strip(' ,"')
 
@@ -71,11 +74,8 @@ def _unread(document: Document) -> Iterator[Span]:
     """Placeholders that are no values, so that they are syntax errors."""
     for problem in document.problems:
         span = document.span_of(problem.place)
-        line_end = document.text.find("\n", span.start)
-        line_start = document.text.rfind("\n", 0, span.start) + 1
-        if _MARKED.search(document.text, line_start, line_end if line_end >= 0 else len(document.text)):
+        before, behind = max(span.start - _NEAR, 0), min(span.start + _NEAR, len(document.text))
+        line_start = max(document.text.rfind("\n", before, span.start) + 1, before)
+        line_end = document.text.find("\n", span.start, behind)
+        if _MARKED.search(document.text, line_start, line_end if line_end >= 0 else behind):
             yield span
-
-
-def _touch(one: Span, other: Span) -> bool:
-    return one.start <= other.end and other.start <= one.end

@@ -1,13 +1,14 @@
 """Applies rules to a document."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from deepspeed_compress.diagnostics import Diagnostic, Place
+from deepspeed_compress.diagnostics import Diagnostic, LineIndex, Place
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.lint.accelerate import embedded
 from deepspeed_compress.tools.lint.document import Document
-from deepspeed_compress.tools.lint.placeholders import without_placeholders
+from deepspeed_compress.tools.lint.placeholders import placeholders, without_placeholders
 from deepspeed_compress.tools.lint.rule import Context, LintRule
 from deepspeed_compress.tools.lint.rules import RULES
 from deepspeed_compress.tools.lint.scanner import parse
@@ -15,6 +16,8 @@ from deepspeed_compress.tools.lint.selection import Selection
 
 _ALWAYS = ("DSC0", "DSC73")
 """Rules of the syntax, and of what Accelerate makes the configuration of."""
+MAX_FINDINGS = 100
+"""Findings of a rule in a file that are told, the last of which may say how many more there are."""
 
 
 class RuleError(CompressError):
@@ -36,18 +39,34 @@ def lint_document(
 ) -> list[Diagnostic]:
     """What `rules` find in `document`, in the order of its lines."""
     document = embedded(document)
+    lines, spans = LineIndex(document.text), placeholders(document)
     found = [
-        _located(rule, one, document)
+        _located(rule, one, document, lines)
         for rule in selection.choose(_that_apply(document, rules), document)
-        for one in without_placeholders(document, rule.code, _check(rule, document, context))
+        for one in without_placeholders(document, spans, rule.code, _check(rule, document, context))
     ]
-    return sorted(found, key=lambda one: (one.place.region.start, one.code))
+    return sorted(found, key=_in_order)
 
 
-def _located(rule: LintRule, found: Diagnostic, document: Document) -> Diagnostic:
-    """What is reported: of which rule, where in the text, and no fix of a text that stands for another."""
+def shortened(found: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """Yield what is told of the findings in one file: of each rule the first MAX_FINDINGS, and how many more."""
+    by_code: dict[str, list[Diagnostic]] = defaultdict(list)
+    for one in found:
+        by_code[one.code].append(one)
+    for first, *others in (same[MAX_FINDINGS - 1 :] for same in by_code.values() if len(same) > MAX_FINDINGS):
+        what = f"and {len(others) + 1} more findings of this rule"
+        by_code[first.code][MAX_FINDINGS - 1 :] = [replace(first, message=what, place=replace(first.place, path=()))]
+    yield from sorted((one for same in by_code.values() for one in same), key=_in_order)
+
+
+def _in_order(one: Diagnostic) -> tuple[int, str]:
+    return one.place.region.start, one.code
+
+
+def _located(rule: LintRule, found: Diagnostic, document: Document, lines: LineIndex) -> Diagnostic:
+    """Return `found` with its rule and its place in the text. A text that stands for another gets no fix."""
     fix = found.fix if document.fixable else None
-    return replace(rule.attribute(found), place=document.locate(found.place), fix=fix)
+    return replace(rule.attribute(found), place=document.locate(found.place, lines), fix=fix)
 
 
 def _that_apply(document: Document, rules: Iterable[LintRule]) -> Iterator[LintRule]:

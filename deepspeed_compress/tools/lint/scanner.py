@@ -15,7 +15,9 @@ from deepspeed_compress.tools.lint.strings import ScanError, match, multi_line, 
 
 MAX_DEPTH = 100
 MAX_PARTS = 20_000
-MAX_PROBLEMS = 20
+MAX_PROBLEMS = 100
+_TOLD = MAX_PROBLEMS - 2
+"""Errors that are told one by one. The others are counted, which takes one more, as does the end of the reading."""
 MAX_INTEGER = 2**63 - 1
 
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -46,6 +48,9 @@ class _Scanner:
         self.at = at
         self.parts = 0
         self.stopped = False
+        self.line_start = 0
+        self.searched = 0  # up to where `line_start` has been looked for
+        self.untold = 0  # errors after the first _TOLD
         self.closers: list[str] = []  # of what is open, the outermost first
         self.problems: list[Diagnostic] = []
         self.extensions: list[Extension] = []
@@ -58,22 +63,25 @@ class _Scanner:
         return Span(self.at, min(self.at + 1, len(self.text)))
 
     def note(self, span: Span, what: str, instead: str) -> None:
-        if not self.stopped:
+        if self.stopped:
+            return
+        if len(self.problems) < _TOLD:
             self.problems.append(Diagnostic(at(span=span), what, write(instead)))
-        if len(self.problems) == MAX_PROBLEMS:
-            self.stop()
+        else:
+            self.untold += 1
+            self.count()
 
-    def stop(self) -> None:
-        """Read no further: what is open ends here."""
+    def stop(self, what: str) -> None:
+        """Read no further, because of `what`. What is open ends here."""
+        self.problems.append(Diagnostic(at(span=self.here()), what, write("a configuration of DeepSpeed")))
         self.stopped, self.text = True, self.text[: self.at]
         self.closers.clear()
 
     def count(self) -> None:
         """One more thing to keep."""
         self.parts += 1
-        if self.parts > MAX_PARTS:
-            self.note(self.here(), f"more than {MAX_PARTS} values and comments", "a configuration of DeepSpeed")
-            self.stop()
+        if self.parts > MAX_PARTS and not self.stopped:
+            self.stop(f"more than {MAX_PARTS} values and comments")
 
     def extend(self, kind: ExtensionKind, span: Span, replacement: str | None = None) -> None:
         fix = None if replacement is None else Fix("Write it as JSON", (Edit(span, replacement),))
@@ -104,6 +112,9 @@ class _Scanner:
         self.gap()
         if self.peek():
             self.note(self.here(), "text behind the end of the configuration", "nothing: remove it")
+        if self.untold:
+            what = f"and {self.untold} more syntax errors"
+            self.problems.append(Diagnostic(at(span=self.here()), what, write("a configuration of DeepSpeed")))
         return root
 
     def nothing(self) -> Node | None:
@@ -120,6 +131,7 @@ class _Scanner:
             self.element(self.pair, members)
         if not members:
             # In a text that is no configuration at all, one error says enough.
+            self.untold = 0
             del self.problems[1:]
         self.extend("missing-braces", Span(start, start))
         return object_node(members, Span(start, self.at))
@@ -136,8 +148,7 @@ class _Scanner:
     def nested(self, opener: str) -> Node:
         start = self.at
         if len(self.closers) == MAX_DEPTH:
-            self.note(self.here(), f"nested more than {MAX_DEPTH} deep", "a configuration of DeepSpeed")
-            self.stop()
+            self.stop(f"nested more than {MAX_DEPTH} deep")
         if opener == "{":
             members = self.inside("}", self.pair)
             return object_node(members, Span(start, self.at))
@@ -244,9 +255,22 @@ class _Scanner:
             value, span = self.quoted()
             return Node("string", value, span)
         start = self.at
-        value, self.at = multi_line(self.text, start)
+        value, self.at = multi_line(self.text, start, self.indentation())
         self.extend("multi-line-string", Span(start, self.at), to_json(value))
         return Node("string", value, Span(start, self.at))
+
+    def indentation(self) -> int | None:
+        """Return the number of characters before this one on its line; None on the only line of the text.
+
+        The line break before the first line is for hjson the last one of the text.
+        """
+        found = self.text.rfind("\n", self.searched, self.at)
+        self.line_start = found + 1 if found >= 0 else self.line_start
+        self.searched = self.at
+        if self.line_start:
+            return self.at - self.line_start
+        last = self.text.rfind("\n", self.at)
+        return None if last < 0 else self.at + len(self.text) - last - 1
 
     def unquoted(self) -> Node:
         """A literal, if punctuation comes next, else a string to the end of the line, commas and brackets included."""

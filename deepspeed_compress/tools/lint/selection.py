@@ -5,7 +5,7 @@ Settings are the table `[tool.ds-compress.lint]` of pyproject.toml, or a TOML fi
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -19,6 +19,7 @@ from deepspeed_compress.tools.lint.options import FRAMEWORKS, Framework
 from deepspeed_compress.tools.lint.rule import LintRule
 
 ALL = "ALL"
+_CODE = re.compile(r"DSC[0-9]{1,9}")
 _REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 OWN_FILE = ".ds-compress-lint.toml"
 """Holds the settings at its top, and comes before pyproject.toml."""
@@ -77,13 +78,21 @@ def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> 
     rules, codes = tuple(rules), tuple(codes)
     for code in codes:
         if not any(_match(rule, code) for rule in rules):
-            known = [name for rule in rules for name in (rule.code, rule.name)]
-            close = get_close_matches(code, known, n=1) or [f"{rules[0].code}, or {rules[0].name}"]
             raise ConfigError(
                 f"{place}: {code!r} is not a rule (allowed: codes, beginnings of codes, names, ALL). "
-                f"Write {close[0]}; `ds-compress rule --all` lists all rules."
+                f"Write {_nearest(code, rules)}; `ds-compress rule --all` lists all rules."
             )
     return codes
+
+
+def _nearest(code: str, rules: Sequence[LintRule]) -> str:
+    """Return the rule that `code` is probably meant for: of codes the nearest number in the same family."""
+    upper = code.upper()
+    if _CODE.fullmatch(upper):
+        family = [rule.code for rule in rules if rule.code[3] == upper[3]] or [rule.code for rule in rules]
+        return min(family, key=lambda known: abs(int(known[3:]) - int(upper[3:])))
+    close = get_close_matches(code, [name for rule in rules for name in (rule.code, rule.name)], n=1)
+    return close[0] if close else f"{rules[0].code}, or {rules[0].name}"
 
 
 def file_matches(path: str, pattern: str) -> bool:
@@ -130,7 +139,7 @@ def read_settings(path: Path) -> Settings:
 def _table(path: Path) -> Any:
     try:
         table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}. Correct the file, which is read for settings of the linter.") from error
     for key in _TABLE if path.name == _PYPROJECT else ():
         table = table.get(key) if isinstance(table, dict) else None

@@ -11,6 +11,8 @@ _CHUNK = re.compile(r"[^\"'\\\x00-\x1f]*")
 _FIRST_LINE = re.compile(r"[ \t\r]*(\n?)")
 _LINE = re.compile(r"[^\n\r]*")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which no UTF-8 text can hold."""
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
@@ -25,7 +27,7 @@ class ScanError(Exception):
 def to_json(value: object) -> str:
     """`value` as JSON; half surrogate pairs, which no file can hold, stay escaped."""
     text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if any("\ud800" <= char <= "\udfff" for char in text) else text
+    return json.dumps(value) if HALF_PAIR.search(text) else text
 
 
 def match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
@@ -99,18 +101,17 @@ def _error(text: str, span: Span, message: str, instead: str) -> ScanError:
     return ScanError(span, message, instead, match(_LINE, text, span.start).end())
 
 
-def multi_line(text: str, start: int) -> tuple[str, int]:
-    """The string in triple quotes at `start`, and its end. Lines lose the indentation of the opening quotes."""
-    before = text.rfind("\n", 0, start)
-    if before < 0:
-        # hjson looks for the line break before the quotes at the end of the text, and fails where there is none.
-        before = text.rfind("\n") - len(text)
+def multi_line(text: str, start: int, indentation: int | None) -> tuple[str, int]:
+    """Return the string in triple quotes at `start`, and its end.
+
+    Lines lose the `indentation` of the opening quotes. It is None for quotes on the only line, where hjson fails.
+    """
     body = match(_FIRST_LINE, text, start + 3)
     end = text.find("'''", start + 3)
-    if end < 0 or before == -1 - len(text):
+    if end < 0 or indentation is None:
         what = "this string in triple quotes has no end" if end < 0 else "triple quotes on the only line"
         raise ScanError(Span(start, start + 3), what, "it in double quotes", len(text) if end < 0 else end + 3)
-    indent = re.compile(f"[ \\t\\r]{{0,{start - 1 - before}}}")
+    indent = re.compile(f"[ \\t\\r]{{0,{indentation}}}")
     lines = text[body.end() : end].split("\n")
     rest = [indent.sub("", line, count=1) for line in lines[1:]]
     first = indent.sub("", lines[0], count=1) if body[1] else lines[0]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from deepspeed_compress.tools.outputs.machine import github, json_array, sarif
-from deepspeed_compress.tools.outputs.report import Report, plural
-from deepspeed_compress.tools.outputs.terminal import concise, full, statistics
+from deepspeed_compress.tools.outputs.report import Report, lines, plural
+from deepspeed_compress.tools.outputs.terminal import concise, full, statistics, visible
 
-__all__ = ["Report", "plural", "render"]
+__all__ = ["Report", "lines", "plural", "render", "visible"]
 
 _FORMATS: Mapping[str, Callable[[Report], str]] = MappingProxyType(
     {

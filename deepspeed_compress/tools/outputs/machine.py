@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from deepspeed_compress.diagnostics import Diagnostic, Edit, Fix, Place, Severity
 from deepspeed_compress.tools.outputs.report import Report, lines, message
+from deepspeed_compress.tools.outputs.terminal import visible
 from deepspeed_compress.tools.rules import Rule
 
 Keys = Mapping[str, Callable[[Diagnostic], object]]
@@ -103,7 +104,7 @@ def _text(one: Diagnostic) -> str:
 
 
 def _escape(text: str, table: Mapping[str, str]) -> str:
-    return "".join(table.get(char, char) for char in text)
+    return visible("".join(table.get(char, char) for char in text))
 
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -162,5 +163,6 @@ def _replacement(edit: Edit) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """A path as a relative or absolute URI."""
-    return f"file://{quote(path)}" if path.startswith("/") else quote(path)
+    """Return a path, whose bytes need not be UTF-8, as a relative or absolute URI."""
+    quoted = quote(path.encode("utf-8", "surrogateescape"))
+    return f"file://{quoted}" if path.startswith("/") else quoted

@@ -37,9 +37,9 @@ def statistics(report: Report) -> str:
 def _headline(one: Diagnostic, colour: bool) -> str:
     """All but the remedy."""
     line, column = one.place.start
-    place = _paint(f"{_visible(one.place.file)}:{line}:{column}:", _BOLD, colour)
+    place = _paint(f"{visible(one.place.file)}:{line}:{column}:", _BOLD, colour)
     rule = _paint(f"{one.code} {one.name}:", _STYLES[one.severity], colour)
-    return f"{place} {rule} {_visible(message(one))}"
+    return f"{place} {rule} {visible(message(one))}"
 
 
 def _block(one: Diagnostic, colour: bool) -> str:
@@ -47,21 +47,26 @@ def _block(one: Diagnostic, colour: bool) -> str:
     number, gutter = _paint(f"{line:>4} |", _BLUE, colour), _paint("     |", _BLUE, colour)
     source, caret = _source(one)
     shown = (f"{number} {source}", f"{gutter} {_paint(caret, _STYLES[one.severity], colour)}") if source.strip() else ()
-    remedy = f"{_visible(one.remedy)}{f' ({option(one)} does it)' if one.fix else ''}"
+    remedy = f"{visible(one.remedy)}{f' ({option(one)} does it)' if one.fix else ''}"
     return lines((_headline(one, colour), *shown, f"{_paint('     =', _BLUE, colour)} {remedy}"))
 
 
 def _source(one: Diagnostic) -> tuple[str, str]:
-    """The line of the place, and a line with carets under it."""
+    """Return the line of the place, and a line with carets under it."""
     text, span = one.place.text, one.place.region
-    start = text.rfind("\n", 0, span.start) + 1
-    end = text.find("\n", span.start)
-    end = len(text) if end < 0 else end
+    start, end = _line(text, span.start)
     first = max(start, span.start - _BEFORE) if end - start > _WIDTH else start
     last = min(end, first + _WIDTH)
     carets = "^" * max(1, min(span.end, last) - span.start)
-    before = _visible(text[first : span.start])
-    return _visible(text[first:last].rstrip("\r")), _blank(before) + carets
+    before = visible(text[first : span.start])
+    return visible(text[first:last].rstrip("\r")), _blank(before) + carets
+
+
+def _line(text: str, at: int) -> tuple[int, int]:
+    """Return where the line around `at` starts and ends. A line is not searched beyond what can be shown of it."""
+    start, end = max(at - _WIDTH - 1, 0), min(at + _WIDTH + 1, len(text))
+    before, behind = text.rfind("\n", start, at), text.find("\n", at, end)
+    return before + 1 if before >= 0 else start, behind if behind >= 0 else end
 
 
 def _count(found: Sequence[Diagnostic], colour: bool) -> str:
@@ -74,8 +79,8 @@ def _paint(text: str, style: str, colour: bool) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if colour else text
 
 
-def _visible(text: str) -> str:
-    """`text` on one line, without characters that move the cursor or turn text around."""
+def visible(text: str) -> str:
+    """Return `text` on one line, without characters that move the cursor or turn text around."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
-from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, named_file, settings
+from deepspeed_compress.tools.lint.accelerate import NAME, PLACES, SECTION, file_name, is_used, named_file, settings
 from deepspeed_compress.tools.lint.document import Document, Member
-from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule
+from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, unproved
 from deepspeed_compress.tools.lint.rules.common import show
 
 _PRECISION = "mixed_precision"
+_TYPE = "distributed_type"
 _LAUNCHED = frozenset(
     {
         NAME,
@@ -28,13 +29,14 @@ _LAUNCHED = frozenset(
     }
 )
 """Keys of the section that the launcher reads itself."""
+_YAML = (".yaml", ".yml")
 _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 
-def _launch(mixed_precision: str | None = None, **section: object) -> str:
+def _launch(mixed_precision: str | None = None, distributed_type: str = "DEEPSPEED", **section: object) -> str:
     """Text of a configuration of Accelerate, as JSON, which it reads too."""
     precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
-    keys = {"distributed_type": "DEEPSPEED", "num_processes": 1, **precision, SECTION: section}
+    keys = {_TYPE: distributed_type, "num_processes": 1, **precision, SECTION: section}
     return json.dumps(keys, indent=2) + "\n"
 
 
@@ -55,7 +57,7 @@ def _launch(mixed_precision: str | None = None, **section: object) -> str:
 )
 def accelerate_settings_beside_file(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for all of them: it is one mistake."""
-    if document.origin is None or file_name(document) is None:
+    if document.origin is None or file_name(document) is None or not is_used(document):
         return
     beside = [member for member in settings(document) if member.key in PLACES]
     precision = document.origin.by_key.get(_PRECISION)
@@ -88,7 +90,7 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Ite
 def accelerate_key_dropped(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for all of them: a configuration of DeepSpeed that was put into that of Accelerate."""
     dropped = [member for member in settings(document) if _is_dropped(document, member)]
-    if dropped:
+    if dropped and is_used(document):
         several = len(dropped) > 1
         keys, them = ", ".join(show(member.key) for member in dropped), "them" if several else "it"
         what = f"Accelerate passes {keys} on to nobody: DeepSpeed never sees {them}"
@@ -120,6 +122,52 @@ def _is_dropped(document: Document, member: Member) -> bool:
 def accelerate_file_missing(document: Document, context: Context) -> Iterator[Diagnostic]:
     name = file_name(document) if document.origin is not None else None
     member = next((member for member in settings(document) if member.key == NAME), None)
-    if name is not None and member is not None and named_file(document) is None:
+    if name is not None and member is not None and is_used(document) and named_file(document) is None:
         what = f"{show(name)} is no file, neither here nor beside this one nor above it"
         yield Diagnostic(at(SECTION, NAME, span=member.value.span), what, write("the path of a configuration"))
+
+
+@rule(
+    code="DSC733",
+    name="accelerate-deepspeed-unused",
+    severity="warning",
+    family="accelerate",
+    summary="A section deepspeed_config beside a distributed_type that does not start DeepSpeed.",
+    reason=(
+        "accelerate launch starts DeepSpeed only with distributed_type DEEPSPEED (accelerate/commands/launch.py), or "
+        "with --use_deepspeed on the command line: with MULTI_GPU, FSDP, NO and others the section has no effect."
+    ),
+    wrong=_launch(distributed_type="MULTI_GPU", zero_stage=2),
+    right=_launch(zero_stage=2),
+    proof=unproved("it needs the GPUs that the program would be launched on"),
+    context={"framework": "accelerate"},
+)
+def accelerate_deepspeed_unused(document: Document, context: Context) -> Iterator[Diagnostic]:
+    if document.origin is not None and not is_used(document):
+        kind = document.origin.by_key[_TYPE]
+        what = f"with {show(kind.value.value)} Accelerate starts no DeepSpeed, and {SECTION} has no effect"
+        instead = f'"DEEPSPEED", or remove {SECTION}; with --use_deepspeed on the command line it counts'
+        yield Diagnostic(at(_TYPE, span=kind.value.span), what, write(instead))
+
+
+@rule(
+    code="DSC734",
+    name="accelerate-file-is-yaml",
+    severity="error",
+    family="accelerate",
+    summary="A configuration of Accelerate names a YAML file.",
+    reason=(
+        "Accelerate's own configuration may be YAML; the one of DeepSpeed that it names is read with Python's json "
+        "(accelerate/utils/deepspeed.py)."
+    ),
+    wrong=_launch(deepspeed_config_file=".pre-commit-hooks.yaml"),
+    right=_launch(zero_stage=2),
+    proof=raises("JSONDecodeError"),
+    context={"framework": "accelerate"},
+)
+def accelerate_file_is_yaml(document: Document, context: Context) -> Iterator[Diagnostic]:
+    name = file_name(document) if document.origin is not None else None
+    if name is not None and name.endswith(_YAML) and is_used(document) and named_file(document) is not None:
+        span = next(member.value.span for member in settings(document) if member.key == NAME)
+        what = f"{show(name)} is YAML by its name, which Accelerate reads as JSON and stops at"
+        yield Diagnostic(at(SECTION, NAME, span=span), what, write("the same settings into a .json file"))

@@ -188,7 +188,8 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Iterator[Diag
     summary="Hugging Face, and no gradient_clipping in the file.",
     reason=(
         "DeepSpeed clips by its own configuration alone: with it Accelerate's clip_grad_norm_ does nothing "
-        "(accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect."
+        "(accelerate/accelerator.py), so that the Trainer's max_grad_norm, 1.0 unless given, has no effect. "
+        'The Trainer fills in "auto" with that argument; Accelerate fills in 1.0, whatever clip_grad_norm_ is given.'
     ),
     wrong=config(train_micro_batch_size_per_gpu=AUTO, zero_optimization={"stage": 0}),
     right=_hf(),
@@ -198,10 +199,17 @@ def hf_text_for_a_boolean(document: Document, context: Context) -> Iterator[Diag
 def hf_no_clipping(document: Document, context: Context) -> Iterator[Diagnostic]:
     if hugging_face(context) and not document.has("gradient_clipping"):
         what = "without gradient_clipping nothing is clipped, whatever max_grad_norm and clip_grad_norm_ say"
-        correction = fix("Write auto", add(document, (), "gradient_clipping", AUTO), safe=False)
-        yield Diagnostic(
-            at("gradient_clipping"), what, write('"gradient_clipping": "auto", or 0.0 to have it so'), fix=correction
-        )
+        value, why = _CLIPPING[context.framework == "hf"]
+        correction = fix(f"Write {show(value)}", add(document, (), "gradient_clipping", value), safe=False)
+        instead = f'"gradient_clipping": {show(value)}{why}, or 0.0 to have it so'
+        yield Diagnostic(at("gradient_clipping"), what, write(instead), fix=correction)
+
+
+_CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
+    (1.0, ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given)'),
+    (AUTO, ""),
+)
+"""Value to write, and a word about it: with Accelerate, and with the Trainer."""
 
 
 _UNUSED: Mapping[str, str] = {

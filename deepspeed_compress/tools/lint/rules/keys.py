@@ -59,6 +59,24 @@ _INFERENCE = frozenset(
 _SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
+_KEYS_OF_OURS = frozenset(
+    {
+        "adaptive",
+        "checkpointing",
+        "communication",
+        "gradients",
+        "guard",
+        "islands",
+        "lint",
+        "monitor",
+        "on_missing_state",
+        "ownership",
+        "parallelism",
+        "schedule",
+        "seed",
+        "weights",
+    }
+)
 _PARTS_OF_OURS = frozenset({"gradients", "weights"})
 _KEYS_OF_PARTS = frozenset(
     {"method", "bits", "block_size", "density", "error_feedback", "hierarchy", "overrides", "rank"}
@@ -159,8 +177,9 @@ def _strange(section: Path, keys: list[str]) -> Diagnostic:
 
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
-    """A guess, however close: the user decides."""
-    free = not document.has(*path[:-1], to)
+    """Return a fix that renames a key: a guess, however close, so that the user decides."""
+    foreign = to == OUR_SECTION and not _is_section(document.get(*path)) and _ours(document, path) is None
+    free = not document.has(*path[:-1], to) and not foreign
     return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
 
 
@@ -169,9 +188,15 @@ def _ours(document: Document, path: Path) -> Path | None:
     key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
     if not isinstance(value, dict):
         return None
-    if key in _NAMES_OF_OURS or any(_is_part(value.get(part)) for part in _PARTS_OF_OURS):
+    named_so = key in _NAMES_OF_OURS and bool(value) and _is_section(value)
+    if named_so or any(_is_part(value.get(part)) for part in _PARTS_OF_OURS):
         return (OUR_SECTION,)
     return (OUR_SECTION, key) if key in _PARTS_OF_OURS and _is_part(value) else None
+
+
+def _is_section(value: object) -> bool:
+    """Return whether `value` may be our section: other programs have sections of the same names."""
+    return isinstance(value, dict) and value.keys() <= _KEYS_OF_OURS
 
 
 def _is_part(value: object) -> bool:

@@ -4,14 +4,18 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_compress.diagnostics import Diagnostic, Path
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
 from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.fixes import fix, rename
+from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
 from deepspeed_compress.tools.lint.rule import Context, raises, rule, warns
 from deepspeed_compress.tools.lint.rules.common import (
     section,
+    show,
     trained,
     zero,
 )
@@ -59,7 +63,17 @@ def with_section(**keys: object) -> dict[str, object]:
     proof=raises("ConfigError"),
 )
 def compress_invalid(document: Document, context: Context) -> Iterator[Diagnostic]:
-    yield from _wrong(document, context)["invalid"]
+    for problem in _wrong(document, context)["invalid"]:
+        yield replace(problem, fix=_correction(document, problem))
+
+
+def _correction(document: Document, problem: Diagnostic) -> Fix | None:
+    """Return the fix of a misspelled key or value. It is a guess, which the user decides."""
+    path, meant = problem.place.path, problem.meant
+    if meant is None or (problem.place.on == "key" and document.has(*path[:-1], meant)):
+        return None
+    edits = rename(document, path, str(meant)) if problem.place.on == "key" else put(document, path, meant)
+    return fix(f"Write {show(meant)}", edits, safe=False)
 
 
 @rule(

@@ -1,6 +1,6 @@
 """Learning-rate schedulers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
 from deepspeed_compress.tools.lint.document import Document
@@ -222,21 +222,26 @@ def unknown_warmup_type(document: Document, context: Context) -> Iterator[Diagno
     name="decay-at-default-rate",
     severity="warning",
     family="schedulers",
-    summary="WarmupDecayLR without warmup_max_lr trains at 0.001.",
-    reason="Unlike WarmupLR, which takes the optimizer's rate, it has a default of its own (runtime/lr_schedules.py).",
+    summary="WarmupDecayLR or LRRangeTest without a rate of its own starts from 0.001.",
+    reason=(
+        "Unlike WarmupLR, which takes the optimizer's rate, they have defaults of their own (runtime/lr_schedules.py): "
+        "warmup_max_lr and lr_range_test_min_lr are 0.001."
+    ),
     wrong=_with("WarmupDecayLR", warmup_num_steps=10, total_num_steps=100),
     right=_with("WarmupDecayLR", warmup_max_lr=0.0001, warmup_num_steps=10, total_num_steps=100),
     proof=accepts("the learning rate is ten times the one of the optimizer"),
 )
 def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
-    rate = number(document.get("optimizer", "params", "lr"))
-    missing = not document.has(*_PARAMS, "warmup_max_lr") and document.get(*_PARAMS) is not None
-    if _name(document) == "WarmupDecayLR" and missing and rate != 0.001:
+    rate, key = number(document.get("optimizer", "params", "lr")), _DEFAULTED.get(_name(document), "")
+    missing = not document.has(*_PARAMS, key) and document.get(*_PARAMS) is not None
+    if key and missing and rate != 0.001:
         asked = f"the optimizer's {show(rate)}" if rate is not None else "that of the optimizer"
-        what = f"WarmupDecayLR without warmup_max_lr trains at 0.001, not at {asked}"
-        yield Diagnostic(
-            at(*_PARAMS, "warmup_max_lr"), what, write(f'"warmup_max_lr": {show(rate) if rate is not None else "..."}')
-        )
+        what = f"{_name(document)} without {key} trains at 0.001, not at {asked}"
+        yield Diagnostic(at(*_PARAMS, key), what, write(f'"{key}": {show(rate) if rate is not None else "..."}'))
+
+
+_DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
+"""Parameters that are 0.001 if they are not given, whatever the optimizer's rate is."""
 
 
 @rule(
@@ -246,17 +251,38 @@ def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diag
     family="schedulers",
     summary="The scheduler's learning rate is not the optimizer's.",
     reason=(
-        "The scheduler sets the rate of every step (runtime/lr_schedules.py), so that the optimizer's is never used."
+        "WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set the rate of every step (runtime/lr_schedules.py), as "
+        "CyclicLR and OneCycleLR of torch do, so that the optimizer's is never used. WarmupCosineLR multiplies it, and "
+        "WarmupLR without warmup_max_lr takes it."
     ),
     wrong=_with("WarmupLR", warmup_max_lr=0.001, warmup_num_steps=100),
     right=_PLAIN,
     proof=accepts("the learning rate of the optimizer has no effect"),
 )
 def scheduler_replaces_rate(document: Document, context: Context) -> Iterator[Diagnostic]:
-    rate, top = number(document.get("optimizer", "params", "lr")), _value(document, "warmup_max_lr")
-    if _name(document) in ("WarmupLR", "WarmupDecayLR") and rate is not None and top is not None and rate != top:
-        what = f"{show(top)} replaces the optimizer's learning rate {show(rate)}"
-        yield Diagnostic(at(*_PARAMS, "warmup_max_lr"), what, write(f"{show(rate)}, or the same number in both places"))
+    rate, given = number(document.get("optimizer", "params", "lr")), _RATES.get(_name(document), ())
+    own = [(key, value) for key in given for value in _numbers(document.get(*_PARAMS, key))]
+    if rate is not None and own and own[-1][0] == given[-1] and rate not in [value for _, value in own]:
+        key, value = own[-1]
+        what = f"{show(value)} replaces the optimizer's learning rate {show(rate)}"
+        yield Diagnostic(at(*_PARAMS, key), what, write(f"{show(rate)}, or the same number in both places"))
+
+
+_RATES: Mapping[str, tuple[str, ...]] = {
+    "WarmupLR": ("warmup_max_lr",),
+    "WarmupDecayLR": ("warmup_max_lr",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "LRRangeTest": ("lr_range_test_min_lr",),
+    "CyclicLR": ("base_lr", "max_lr"),
+    "OneCycleLR": ("max_lr",),
+}
+"""Parameters that hold the rates of schedulers that do not use the optimizer's."""
+
+
+def _numbers(value: object) -> list[float]:
+    """Return the number, or the numbers of parameter groups."""
+    found = map(number, value if isinstance(value, list) else [value])
+    return [each for each in found if each is not None]
 
 
 @rule(

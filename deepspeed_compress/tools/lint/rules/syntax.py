@@ -88,10 +88,10 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
     name="hjson-only-syntax",
     severity="error",
     family="syntax",
-    summary="Syntax that DeepSpeed reads and Hugging Face does not.",
+    summary="Syntax that DeepSpeed reads and Hugging Face and Lightning do not.",
     reason=(
-        "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers and Accelerate open the "
-        "file with Python's json (accelerate/utils/deepspeed.py) and refuse these."
+        "DeepSpeed reads HJSON: comments, trailing commas, keys without quotes. Transformers, Accelerate and Lightning "
+        "open the file with Python's json (accelerate/utils/deepspeed.py) and refuse these."
     ),
     wrong='{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 0},}\n',
     right=config(gradient_clipping=1.0, zero_optimization={"stage": 0}),
@@ -100,13 +100,14 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
 )
 def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
     """One finding for each kind of syntax, at the first place of it."""
-    if not hugging_face(context):
+    if not (hugging_face(context) or context.framework == "lightning"):
         return
+    reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
     for kind in dict.fromkeys(extension.kind for extension in document.extensions):
         found = [extension for extension in document.extensions if extension.kind == kind]
         words = _NAMES.get(kind, f"a {kind.replace('-', ' ')}".replace("a un", "an un"))
         words += f", {len(found)} times," if len(found) > 1 else ""
-        what = f"{words} is HJSON, which DeepSpeed reads and Hugging Face refuses (allowed: JSON)"
+        what = f"{words} is HJSON, which DeepSpeed reads and {reader} refuses (allowed: JSON)"
         yield Diagnostic(at(span=found[0].span), what, write("JSON"), fix=_as_json(found))
 
 

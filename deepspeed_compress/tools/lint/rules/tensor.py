@@ -54,8 +54,9 @@ def tensor_divides_world(document: Document, context: Context) -> Iterator[Diagn
     family="tensor",
     summary="A tensor-parallel group does not fit into a node.",
     reason=(
-        "Tensor parallelism sums activations twice a layer, forward and backward (module_inject/layers.py); only the "
-        "links inside a node are fast enough."
+        "Tensor parallelism sums activations in every layer: behind each matrix that is split by rows in the forward "
+        "pass, and in front of each that is split by columns in the backward pass (module_inject/layers.py). Those are "
+        "2 and 5 sums in a layer of Llama. Only the links inside a node are fast enough."
     ),
     wrong=trained(**_MICRO, tensor_parallel={"autotp_size": 2}),
     right=trained(**_MICRO, tensor_parallel={"autotp_size": 1}),

@@ -215,29 +215,66 @@ def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
     family="types",
     summary="A plain value where a section, an object, is expected.",
     reason=(
-        "DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`."
+        "DeepSpeed unpacks sections without looking (runtime/precision_config.py) and fails with a message about `**`. "
+        "Its models refuse a plain value for offload_optimizer, offload_param and others (runtime/zero/config.py)."
     ),
     wrong=trained(fp16=True),
     right=trained(fp16={"enabled": True}),
     proof=raises("must be a mapping"),
 )
 def not_a_section(document: Document, context: Context) -> Iterator[Diagnostic]:
+    for path, member in (*_plain_values(document), *_automatic_sections(document, context)):
+        if (path, member.value.kind) not in _ACCEPTED and path not in _NEVER_READ:
+            what = f"{show(member.value.value)} is not an object (allowed: an object)"
+            meant = _in_full(path, member.value.value)
+            instead = f'{{}} for the defaults, or leave "{path[-1]}" out' if meant is None else show(meant)
+            correction = None if meant is None else fix("Write an object", replace(document, path, meant), safe=False)
+            yield Diagnostic(at(*path), what, write(instead), fix=correction)
+
+
+_ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
+    {
+        ((ZERO,), "bool"),  # has a rule of its own
+        (("bf16",), "null"),
+        (("aio",), "null"),
+        (("optimizer", "params"), "null"),
+    }
+)
+"""Sections that DeepSpeed takes a plain value for, and the kind of value."""
+_NEVER_READ: frozenset[Path] = frozenset({("inference",), ("msamp",)})
+_MEANT_KEYS = {
+    ZERO: "stage",
+    "optimizer": "type",
+    "scheduler": "type",
+    "offload_optimizer": "device",
+    "offload_param": "device",
+}
+"""Keys of sections that a plain value in the place of the section is probably meant for."""
+
+
+def _plain_values(document: Document) -> Iterator[tuple[Path, Member]]:
     for strict in (True, False):
         for path, key, member in _misfits(document, strict=strict):
-            # "zero_optimization": true has a rule of its own, and null is no section for these.
-            special = path == ("zero_optimization",) and member.value.kind == "bool"
-            absent = path in (("bf16",), ("aio",)) and member.value.kind == "null"
-            parameters = path in (("optimizer", "params"),) and member.value.kind == "null"
-            if (
-                key.kinds == ("object",)
-                and (path in keys().sections or path in _PARAMS)
-                and not (special or absent or parameters)
-            ):
-                what = f"{show(member.value.value)} is not an object (allowed: an object)"
-                yield Diagnostic(at(*path), what, write(f'{{}} for the defaults, or leave "{path[-1]}" out'))
+            if "object" in key.kinds and {*key.kinds} <= {"object", "null"}:
+                yield path, member
 
 
-_PARAMS: tuple[Path, ...] = (("optimizer", "params"), ("scheduler", "params"))
+def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[Path, Member]]:
+    """Yield the sections that are "auto" where nothing drops the word. With a framework, DSC700 and DSC702 tell."""
+    if context.framework in (None, "lightning"):
+        for path, key, member in known_values(document, strict=False):
+            if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
+                yield path, member
+
+
+def _in_full(path: Path, value: object) -> dict[str, object] | None:
+    """Return the section that a plain value probably stands for."""
+    key = _MEANT_KEYS.get(str(path[-1]))
+    if isinstance(value, bool):
+        has_switch = any(section.path == path and "enabled" in section.keys for section in keys().sections.values())
+        return {"enabled": value} if has_switch else {"device": "cpu"} if key == "device" and value else None
+    plain = isinstance(value, str | int) and not means_auto(value)
+    return {key: value} if key is not None and plain else None
 
 
 def _outside(value: float, limits: dict[str, float]) -> bool:

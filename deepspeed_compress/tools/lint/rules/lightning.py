@@ -1,0 +1,166 @@
+"""What Lightning's DeepSpeedStrategy demands of a configuration (lightning 2.6)."""
+
+from collections.abc import Iterator
+
+from deepspeed_compress.diagnostics import Diagnostic, at, at_key, write
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.fixes import fix, remove
+from deepspeed_compress.tools.lint.keys import OUR_SECTION
+from deepspeed_compress.tools.lint.rule import Context, rule, unproved
+from deepspeed_compress.tools.lint.rules.common import AUTO, ZERO, config, leaves, name, section, show, stage, truth
+
+_LIGHTNING = {"framework": "lightning"}
+_ACCUMULATION = "gradient_accumulation_steps"
+_UNTESTED = "zero_allow_untested_optimizer"
+_SHOWN = 8
+_NOT_INSTALLED = unproved(
+    "Lightning is not installed with this project, and its strategy needs a GPU; read in its source"
+)
+
+
+def _file(**keys: object) -> str:
+    return config(**{"train_micro_batch_size_per_gpu": 4, ZERO: {"stage": 2}, **keys})
+
+
+def _reads(context: Context) -> bool:
+    return context.framework == "lightning"
+
+
+@rule(
+    code="DSC740",
+    name="lightning-accumulation",
+    severity="error",
+    family="lightning",
+    summary="gradient_accumulation_steps in a file for Lightning.",
+    reason=(
+        "The strategy stops at the key, which it sets itself from the Trainer's accumulate_grad_batches "
+        "(pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config)."
+    ),
+    wrong=_file(gradient_accumulation_steps=4),
+    right=_file(),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_accumulation(document: Document, context: Context) -> Iterator[Diagnostic]:
+    if _reads(context) and document.has(_ACCUMULATION):
+        what = f"Lightning stops at {_ACCUMULATION}, whatever its value"
+        correction = fix("Remove it", remove(document, (_ACCUMULATION,)), safe=False)
+        instead = "Trainer(accumulate_grad_batches=...) in the program, and remove the key"
+        yield Diagnostic(at_key(_ACCUMULATION), what, write(instead), fix=correction)
+
+
+@rule(
+    code="DSC741",
+    name="lightning-auto",
+    severity="error",
+    family="lightning",
+    summary='"auto" in a file for Lightning.',
+    reason=(
+        "The strategy fills in nothing (pytorch/strategies/deepspeed.py, _format_config): DeepSpeed calculates with "
+        'the word and fails, or takes its default. With "enabled": "auto" in bf16 or fp16 that is fp32, whatever '
+        "precision the Trainer is given."
+    ),
+    wrong=_file(bf16={"enabled": AUTO}),
+    right=_file(bf16={"enabled": True}),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
+    """Yield one finding for all of them: such a file was written for Hugging Face."""
+    found = [path for path, value in leaves(document.data) if value == AUTO and path[0] != OUR_SECTION]
+    if found and _reads(context):
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        what = f'Lightning does not fill in "auto" at {", ".join(map(name, found[:_SHOWN]))}{more}'
+        instead = "a value, or remove the key: batch sizes and clipping then come from the Trainer"
+        yield Diagnostic(at(*found[0]), what, write(instead))
+
+
+@rule(
+    code="DSC742",
+    name="lightning-precision-off",
+    severity="warning",
+    family="lightning",
+    summary="A section fp16 or bf16 that is not enabled keeps Lightning from enabling it.",
+    reason=(
+        "The Trainer's precision is written into a file that has no such section "
+        "(fabric/strategies/deepspeed.py, _format_precision_config). One that is there stays as it is, so that the "
+        "inputs are converted and the model is not."
+    ),
+    wrong=_file(bf16={"enabled": False}),
+    right=_file(bf16={"enabled": True}),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_precision_off(document: Document, context: Context) -> Iterator[Diagnostic]:
+    for half, precision in (("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
+        off = document.has(half) and truth(section(document, half).get("enabled", False)) is False
+        if _reads(context) and off and isinstance(document.get(half), dict):
+            what = f'{half} stays off, also with Trainer(precision="{precision}")'
+            correction = fix("Remove the section", remove(document, (half,)), safe=False)
+            yield Diagnostic(at_key(half), what, write("nothing: the Trainer's precision then counts"), fix=correction)
+
+
+@rule(
+    code="DSC743",
+    name="lightning-optimizer-replaced",
+    severity="info",
+    family="lightning",
+    summary="With an optimizer in the file Lightning does not call configure_optimizers.",
+    reason=(
+        "Neither its optimizer nor its learning-rate scheduler is used then "
+        "(pytorch/strategies/deepspeed.py, _initialize_deepspeed_train)."
+    ),
+    wrong=_file(optimizer={"type": "AdamW", "params": {"lr": 0.0001}}),
+    right=_file(),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_optimizer_replaced(document: Document, context: Context) -> Iterator[Diagnostic]:
+    if _reads(context) and document.has("optimizer"):
+        what = "configure_optimizers of the LightningModule is not called, its scheduler included"
+        yield Diagnostic(at_key("optimizer"), what, write("the optimizer in one of the two places only"))
+
+
+@rule(
+    code="DSC744",
+    name="lightning-untested-optimizer-key",
+    severity="warning",
+    family="lightning",
+    summary=f"Stage 3 without {_UNTESTED}.",
+    reason=(
+        "Trainer.validate, test and predict read the key of a file with stage 3 without asking whether it is there "
+        "(pytorch/strategies/deepspeed.py, _initialize_deepspeed_inference)."
+    ),
+    wrong=_file(zero_optimization={"stage": 3}),
+    right=_file(zero_optimization={"stage": 3}, zero_allow_untested_optimizer=True),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_untested_optimizer_key(document: Document, context: Context) -> Iterator[Diagnostic]:
+    if _reads(context) and stage(document) == 3 and document.has(ZERO) and not document.has(_UNTESTED):
+        what = f"without {_UNTESTED} Trainer.validate, test and predict end with KeyError"
+        yield Diagnostic(at(_UNTESTED), what, write(f'"{_UNTESTED}": true besides'))
+
+
+@rule(
+    code="DSC745",
+    name="lightning-fixed-batch",
+    severity="info",
+    family="lightning",
+    summary="train_batch_size in a file for Lightning.",
+    reason=(
+        "The strategy adds the batch size of the data loader and accumulate_grad_batches "
+        "(pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config), and DeepSpeed asserts that the "
+        "product with the number of ranks is the same (runtime/config.py)."
+    ),
+    wrong=_file(train_batch_size=32),
+    right=_file(),
+    proof=_NOT_INSTALLED,
+    context=_LIGHTNING,
+)
+def lightning_fixed_batch(document: Document, context: Context) -> Iterator[Diagnostic]:
+    value = document.get("train_batch_size")
+    if _reads(context) and value is not None and value != AUTO:
+        what = f"DeepSpeed stops unless {show(value)} is batch size x accumulate_grad_batches x ranks of the Trainer"
+        correction = fix("Remove it", remove(document, ("train_batch_size",)), safe=False)
+        yield Diagnostic(at("train_batch_size"), what, write("nothing: Lightning says enough"), fix=correction)

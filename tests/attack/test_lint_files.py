@@ -1,0 +1,212 @@
+"""Hostile files for the linter: each ends in findings or a plain error, and none can do anything to a terminal."""
+
+import argparse
+import base64
+import json
+import random
+import re
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.tools.lint import command
+from deepspeed_compress.tools.lint.options import FORMATS, add_lint_arguments
+
+ROOT = Path(__file__).parents[2]
+MEGABYTES = 2**10  # of ru_maxrss, which counts kilobytes
+ACCELERATE = b"""compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  deepspeed_config_file: other.json
+  gradient_accumulation_steps: 4
+  offload_optimizer_device: nvme
+  zero3_init_flag: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+"""
+SETTINGS = b"""[tool.ds-compress.lint]
+select = ["ALL"]
+ignore = ["DSC004"]
+exit-on = "warning"
+world-size = 16
+
+[tool.ds-compress.lint.per-file-ignores]
+"*zero3*.json" = ["DSC4"]
+"""
+MODEL = b'{"hidden_size": 64, "num_attention_heads": 4, "text_config": {"hidden_size": 8}, "vocab_size": 64}'
+PIECES = (
+    *(b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x1b[2J", b"\x1b]0;title\x07", b"\r", b"\n", b"\\ud800"),
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b",",
+        b":",
+        b'"',
+        b"'''",
+        b"/*",
+        b"#",
+        b"&a ",
+        b"*a",
+        b"!!python/object:os.system ",
+        b"? ",
+    ),
+    *(
+        b"{" * 500,
+        b"[" * 5000,
+        b"9" * 5000,
+        b"-1e999",
+        b"NaN",
+        b"null",
+        b"auto",
+        b"true",
+        b"\\",
+        b"\xe2\x80\xae",
+        b"- ",
+    ),
+)
+
+
+def kinds() -> dict[str, list[bytes]]:
+    """Return real contents of each kind of file that the linter reads, by the name of the file."""
+    configs = [path.read_bytes() for path in sorted((ROOT / "configs").rglob("*.json"))]
+    return {
+        "ds_config.json": configs,
+        "ds_config.yaml": [b"train_batch_size: 8\nzero_optimization:\n  stage: 2\nfp16: {enabled: true}\n"],
+        "accelerate.yaml": [ACCELERATE, *(path.read_bytes() for path in sorted((ROOT / "configs").rglob("*.yaml")))],
+        "ds_config.b64": [base64.b64encode(configs[0])],
+        "pyproject.toml": [SETTINGS],
+        "config.json": [MODEL],
+    }
+
+
+def mutated(chance: random.Random, content: bytes, others: list[bytes]) -> bytes:
+    """Return `content` with one to four changes."""
+    for _ in range(chance.randint(1, 4)):
+        first, last = sorted(chance.randint(0, len(content)) for _ in range(2))
+        other = chance.choice(others)
+        part = chance.choice(
+            (
+                chance.choice(PIECES),
+                content[first : first + 60] * 3,
+                b"",
+                bytes(chance.randrange(256) for _ in range(4)),
+                other[len(other) // 2 :],
+            )
+        )
+        content = content[:first] + part + content[min(last, first + chance.choice((0, 1, 8, 10**6))) :]
+    return content
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def lint(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    # Made once: the parser of all commands takes as long as the linter.
+    parser = argparse.ArgumentParser()
+    add_lint_arguments(parser)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = command.run(parser.parse_args(arguments))
+        written = capsys.readouterr()
+        return code, written.out, written.err
+
+    return run
+
+
+def runs(count: int) -> Iterator[tuple[str, bytes, list[str]]]:
+    """Yield the name and content of a mutated file, and the arguments to lint it with."""
+    chance, real = random.Random(20), kinds()
+    everything = [content for contents in real.values() for content in contents]
+    given = {"pyproject.toml": ["whole.json"], "config.json": ["whole.json", "--model", "config.json"]}
+    for number in range(count):
+        name = chance.choice(("ds_config.json", *real))
+        content = mutated(chance, chance.choice(real[name]), everything)
+        options = ([], ["--framework", "hf"], ["--framework", "lightning"], ["--diff", "--unsafe-fixes"])[number % 4]
+        output = [] if "--diff" in options else ["--output-format", FORMATS[number % len(FORMATS)]]
+        yield name, content, [*given.get(name, [name]), *options, *output]
+
+
+@pytest.mark.timeout(300)
+def test_two_thousand_mutations_end_in_findings_or_a_plain_error(lint: Run, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    codes = set()
+    for name in ("whole.json", "other.json"):
+        (tmp_path / name).write_text('{"train_batch_size": 8}')
+    for name, content, arguments in runs(2000):
+        path = tmp_path / name
+        path.write_bytes(content)
+        code, _, err = lint(*arguments)
+        assert "internal error" not in err, (content, err)
+        assert "Traceback" not in err
+        assert code in (0, 1) or err.startswith("ds-compress: error: "), (content, err)
+        codes.add(code)
+        path.unlink()
+    assert codes == {0, 1, 2}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * MEGABYTES
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+KEY = "\x1b[31mk\x9b\x7f\u202e"
+
+
+@pytest.mark.parametrize("output", [*(["--output-format", name] for name in FORMATS), ["--statistics"]], ids="/".join)
+@pytest.mark.parametrize("text", [json.dumps({KEY: 1, "fp16": {KEY: KEY}}), '{"a": "\x1b]0;x\x07", "\x1bk": \x1b\x00}'])
+def test_no_output_controls_a_terminal(lint: Run, tmp_path: Path, output: list[str], text: str) -> None:
+    name = "ds_config\x1b[2J.json"
+    (tmp_path / name).write_text(text)
+    _, out, err = lint(name, *output)
+    assert not CONTROL.search(out + err)
+
+
+@pytest.mark.parametrize("arguments", [["\x1b[2J.json"], ["--config", "\x1b[2J"], ["--select", "\x1b[2J"]])
+def test_no_error_controls_a_terminal(lint: Run, arguments: list[str]) -> None:
+    code, out, err = lint(*arguments)
+    assert code == 2
+    assert not CONTROL.search(out + err)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{\n"a": 1,\n"b": "\xff"}', "ds_config.json:3:7: DSC001 syntax-error: not UTF-8 text (byte 16)"),
+        ('{"a": 1}'.encode("utf-16"), "ds_config.json:1:1: DSC001 syntax-error: not UTF-8 text (byte 0), but UTF-16"),
+        (b'{\n"a": "\x00"}', "ds_config.json:2:7: DSC001"),
+        (b'{"a": 1,\n"b": "\xed\xa0\x80"}', "ds_config.json:2:7: DSC001 syntax-error: not UTF-8 text (byte 15)"),
+        (b'{\n"\\ud800": 1}', 'ds_config.json:2:1: DSC100 unknown-key: "\N{REPLACEMENT CHARACTER}"'),
+    ],
+)
+def test_a_wrong_encoding_is_told_with_its_line(lint: Run, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "ds_config.json").write_bytes(content)
+    code, out, _ = lint("ds_config.json")
+    assert code == 1
+    assert said in out
+
+
+def test_a_byte_order_mark_is_told_where_it_is_refused(lint: Run, tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
+    for framework in ("hf", "accelerate", "lightning"):
+        assert "DSC004 hjson-only-syntax: a byte order mark" in lint("ds_config.json", "--framework", framework)[1]
+
+
+def test_a_file_whose_name_is_not_utf_8(lint: Run, tmp_path: Path) -> None:
+    name = "ds_config\udcff.json"
+    (tmp_path / name).write_text('{"a": 1}')
+    for output in FORMATS:
+        assert lint(name, "--output-format", output)[0] == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"a = \x00", b"[" * 5000, b"a = " + b"[" * 5000, b"\xef\xbb\xbfa = 1"])
+def test_settings_that_cannot_be_read(lint: Run, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    (tmp_path / "pyproject.toml").write_bytes(content)
+    code, _, err = lint("ds_config.json")
+    assert code == 2
+    assert re.match(r"ds-compress: error: \S*pyproject.toml: ", err)
