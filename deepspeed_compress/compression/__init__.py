@@ -1,1 +1,1 @@
-"""Tensors in, bytes out, and what is remembered between messages: no network, no configuration."""
+"""Compressors, transforms, codecs, and error-feedback residuals. This package knows no network and no configuration."""

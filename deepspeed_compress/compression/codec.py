@@ -1,4 +1,4 @@
-"""What both ends of a message agree on: a change of basis, then a compressor."""
+"""Codecs: a change of basis followed by a compressor, as both ends of a message apply them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ __all__ = ["Codec", "NoSend"]
 
 @dataclass(frozen=True)
 class NoSend:
-    """Decodes to zeros: the steps between two sends of delayed synchronisation.
+    """Compressor for the steps between two sends of delayed synchronization: it decodes to zeros.
 
-    Payload: one fp32 number, 0, or NaN if an element is not finite, which makes all decoded ones NaN: the optimizer
-    must skip such a step now, before the memory of what was held back is spoiled.
+    The payload is one fp32 number. It is 0, or NaN if any element is not finite, and a NaN makes every decoded element
+    NaN. The optimizer must skip such a step at once, before the residual that holds back the gradients is spoiled.
     """
 
     def payload_bytes(self, numel: int) -> int:
@@ -35,23 +35,23 @@ class NoSend:
 
 @dataclass(frozen=True)
 class Codec:
-    """`compressor` applied to the coefficients that `transform` gives."""
+    """A `compressor` that is applied to the coefficients that `transform` returns."""
 
     compressor: Compressor
     transform: Transform = Identity()  # noqa: RUF009  (frozen, hence safe to share)
 
     @property
     def sends(self) -> bool:
-        """Whether what it decodes to says anything of what was encoded."""
+        """Return True if the payload carries information about the input (False for `NoSend`)."""
         return not isinstance(self.compressor, NoSend)
 
     @property
     def fused(self) -> FusedFeedback | None:
-        """The compressor, if it takes the memory of error feedback along."""
+        """Return the compressor if it updates the error-feedback residual in the same pass, else None."""
         return self.compressor if isinstance(self.compressor, FusedFeedback) else None
 
     def coefficients(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """What the compressor sees of `x` (flat fp32, the elements of `segments`, not changed); perhaps `x` itself."""
+        """Return the coefficients of `x` (flat fp32, the elements of `segments`, not changed); may be `x` itself."""
         return self.transform.forward(x, segments)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int) -> None:
@@ -59,7 +59,7 @@ class Codec:
         self.compressor.compress(self.coefficients(x, segments), out, key)
 
     def add_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """`out` (flat fp32, coefficients) += `scale` * the sum of the decoded `payloads`, in their order."""
+        """Add `scale` times the sum of the decoded `payloads`, in their order, to `out` (flat fp32 coefficients)."""
         if isinstance(self.compressor, FusedSum):
             self.compressor.decompress_sum(payloads, out, scale, add=True)
             return
@@ -67,7 +67,7 @@ class Codec:
             self.compressor.decompress_add(payload, out, scale)
 
     def _set_coefficients(self, payloads: Sequence[Tensor], out: Tensor, scale: float) -> Tensor:
-        """`out`, whatever is in it, = what `add_coefficients` adds."""
+        """Overwrite `out` with what `add_coefficients` would add to it, and return it."""
         if isinstance(self.compressor, FusedSum):
             self.compressor.decompress_sum(payloads, out, scale, add=False)
         else:
@@ -75,9 +75,9 @@ class Codec:
         return out
 
     def decode(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
-        """`out` (flat fp32) = `scale` * the sum of the decoded `payloads`, in their order.
+        """Set `out` (flat fp32) to `scale` times the sum of the decoded `payloads`, in their order.
 
-        The sum is one of coefficients, with a single inverse at the end (SDP4Bit, arXiv:2410.15526, section 3.3).
+        Coefficients are summed, and one inverse transform follows (SDP4Bit, arXiv:2410.15526, section 3.3).
         """
         if isinstance(self.transform, Identity):
             self._set_coefficients(payloads, out, scale)
@@ -85,7 +85,7 @@ class Codec:
         self.transform.inverse(self._set_coefficients(payloads, torch.empty_like(out), scale), segments, out)
 
     def decode_add(self, payloads: Sequence[Tensor], segments: Sequence[Segment], out: Tensor, scale: float) -> None:
-        """`out` (flat fp32) += what `decode` gives."""
+        """Add what `decode` computes to `out` (flat fp32)."""
         if isinstance(self.transform, Identity):
             self.add_coefficients(payloads, out, scale)
             return

@@ -1,8 +1,8 @@
-"""What a sender adds to a message from its memory, and what it remembers of it.
+"""Error feedback and its variants: what a sender adds to a message from its residual, and what it stores afterwards.
 
-Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1, without the step
-size): p = g + e; send C(p); e = p - C(p). Residuals live in the units of the gradients (the loss scale included), and
-in the basis that the codec compresses in: its transform is linear, so T p = T g + T e, and T e is what is kept.
+The algorithm is that of Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1, without the
+step size): p = g + e; send C(p); e = p - C(p). Residuals are in the units of the gradients, including the loss scale,
+and in the basis in which the codec compresses: the transform T is linear, so T p = T g + T e, and T e is stored.
 """
 
 from collections.abc import Sequence
@@ -21,29 +21,40 @@ __all__ = ["ErrorFeedback", "Feedback", "MomentumCorrection", "NoFeedback", "Spr
 
 
 class Feedback(Protocol):
-    """What a sender does with what a message leaves out."""
+    """Treatment of the part of a gradient that a message leaves out."""
 
     @property
     def own_exact(self) -> bool:
-        """Whether a rank's own elements, which travel nowhere, are added as they are, not as others would decode
-        them."""
+        """Return True if a rank adds its own elements, which it sends to nobody, exactly.
+
+        If False, it adds them as other ranks would decode them.
+        """
 
     @property
     def stores(self) -> tuple[Residuals, ...]:
-        """Where it keeps a number for every element."""
+        """Return the stores that hold one number per element."""
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, `codec.coefficients` of `segments`, not changed) with what is kept of them into `out`
-        (uint8 [codec.compressor.payload_bytes(x.numel())]), and keep what that leaves out."""
+        """Encode `x` plus its residual into `out`, and store what the message leaves out.
+
+        Args:
+            x: flat fp32, `codec.coefficients` of `segments`; not changed.
+            segments: the elements of `x`, in order.
+            out: uint8 [codec.compressor.payload_bytes(x.numel())].
+            key: the message's random key.
+            codec: the codec of the message.
+        """
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
-        """What this rank adds to its own elements `x` (flat fp32, as they are, may be overwritten); None: what others
-        would decode."""
+        """Return what this rank adds for its own elements `x` (flat fp32, may be overwritten).
+
+        None means that it adds what other ranks would decode.
+        """
 
 
 @dataclass(frozen=True)
 class NoFeedback:
-    """What the codec leaves out is lost."""
+    """No error feedback: what the codec leaves out is lost."""
 
     own_exact = True
     stores: tuple[Residuals, ...] = ()
@@ -57,11 +68,12 @@ class NoFeedback:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """What the codec leaves out is added, times `decay`, to the next message of the same elements.
+    """Error feedback: what the codec leaves out, times `decay`, is added to the next message of the same elements.
 
-    `decay` below 1 forgets (LoCo, arXiv:2407.04480); with a transform and top-k it is DeMo's decoupled momentum
-    (arXiv:2411.19870, algorithm 1: m = decay * m + g; send top-k of DCT(m); m -= what was sent; here all of m is
-    kept as DCT(m)), which needs `own_exact` off, so that a rank's own elements carry the same momentum as the others'.
+    With `decay` below 1, old errors fade (LoCo, arXiv:2407.04480). With a transform and top-k, this is DeMo's decoupled
+    momentum (arXiv:2411.19870, algorithm 1: m = decay * m + g; send top-k of DCT(m); m -= what was sent), with m stored
+    as DCT(m). Decoupled momentum needs `own_exact=False`, so that a rank's own elements carry the same momentum as
+    those of the other ranks.
     """
 
     residuals: Residuals
@@ -73,9 +85,9 @@ class ErrorFeedback:
         return (self.residuals,)
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode `x` (flat fp32, coefficients of `segments`, not changed) plus their residual into `out` (uint8).
+        """Encode `x` (flat fp32, coefficients of `segments`, not changed) plus the residual into `out` (uint8).
 
-        decoded + new residual == x + decay * old residual to rounding, and exactly where the subtraction is exact.
+        decoded + new residual == x + decay * old residual: to rounding, and exactly where the subtraction is exact.
         """
         basis, fused = codec.transform, codec.fused
         buffers = self.residuals.buffers(segments, x.device, basis) if fused is not None else None
@@ -90,9 +102,9 @@ class ErrorFeedback:
         self.residuals.write(segments, total, basis)
 
     def keep(self, x: Tensor, segments: Sequence[Segment], codec: Codec) -> Tensor | None:
-        """What this rank adds to its own elements `x` (overwritten): exact, with any residual that they still have.
+        """Return this rank's own elements `x` (overwritten) exactly, plus any residual that they still have.
 
-        They have one after a silent codec, and when another rank owned them before.
+        They have a residual after a step with `NoSend`, or if another rank owned them before.
         """
         if not codec.sends or not self.own_exact:
             return None
@@ -104,11 +116,11 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class MomentumCorrection:
-    """Deep Gradient Compression: momentum before sparsification, and both memories cleared where a value was sent.
+    """Deep Gradient Compression: momentum before sparsification; both buffers are cleared where a value was sent.
 
-    Lin et al. (arXiv:1712.01887, equations 4 and 6, algorithm 4): u = m u + g; v = v + u; send C(v); v -= C(v);
-    u = 0 where C(v) is not zero (momentum factor masking). `nesterov`: u = m (u + g); v = v + u + g. What
-    quantization changes of the sent values stays in v.
+    Source: Lin et al. (arXiv:1712.01887, equations 4 and 6, algorithm 4): u = m u + g; v = v + u; send C(v);
+    v -= C(v); u = 0 where C(v) is not zero (momentum factor masking). With `nesterov`: u = m (u + g); v = v + u + g.
+    The quantization error of the values that were sent stays in v.
     """
 
     velocity: Residuals
@@ -118,7 +130,7 @@ class MomentumCorrection:
 
     @property
     def own_exact(self) -> bool:
-        """False: own elements are coded as for the others, so that all carry the same momentum."""
+        """Return False: own elements are encoded like all others, so that all of them carry the same momentum."""
         return False
 
     @property
@@ -126,7 +138,7 @@ class MomentumCorrection:
         return self.velocity, self.accumulated
 
     def encode(self, x: Tensor, segments: Sequence[Segment], out: Tensor, key: int, codec: Codec) -> None:
-        """Encode the accumulated velocity after gradients `x` (flat fp32, coefficients, not changed) into `out`."""
+        """Add gradients `x` (flat fp32 coefficients, not changed) to the velocity, and encode what has accumulated."""
         basis = codec.transform
         velocity = self.velocity.read(segments, x.device, basis)
         if self.nesterov:
@@ -148,20 +160,20 @@ class MomentumCorrection:
 
 @dataclass(frozen=True)
 class SpreadSum:
-    """A sum that arrives in every `every`-th step is handed on in as many equal parts, one a step, from that step on.
+    """Spreads a sum that arrives once in `every` steps over that many steps, in equal parts.
 
-    Adam normalizes by the size of what it sees: a burst among zeros moves a weight less than the same sum in equal
-    parts, and counts more in the global norm for clipping.
+    Adam normalizes by the size of the gradients that it sees. A burst between zeros moves a weight less than the same
+    sum in equal parts would, and it counts for more in the global norm for clipping.
     """
 
     left: Residuals
     every: int
 
     def deliver(self, total: Tensor, segments: Sequence[Segment], step: int) -> Tensor:
-        """The part of optimizer step `step` (0-based); `total`: flat fp32, what arrived in it.
+        """Return the part for optimizer step `step` (0-based), given `total` (flat fp32), which arrived in this step.
 
-        A step may consist of several messages (micro-steps of ZeRO 2 and 3): what is left comes with the first of them.
-        What a skipped step did not hand on is in the parts of the others.
+        A step may consist of several messages (micro-steps of ZeRO 2 and 3); the first one brings what was left over.
+        If a step is skipped, the remaining steps deliver its part.
         """
         parts = self.every - (step + 1) % self.every
         left = self.left.read(segments, total.device)

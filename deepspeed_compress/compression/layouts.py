@@ -1,4 +1,4 @@
-"""Which elements of which parameters a message has, in its order; and how layouts overlap."""
+"""Layouts: the elements of parameters that make up a message, in order, and the overlaps of two layouts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,28 +7,28 @@ from deepspeed_compress.compression.segments import Segment
 __all__ = ["Layout", "Range", "cuts", "layout_of", "numel_of", "placed", "segments_of"]
 
 Range = tuple[str, int, int]
-"""Elements of a parameter: (name, begin, numel)."""
+"""A range of a parameter's elements: (name, begin, numel)."""
 Layout = tuple[Range, ...]
-"""The ranges of one message, in its order."""
+"""The ranges of one message, in order."""
 
 
 def layout_of(segments: Sequence[Segment]) -> Layout:
-    """The ranges of `segments`, wherever those lie in a bucket."""
+    """Return the ranges of `segments`, regardless of their offsets in the bucket."""
     return tuple((segment.parameter, segment.begin, segment.numel) for segment in segments)
 
 
 def segments_of(layout: Layout) -> tuple[Segment, ...]:
-    """The segments of a bucket that has the message alone."""
+    """Return the segments of a bucket that holds this message and nothing else."""
     return tuple(Segment(*piece, position, 0) for piece, position in placed(layout))
 
 
 def numel_of(layout: Layout) -> int:
-    """Elements of the message."""
+    """Return the number of elements in the message."""
     return sum(numel for _, _, numel in layout)
 
 
 def placed(layout: Layout) -> Iterator[tuple[Range, int]]:
-    """Every range with its position in the message."""
+    """Yield every range with its position in the message."""
     position = 0
     for piece in layout:
         yield piece, position
@@ -36,9 +36,10 @@ def placed(layout: Layout) -> Iterator[tuple[Range, int]]:
 
 
 def cuts(home: Layout, layout: Layout) -> Iterator[tuple[Range, int, int, int, int | None]]:
-    """Cut the ranges of `home` where those of `layout` begin and end.
+    """Cut the ranges of `home` at the boundaries of the ranges of `layout`.
 
-    Yields (range, its position in `home`, first element of the part, its end, its position in `layout` or None).
+    Yields:
+        (range, its position in `home`, first element of the part, end of the part, position in `layout` or None).
     """
     for piece, start in placed(home):
         name, begin, numel = piece

@@ -1,4 +1,4 @@
-"""Stretches of parameters in a flat bucket, and their elements in and out of it."""
+"""Segments: slices of parameters in a flat bucket, and copies of their elements out of it and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 __all__ = ["PADDING", "Segment", "elements", "gather", "scatter", "stretch"]
 
 PADDING = ""
-"""In place of a parameter's name: elements that fill a buffer up and mean nothing."""
+"""Parameter name of elements that only pad a buffer."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`numel` elements of `parameter` from its element `begin` on, at `offset` of the bucket, for rank `owner`."""
+    """A slice of `parameter`, elements `begin` to `begin + numel`, at `offset` in the bucket, owned by rank `owner`."""
 
     parameter: str
     begin: int
@@ -24,7 +24,7 @@ class Segment:
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """(offset, numel) of the contiguous stretches that `segments` cover, in their order."""
+    """Return (offset, numel) of the contiguous slices that `segments` cover, in order."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if runs and sum(runs[-1]) == segment.offset:
@@ -35,25 +35,25 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def gather(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """A new flat fp32 tensor of the elements of `segments`, in their order."""
+    """Return a new flat fp32 tensor with the elements of `segments`, in order."""
     parts = [bucket.narrow(0, offset, numel) for offset, numel in _runs(segments)]
     return torch.cat(parts).to(torch.float32) if parts else bucket.new_zeros(0, dtype=torch.float32)
 
 
 def elements(bucket: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """What `gather` returns, but a view of `bucket` where it is fp32 and they are one stretch of it."""
+    """Return what `gather` returns, as a view if `bucket` is fp32 and the segments are contiguous in it."""
     place = stretch(bucket, segments)
     return gather(bucket, segments) if place is None else place
 
 
 def stretch(bucket: Tensor, segments: Sequence[Segment]) -> Tensor | None:
-    """The elements of `segments` in their place: a view of `bucket` where it is fp32 and they are one stretch of it."""
+    """Return a view of `bucket` if it is fp32 and `segments` are contiguous in it, else None."""
     runs = _runs(segments)
     return bucket.narrow(0, *runs[0]) if bucket.dtype == torch.float32 and len(runs) == 1 else None
 
 
 def scatter(values: Tensor, segments: Sequence[Segment], bucket: Tensor) -> None:
-    """Copy flat `values` into the elements of `bucket` that `segments` name: the inverse of `gather`."""
+    """Copy flat `values` into the elements of `segments` in `bucket`; the inverse of `gather`."""
     position = 0
     for offset, numel in _runs(segments):
         bucket.narrow(0, offset, numel).copy_(values.narrow(0, position, numel))

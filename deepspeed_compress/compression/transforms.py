@@ -1,7 +1,7 @@
-"""Orthonormal changes of basis of a message, under which gradients are easier to sparsify or quantize.
+"""Orthonormal changes of basis in which gradients are easier to sparsify or quantize.
 
-They are linear and keep the length, so sums over ranks are taken of coefficients and one inverse follows. Every
-transform here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T with orthonormal matrices A.
+They are linear and preserve the norm, so coefficients can be summed over ranks before a single inverse. Every transform
+here cuts the message into tiles and maps a tile X [h, w] to A_h X A_w^T, where the matrices A are orthonormal.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,29 +20,33 @@ __all__ = ["DCT", "Hadamard", "Identity", "Transform", "described", "transform_o
 
 
 class Transform(Protocol):
-    """An orthonormal linear map of flat fp32 vectors, a pure function of the vector and of what it is made of.
+    """An orthonormal linear map of flat fp32 vectors: a pure function of the vector and of the map's settings.
 
     The same layout gives the same bits. A non-finite element makes its whole tile non-finite.
     """
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Coefficients (flat fp32 [x.numel()]) of `x` (flat fp32, the elements of `segments` in order, not changed).
+        """Return the coefficients (flat fp32 [x.numel()]) of `x`; the result may be `x` itself.
 
-        The result may be `x` itself.
+        `x` is flat fp32 and holds the elements of `segments` in order. It is not changed.
         """
 
     def inverse(self, coefficients: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
-        """The vector that has these `coefficients` (not changed), in `out` (contiguous) where that is given; else it
-        may be `coefficients` itself."""
+        """Return the vector that has these `coefficients` (not changed).
+
+        The result is written to `out` (contiguous) if given; otherwise it may be `coefficients` itself.
+        """
 
     def of(self, segments: Sequence[Segment]) -> "Transform":
-        """The same map of these segments, and made of nothing that they do not need: two are equal if they give the
-        same coefficients."""
+        """Return this map reduced to the settings that `segments` need.
+
+        Two reduced maps compare equal if they give the same coefficients.
+        """
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Coefficients are the elements."""
+    """The identity map: the coefficients are the elements."""
 
     def forward(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         return x
@@ -56,11 +60,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Hadamard:
-    """Randomized Walsh-Hadamard transform H diag(s) of blocks of `block_size` elements, a power of two.
+    """Randomized Walsh-Hadamard transform H diag(s) on blocks of `block_size` elements, which is a power of two.
 
-    Source: SDP4Bit (arXiv:2410.15526); it spreads outliers over their block. H has entries
-    +-block_size**-0.5 in natural order (Sylvester). The signs s are a pure function of `seed` and equal for all
-    blocks. A shorter rest is covered by blocks of descending powers of two. Segments do not matter.
+    It spreads an outlier over its block (SDP4Bit, arXiv:2410.15526). H has the entries +-block_size**-0.5 in natural
+    order (Sylvester). The signs s are a pure function of `seed` and the same for all blocks. A shorter remainder is
+    covered by blocks of descending powers of two. Segments do not matter.
     """
 
     block_size: int = 1024
@@ -82,7 +86,7 @@ class Hadamard:
         return self
 
     def _signs(self, like: Tensor) -> Tensor:
-        """+1 or -1 for every element of `like`."""
+        """Return +1 or -1 for every element of `like`."""
         uniform: Tensor = for_device(like.device).uniform(self.block_size, self.seed, like.device)
         signs = torch.where(uniform < 0.5, -1.0, 1.0)
         return signs.repeat(-(-like.numel() // self.block_size))[: like.numel()]
@@ -90,13 +94,13 @@ class Hadamard:
 
 @dataclass(frozen=True)
 class DCT:
-    """Orthonormal DCT-II of tiles of `tile` x `tile` elements of each matrix.
+    """Orthonormal DCT-II of tiles of `tile` x `tile` elements of each matrix (DeMo, arXiv:2411.19870).
 
-    Source: DeMo (arXiv:2411.19870). `widths` gives the row length of every parameter that is a matrix;
-    the others are vectors. The whole rows of a segment are cut into tiles, smaller ones at the right and lower
-    edge; the parts of a row at its ends, and vectors, into runs of up to `tile` elements.
+    `widths` maps every parameter that is a matrix to its row length; all other parameters are vectors. The whole rows
+    of a segment are cut into tiles, with smaller ones at the right and lower edges. Partial rows at the ends of a
+    segment, and vectors, are cut into runs of up to `tile` elements.
 
-    Coefficients are in order of tiles, the largest tiles first, and row by row within a tile: the full ones fill
+    Coefficients are ordered by tile, largest tiles first, and row by row within a tile. Full tiles therefore fill
     consecutive blocks of tile**2 elements from the first element on.
     """
 
@@ -122,9 +126,9 @@ class DCT:
 
 @dataclass(frozen=True)
 class Tiles:
-    """`rows` x `columns` adjacent tiles of `height` x `width` elements, in a matrix of row length `stride`.
+    """A grid of `rows` x `columns` adjacent tiles of `height` x `width` elements.
 
-    `offset`: the first element's position in the message.
+    The tiles lie in a matrix with row length `stride`; `offset` is the position of the first element in the message.
     """
 
     offset: int
@@ -143,7 +147,7 @@ class Tiles:
         return self.rows * self.columns * self.height * self.width
 
     def of(self, flat: Tensor) -> Tensor:
-        """The view [rows, columns, height, width] of the contiguous `flat`."""
+        """Return the view [rows, columns, height, width] of the contiguous `flat`."""
         sizes = (self.rows, self.columns, self.height, self.width)
         strides = (self.height * self.stride, self.width, self.stride, 1)
         return flat.as_strided(sizes, strides, flat.storage_offset() + self.offset)
@@ -155,13 +159,17 @@ _BASES: Mapping[str, type[Identity] | type[Hadamard] | type[DCT]] = MappingProxy
 
 
 def described(transform: Transform) -> dict[str, Any]:
-    """`transform` as JSON has it: its name and what it is made of."""
+    """Return `transform` as plain data for JSON: its name and its settings."""
     name = next(name for name, one in _BASES.items() if one is type(transform))
     return {"basis": name, **{one.name: getattr(transform, one.name) for one in fields(_BASES[name])}}
 
 
 def transform_of(description: Mapping[str, Any]) -> Transform:
-    """Return the transform that `described` was given; KeyError, TypeError or ValueError where it is none."""
+    """Return the transform that `described` describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: `description` does not describe a transform.
+    """
     given = dict(description)
     kind = given.pop("basis")
     wrong = [name for name, value in given.items() if not _FIELDS[name](value)]
@@ -186,11 +194,11 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 
 Operation = Callable[[Tensor, Tensor, bool], None]
-"""(tiles [rows, columns, h, w], out of that shape, inverse): transforms every tile."""
+"""Function of (tiles [rows, columns, h, w], out of the same shape, inverse) that transforms every tile."""
 
 
 def _forward(x: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
-    """The coefficients of all tiles, in their order."""
+    """Return the coefficients of all tiles, in order."""
     x, coefficients = x.contiguous(), torch.empty_like(x)
     for one, place in _places(tiles, coefficients):
         operation(one.of(x), place, False)
@@ -198,7 +206,7 @@ def _forward(x: Tensor, tiles: Sequence[Tiles], operation: Operation) -> Tensor:
 
 
 def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation, out: Tensor | None) -> Tensor:
-    """The inverse of `_forward`, in `out` if there is one."""
+    """Return the inverse of `_forward`, written to `out` if given."""
     x = torch.empty_like(coefficients) if out is None else out
     for one, place in _places(tiles, coefficients):
         operation(place, one.of(x), True)
@@ -206,14 +214,14 @@ def _inverse(coefficients: Tensor, tiles: Sequence[Tiles], operation: Operation,
 
 
 def _places(tiles: Sequence[Tiles], coefficients: Tensor) -> Iterator[tuple[Tiles, Tensor]]:
-    """Where the coefficients of `tiles` are: views [rows, columns, h, w] of flat `coefficients`."""
+    """Yield each of `tiles` with the view [rows, columns, h, w] of its part of the flat `coefficients`."""
     parts = torch.split(coefficients, [one.numel for one in tiles])
     for one, part in zip(tiles, parts, strict=True):
         yield one, part.view(one.rows, one.columns, one.height, one.width)
 
 
 def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:
-    """Blocks of `block_size` elements, then one of each descending power of two that the rest is made of.
+    """Cut `numel` elements into blocks of `block_size`, then into descending powers of two for the remainder.
 
     A block of n = h * w elements is a tile [h, w], since H_n = H_h (x) H_w (Kronecker product).
     """
@@ -229,11 +237,11 @@ def _powers_of_two(numel: int, block_size: int) -> list[Tiles]:
 
 @lru_cache(maxsize=1024)
 def _matrix_tiles(layout: tuple[tuple[int, int, int], ...], tile: int) -> tuple[Tiles, ...]:
-    """Tiles of the segments (begin, numel, row length or 0 for a vector), larger ones first."""
+    """Return the tiles of the segments (begin, numel, row length or 0 for a vector), largest first."""
     tiles: list[Tiles] = []
     offset = 0
     for begin, numel, width in layout:
-        # The whole rows are first .. last - 1 of the matrix; none where last <= first. A vector has none.
+        # Whole rows are first .. last - 1 of the matrix. There are none if last <= first, and none in a vector.
         first, last = (-(-begin // width), (begin + numel) // width) if width else (0, 0)
         head = min(numel, first * width - begin) if last > first else 0
         body = (last - first) * width if last > first else 0
@@ -245,7 +253,7 @@ def _matrix_tiles(layout: tuple[tuple[int, int, int], ...], tile: int) -> tuple[
 
 
 def _cut(offset: int, rows: int, width: int, tile: int) -> list[Tiles]:
-    """A matrix [rows, width] at `offset`: full tiles, then those of the right and lower edge and of the corner."""
+    """Cut the matrix [rows, width] at `offset` into full tiles and those at the right edge, lower edge and corner."""
     rest_height, rest_width = rows % tile, width % tile
     below, beside = (rows - rest_height) * width, width - rest_width
     parts = (

@@ -1,8 +1,11 @@
 """Hugging Face causal language models in every layout of pipeline, tensor and data parallelism, and back.
 
-`gpt`: whole. `build`: divided, from `skeleton` (no memory yet) by way of `families` (what can be divided), `layers` and
-`pipeline` (stages, cut by `balance`), `tensor` and `vocabulary` (split layers) and `filling` (weights from `sources`).
-`export`: back. `universal`: what DeepSpeed's converter of checkpoints is told about the parts.
+- `gpt` builds a whole model.
+- `build` builds this rank's part of a model. It starts from a `skeleton` on the meta device; `families` says what can
+  be divided; `layers` and `pipeline` make stages, which `balance` cuts; `tensor` and `vocabulary` split layers; and
+  `filling` loads the weights from `sources`.
+- `export` writes a whole model again.
+- `universal` describes the parts for DeepSpeed's checkpoint converter.
 """
 
 from deepspeed_compress.models.build import Layout, build_parallel, check_layout

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline gets."""
+"""Partitioning of the layers of a pipeline into stages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +12,19 @@ from deepspeed_compress.models.layers import DecoderLayer, Embedding, Prologue
 __all__ = ["Partition", "partition_by"]
 
 Partition = Callable[[Sequence[Any], int], list[int]]
-"""(layers, stages) to stages + 1 bounds: stage i has the layers from bound i up to bound i + 1."""
+"""Function of (layers, stages) to stages + 1 bounds; stage i has the layers in range(bounds[i], bounds[i + 1])."""
 
 LOOKUP = 0.1
-"""Cost of a weight that is looked up, to one that is multiplied with: it is only reduced and updated."""
+"""Relative cost of a weight in a lookup table, which is only reduced and updated, not multiplied with."""
 
 
 def partition_by(method: str | tuple[int, ...]) -> Partition:
-    """`method`: "balanced", "parameters", "uniform", or how many decoder layers each stage has."""
+    """Return the partition for "balanced", "parameters", "uniform", or the number of decoder layers per stage."""
     return _METHODS[method] if isinstance(method, str) else _given(method)
 
 
 def _balanced(layers: Sequence[Any], stages: int) -> list[int]:
-    """Equal multiplications in every stage: the head is as much work as its weight is large, the embedding hardly."""
+    """Balance multiplications: the head costs as much as its weight is large, the embedding almost nothing."""
     costs = [_parameters(layer) * (LOOKUP if _is_lookup(layer) else 1.0) for layer in layers]
     return _cut(costs, stages)
 
@@ -41,15 +41,19 @@ _METHODS = {"balanced": _balanced, "parameters": _by_parameters, "uniform": _uni
 
 
 def _given(counts: tuple[int, ...]) -> Partition:
-    """The first stage has all before its decoder layers too, the last one all after: only these may have none."""
+    """Return a partition with `counts` decoder layers per stage.
+
+    The first stage also gets everything before the decoder layers and the last stage everything after them, so only
+    these two may have no decoder layers.
+    """
 
     def cut(layers: Sequence[Any], stages: int) -> list[int]:
         decoders = [index for index, layer in enumerate(layers) if isinstance(layer, DecoderLayer)]
         if len(counts) != stages or sum(counts) != len(decoders) or 0 in counts[1:-1]:
             raise ConfigError(
-                f"/deepspeed_compress/parallelism/partition: {list(counts)} (allowed: {stages} numbers, one a stage, "
-                f"of {len(decoders)} decoder layers in all; 0 for the first and the last stage alone). Write such "
-                'numbers, or "balanced".'
+                f"/deepspeed_compress/parallelism/partition: {list(counts)} (allowed: {stages} numbers, one per stage, "
+                f"with a sum of {len(decoders)} decoder layers; only the first and the last stage may have 0). Write "
+                'such numbers, or "balanced".'
             )
         starts = [decoders[0] + sum(counts[:stage]) for stage in range(1, stages)]
         return [0, *starts, len(layers)]

@@ -28,9 +28,13 @@ WHERE = "/deepspeed_compress/parallelism"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is divided: ranks that share each layer, stages, and `partition` (see `balance.partition_by`).
+    """The layout of a model.
 
-    `recompute`: whether activations inside decoder layers are computed again in the backward pass.
+    Attributes:
+        tensor: number of ranks that share each layer.
+        pipeline: number of stages.
+        partition: see `balance.partition_by`.
+        recompute: recompute activations inside decoder layers in the backward pass.
     """
 
     tensor: int = 1
@@ -40,10 +44,14 @@ class Layout:
 
 
 def build_parallel(path: Path, config: PretrainedConfig, seed: int, layout: Layout) -> nn.Module:
-    """This rank's part of the model at `path` in fp32: saved weights, or new ones, the same in every layout.
+    """Return this rank's part of the model at `path` in fp32.
 
-    torch.distributed must run. With a pipeline the result is a PipelineModule; with `tensor` above 1 its layers are
-    split, and DeepSpeed leaves them so. Raises ConfigError or UnsupportedError, see `check_layout` and `open_source`.
+    Weights are the saved ones, or new ones that are the same in every layout. torch.distributed must be initialized.
+    With a pipeline, the result is a PipelineModule. If `tensor` is above 1, its layers are split already, and DeepSpeed
+    does not split them again.
+
+    Raises:
+        ConfigError, UnsupportedError: see `check_layout` and `open_source`.
     """
     whole = layout.tensor == layout.pipeline == 1
     model: Any = build_model(path, config, seed) if whole else build_skeleton(config)
@@ -78,10 +86,10 @@ def _pipeline(model: Any, family: Family, source: Source, layout: Layout) -> Cau
 
 
 def _split_and_fill(module: nn.Module, model: Any, family: Family, source: Source, group: Any) -> None:
-    """`module`: all of the skeleton `model`, or a stage of it. `group`: of the ranks that share its layers, or None."""
+    """Split `module`, which is the skeleton `model` or a stage of it, over `group` (None: no split), and fill it."""
     splitter = split_layers(module, model.config, family, group) if group is not None else None
     head = split_vocabulary(module, vocabulary_weights(model), splitter) if splitter is not None else None
-    # All ranks get here, and not all of them further when a file of weights is damaged.
+    # This is a collective call, so it must come before `fill`, which may fail on some ranks if a file is damaged.
     describe_parts(module)
     fill(module, source)
     if splitter is not None:
@@ -100,7 +108,12 @@ def _check_world(layout: Layout) -> None:
 
 
 def check_layout(config: PretrainedConfig, layout: Layout) -> None:
-    """Raises UnsupportedError or ConfigError unless a model of `config` can be divided by `layout`."""
+    """Check that a model of `config` can be divided by `layout`.
+
+    Raises:
+        UnsupportedError: the family cannot be divided, or there are more stages than layers.
+        ConfigError: the head counts are not divisible by `layout.tensor`.
+    """
     if layout.tensor == layout.pipeline == 1:
         return
     family_of(config)

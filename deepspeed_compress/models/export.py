@@ -1,4 +1,4 @@
-"""A trained model of any layout as one directory that transformers' from_pretrained loads."""
+"""Export of a trained model, in any layout, to a directory that transformers' from_pretrained loads."""
 
 import copy
 import json
@@ -22,16 +22,16 @@ from deepspeed_compress.models.sources import INDEX, SINGLE, saved_name
 __all__ = ["save_pretrained", "write_pretrained"]
 
 FILE_BYTES = 5 * 2**30
-"""Tensors of one file at most, but for one that is larger; as many are in memory at a time."""
+"""Maximum bytes of tensors per file and in memory at a time. A single larger tensor gets its own file."""
 
 
 def save_pretrained(engine: Any, config: PretrainedConfig, directory: Path) -> None:
     """Write the weights of `engine` and `config` as transformers' save_pretrained does. All ranks must call it.
 
-    Weights are those that the model computes with, in their type. They go to rank 0 one at a time, whose disk gets all
-    files. `config` is the one that the model was built from.
+    The weights are those that the model computes with, in their dtype. They are sent one at a time to rank 0, which
+    writes all files. `config` is the one that the model was built from.
     """
-    # The engine hands unknown names on to the model, so getattr would not tell.
+    # The engine forwards unknown attribute names to the model, so getattr would be misleading.
     if "compression" in vars(engine):
         engine.compression.synchronise()
     like = next(engine.module.parameters())
@@ -45,8 +45,15 @@ def write_pretrained(
     directory: Path,
     like: Tensor,
 ) -> None:
-    """Write the `weights` (name, whole tensor) of all ranks into `directory`. All ranks must call it, for each takes
-    part in making its own; those of `leaders`, rank 0 first, count. `like`: has their type, and is on their device."""
+    """Write the `weights` of all ranks into `directory`. All ranks must call it.
+
+    Args:
+        weights: (name, whole tensor) of this rank. Iterating over it may be collective.
+        leaders: the ranks whose weights are written, rank 0 first.
+        config: config of the model.
+        directory: directory to write to.
+        like: a tensor with the dtype and on the device of the weights.
+    """
     rank = dist.get_rank()
     if rank == 0:
         writer = _Writer(directory, config)
@@ -62,9 +69,10 @@ def write_pretrained(
 
 
 def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the causal LM, whole tensor) of every parameter that `module` has a part of, each once.
+    """Yield (name in the causal LM, whole tensor) once for every parameter of which `module` has a part.
 
-    A collective call of the ranks that share it: those that split its layers, and with ZeRO 3 the data-parallel ones.
+    This is a collective call of the ranks that share the module: the tensor-parallel ranks, and with ZeRO 3 also the
+    data-parallel ranks.
     """
     seen: set[str | int] = set()
     for prefix, owner in module.named_modules():
@@ -80,7 +88,7 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put_together(layer: Any) -> dict[str, nn.Parameter]:
-    """Parameters of a split layer, whole. DeepSpeed gathers in place, so a copy of the layer does it."""
+    """Return the whole parameters of a split layer. DeepSpeed gathers in place, so a copy of the layer is used."""
     shell = copy.copy(layer)
     shell._parameters = {
         name: None if parameter is None else nn.Parameter(parameter.detach().clone())
@@ -91,7 +99,7 @@ def _put_together(layer: Any) -> dict[str, nn.Parameter]:
 
 
 def _leaders(module: nn.Module) -> list[int]:
-    """A rank of each stage, in order of the stages."""
+    """Return one rank of each stage, in the order of the stages."""
     if not isinstance(module, PipelineModule):
         return [0]
     grid = module._grid
@@ -100,7 +108,7 @@ def _leaders(module: nn.Module) -> list[int]:
 
 
 def _send(weights: Iterator[tuple[str, Tensor]], to_first: bool) -> None:
-    """To rank 0, or to nobody: then this rank only helps to put them together."""
+    """Send `weights` to rank 0 if `to_first`; otherwise only take part in gathering them."""
     for name, tensor in weights:
         if to_first:
             dist.send_object_list([(name, tuple(tensor.shape), tensor.dtype)], dst=0)
@@ -122,7 +130,7 @@ def _receive(writer: "_Writer", leader: int, device: torch.device) -> None:
 
 
 class _Writer:
-    """Collects tensors and writes them in files of at most FILE_BYTES; what was there before stays until `finish`."""
+    """Collects tensors and writes them in files of at most FILE_BYTES; old files stay until `finish`."""
 
     def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,7 +140,7 @@ class _Writer:
         self.total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A name that is there already (a tied weight, sent by a second stage) is left out."""
+        """Add a tensor unless its name is known, as for a tied weight that a second stage sends."""
         name = saved_name(name, self.config)
         if name in self.pending or any(name in names for _, names in self.written):
             return

@@ -1,8 +1,8 @@
-"""The families of models that are cut into stages and split between ranks: where their parts are, and what is split.
+"""Model families that can be cut into stages and split between ranks: the names of their parts and the split matrices.
 
-To add a family, add a row to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids`
-and (with a rotary module) `position_embeddings`, and return hidden states, as those of transformers do. Then add it to
-the models of tests/models, which compare it with transformers in every layout.
+To add a family, add a row to FAMILIES. Its decoder layers must take hidden states, `attention_mask`, `position_ids` and
+(with a rotary module) `position_embeddings`, and return hidden states, as those of transformers do. Then add it to the
+models of tests/models, which compare it with transformers in every layout.
 """
 
 import copy
@@ -19,7 +19,7 @@ Sizes = tuple[int, ...]
 
 
 def _nothing(attention: Any, tensor: int) -> None:
-    """Most attention modules take the number of heads from the shape of their input."""
+    """Change nothing: most attention modules take the number of heads from the shape of their input."""
 
 
 def _narrow_gpt2(attention: Any, tensor: int) -> None:
@@ -27,7 +27,7 @@ def _narrow_gpt2(attention: Any, tensor: int) -> None:
 
 
 def _narrow_phi3(attention: Any, tensor: int) -> None:
-    """Query heads are counted by the config, key-value heads by an attribute that AutoTP divides."""
+    """Divide the number of query heads in the config; AutoTP divides the attribute that counts key-value heads."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= tensor
 
@@ -37,19 +37,27 @@ def _no_fusion(config: Any) -> Mapping[str, Sizes]:
 
 
 def _query_key_value(config: Any) -> Sizes:
-    """Rows of a weight that holds the queries of all heads, then keys, then values."""
+    """Return the row counts of a weight that holds the queries of all heads, then the keys, then the values."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (config.num_attention_heads * head_dim, *2 * (config.num_key_value_heads * head_dim,))
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of parts: of the model below the causal LM, and of the layers in it, unless said otherwise.
+    """Names of the parts of a model family.
 
-    `backbone`: of the causal LM. `prologue`: modules between the embedding and the first layer, in order;
-    `positions`: the learned position embedding among them. `columns`, `rows`: linear modules of a layer, split by
-    output and by input (arXiv:1909.08053, section 3). `fused`: of the columns, those that hold several matrices one
-    after the other, with their rows. `norms`: modules that are replicated but see only this rank's heads.
+    Attributes:
+        backbone: the base model in the causal LM; the following names are relative to it.
+        layers: the list of decoder layers.
+        norm: the final norm.
+        attention: the attention module of a layer.
+        columns: linear modules of a layer that are split by output (arXiv:1909.08053, section 3).
+        rows: linear modules of a layer that are split by input.
+        prologue: modules between the embedding and the first layer, in order.
+        positions: the learned position embedding in `prologue`.
+        fused: returns the modules in `columns` that hold several matrices one after the other, with their row counts.
+        norms: modules that are replicated but process only this rank's heads.
+        narrow: reduces the head count of an attention module to that of one rank out of the given number.
     """
 
     backbone: str
@@ -63,7 +71,6 @@ class Family:
     fused: Callable[[Any], Mapping[str, Sizes]] = _no_fusion
     norms: tuple[str, ...] = ()
     narrow: Callable[[Any, int], None] = _nothing
-    """Makes an attention module count the heads of one rank of so many."""
 
 
 _GATED_MLP = ("mlp.gate_proj", "mlp.up_proj")
@@ -92,7 +99,7 @@ GPT_NEOX = Family(
     layers="layers",
     norm="final_layer_norm",
     attention="attention",
-    # Rows of a head are together here, so that the heads are split by whole ones.
+    # The rows of a head are adjacent in this family, so a split by rows keeps heads whole.
     columns=("attention.query_key_value", "mlp.dense_h_to_4h"),
     rows=("attention.dense", "mlp.dense_4h_to_h"),
     prologue=("emb_dropout",),
@@ -122,17 +129,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": QWEN3,
     }
 )
-"""By the `model_type` of the model's config."""
+"""Families by the `model_type` of the model's config."""
 
 
 def family_of(config: Any) -> Family:
-    """Raises UnsupportedError, which says what is missing, when no row of FAMILIES is for `config`."""
+    """Return the family of `config`.
+
+    Raises:
+        UnsupportedError: FAMILIES has no row for this `model_type`.
+    """
     found = FAMILIES.get(config.model_type)
     if found is None:
         known = ", ".join(f'"{name}"' for name in FAMILIES)
         raise UnsupportedError(
             f'model_type "{config.model_type}" cannot be divided by /deepspeed_compress/parallelism/tensor or '
-            "/pipeline: no row of deepspeed_compress.models.families says where its layers are and which matrices can "
+            "/pipeline: deepspeed_compress.models.families has no row that names its layers and the matrices that can "
             f"be split (there are rows for {known}). Write 1 for both, or add a row."
         )
     return found

@@ -1,4 +1,4 @@
-"""Weights for a module on the meta device: each rank keeps its own part of them."""
+"""Filling of a module on the meta device with weights; each rank keeps its own part of them."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ __all__ = ["fill"]
 def fill(module: nn.Module, source: Source) -> None:
     """Give every parameter of `module` that is on the meta device its weight.
 
-    One matrix at a time is whole, besides what is filled: of a layer that DeepSpeed splits, the part of this rank is
-    cut out at once. What is one parameter stays one.
+    In addition to the filled parameters, at most one whole matrix is in memory at a time: this rank's part of a split
+    layer is cut out at once. Shared parameters stay shared.
     """
     filled: dict[int, nn.Parameter] = {}
     for owner in module.modules():
@@ -31,7 +31,7 @@ def fill(module: nn.Module, source: Source) -> None:
 
 
 def _cut(layer: Any) -> None:
-    """Keep this rank's part, a copy of it."""
+    """Replace the parameters of `layer` by copies of this rank's part."""
     layer._tp_partition([layer.weight, layer.bias])
     for parameter in layer.parameters(recurse=False):
         parameter.data = parameter.data.contiguous()
@@ -43,7 +43,7 @@ def _whole(source: Source, empty: Any) -> Tensor:
 
 
 def _like(empty: Any, value: Tensor, copied: bool) -> nn.Parameter:
-    """`value` with everything that was noted on `empty`; `copied` if it is to stay: sources may share memory."""
+    """Return a parameter with `value` and all attributes of `empty`; `copied` if it must not share memory."""
     own = value.clone(memory_format=torch.contiguous_format) if copied else value
     made = nn.Parameter(own, requires_grad=empty.requires_grad)
     made.__dict__.update(empty.__dict__)

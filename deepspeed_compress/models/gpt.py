@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model from a config file or a local directory; nothing is downloaded."""
+"""Hugging Face causal language models from a config file or a local directory; nothing is downloaded."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,11 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def read_model_config(path: Path) -> PretrainedConfig:
-    """Config of a model from its JSON file, or from a directory that holds a config.json.
+    """Read a model's config from its JSON file or from a directory with a config.json.
 
-    Raises ConfigError when it cannot be read, names no model_type that transformers knows, or has a value
-    that the model family rejects.
+    Raises:
+        ConfigError: the file cannot be read, has no `model_type` that transformers knows, or has a value that the model
+            family rejects.
     """
     file = path / "config.json" if path.is_dir() else path
     values = _read_json(file)
@@ -32,10 +33,12 @@ def read_model_config(path: Path) -> PretrainedConfig:
 
 
 def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """The model in fp32, with the weights of the directory `path`, or new ones drawn from `seed`.
+    """Return the model in fp32, with the weights in the directory `path`, or with new ones drawn from `seed`.
 
-    The same seed gives the same weights on every rank. Raises ConfigError when transformers has no causal
-    language model of this family or cannot load the weights.
+    The same seed gives the same weights on every rank.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this family, or cannot load the weights.
     """
     torch.manual_seed(seed)
     try:
@@ -45,23 +48,24 @@ def build_model(path: Path, config: PretrainedConfig, seed: int) -> PreTrainedMo
     except (ValueError, OSError, RuntimeError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"--model {path}: no causal language model can be built: {reason}") from None
-    # Without a name, transformers falls back to the same loss, with a warning at the first step.
+    # Without a name, transformers uses the same loss but warns at the first step.
     model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
     return model
 
 
 def has_weights(path: Path) -> bool:
-    """Whether `path` is a directory with saved weights, in safetensors form.
+    """Return True if `path` is a directory with saved weights in the safetensors format.
 
-    Raises ConfigError when it has files of weights that would be passed over: in another form, or without their index.
+    Raises:
+        ConfigError: the directory has weights that would be ignored: in another format, or without their index.
     """
     if any((path / name).is_file() for name in WEIGHT_FILES):
         return True
     others = sorted(file.name for ending in ("safetensors", "bin") for file in path.glob(f"*model*.{ending}"))
     if others:
         raise ConfigError(
-            f"--model {path}: {others[0]} is there, but neither {' nor '.join(WEIGHT_FILES)}; copy the index, too, or "
-            "save the model in the form of safetensors"
+            f"--model {path}: has {others[0]}, but neither {' nor '.join(WEIGHT_FILES)}; copy the index as well, or "
+            "save the model in the safetensors format"
         )
     return False
 
@@ -85,9 +89,9 @@ def _load(path: Path) -> PreTrainedModel:
         path, local_files_only=True, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     if found["missing_keys"]:
-        # transformers would draw new ones.
+        # transformers would initialize them randomly.
         raise ConfigError(
-            f"--model {path}: no file there holds the weight {min(found['missing_keys'])}; save the model again"
+            f"--model {path}: no file contains the weight {min(found['missing_keys'])}; save the model again"
         )
     return model
 

@@ -1,7 +1,7 @@
-"""Layers of a pipeline, made of the modules of a causal LM of transformers.
+"""Layers of a pipeline, made from the modules of a transformers causal LM.
 
-What travels from layer to layer are hidden states (batch, length, width), or the pair of them and an attention mask
-(batch, length) of the tokens that are not padding. The first layer takes token ids in place of hidden states.
+Layers pass on hidden states (batch, length, width), or a pair of hidden states and an attention mask (batch, length)
+of the tokens that are not padding. The first layer takes token ids in place of hidden states.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Flow = Tensor | tuple[Tensor, Tensor]
 
 
 class _Mapped(nn.Module):
-    """Changes the hidden states alone; a mask goes with them."""
+    """A layer that changes the hidden states and passes a mask on unchanged."""
 
     def transform(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
@@ -32,7 +32,7 @@ class _Mapped(nn.Module):
 
 
 class Embedding(_Mapped):
-    """Token ids to hidden states."""
+    """Layer that maps token ids to hidden states."""
 
     def __init__(self, tokens: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Embedding(_Mapped):
 
 
 class Prologue(_Mapped):
-    """What comes between the embedding and the first decoder layer: learned positions are added, or dropout."""
+    """Layer between the embedding and the first decoder layer: adds learned positions, or applies dropout."""
 
     def __init__(self, module: nn.Module, positions: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Prologue(_Mapped):
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer of transformers, with the mask and the rotary embedding that its model would give it."""
+    """A decoder layer of transformers, together with the mask and the rotary embedding that its model would pass."""
 
     def __init__(self, layer: nn.Module, index: int, config: Any, rotary: nn.Module | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, then hidden states to logits (batch, length, vocabulary) unless they are projected elsewhere."""
+    """The final norm and, unless another layer projects, the projection to logits (batch, length, vocabulary)."""
 
     def __init__(self, norm: nn.Module, projection: nn.Module | None, config: Any) -> None:
         super().__init__()
@@ -94,11 +94,11 @@ class Head(nn.Module):
 
 
 def project_with(config: Any) -> Callable[[Embedding, Tensor], Tensor]:
-    """Hidden states to logits with the weight of an embedding that is tied to the head."""
+    """Return a function that projects hidden states to logits with the weight of a tied embedding."""
 
     def project(embedding: Any, hidden: Tensor) -> Tensor:
         if isinstance(embedding.tokens, VocabParallelEmbedding):
-            # Every rank multiplies with its own rows; in the backward pass their gradients are summed.
+            # Every rank multiplies by its own rows; the backward pass sums the gradients of the hidden states.
             hidden = ColumnParallel.apply(embedding.tokens.mp_group, hidden)
         return _cap(F.linear(hidden, embedding.tokens.weight), config)
 
@@ -106,9 +106,11 @@ def project_with(config: Any) -> Callable[[Embedding, Tensor], Tensor]:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of each label given the tokens before it, as transformers computes it.
+    """Return the mean cross entropy in fp32 of each label given the tokens before it, as transformers computes it.
 
-    logits: (batch, length, vocabulary). labels: (batch, length), -100 where nothing is to be learnt.
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length); -100 marks tokens without a loss.
     """
     loss: Tensor = ForCausalLMLoss(logits, labels, logits.shape[-1])
     return loss
@@ -119,7 +121,10 @@ def _positions(hidden: Tensor) -> Tensor:
 
 
 def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
-    """Layers look back at all tokens or at a window: by `layer_types` where the config has it, else all alike."""
+    """Return the function that makes the mask of layer `index`: causal over all tokens, or over a sliding window.
+
+    `layer_types` of the config decides if present; otherwise all layers are alike.
+    """
     kinds = getattr(config, "layer_types", None)
     window = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
     make: Callable[..., Tensor | None] = create_sliding_window_causal_mask if window else create_causal_mask
@@ -127,6 +132,6 @@ def _mask_of(config: Any, index: int) -> Callable[..., Tensor | None]:
 
 
 def _cap(logits: Tensor, config: Any) -> Tensor:
-    """Soft capping, as Gemma 2 has it."""
+    """Apply the soft capping of logits that Gemma 2 uses, if the config asks for it."""
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,4 +1,4 @@
-"""A causal LM of transformers as a DeepSpeed PipelineModule, each stage with the weights of its own layers."""
+"""Transformers causal LMs as DeepSpeed PipelineModules; each stage holds the weights of its own layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ Layer = Any
 
 
 def make_topology(pipeline: int, tensor: int, world_size: int) -> Any:
-    """Neighbors in rank share layers, since they talk most; stages are farthest apart."""
+    """Return a topology in which adjacent ranks share layers, since they communicate most, and stages are apart."""
     data = world_size // (pipeline * tensor)
     if tensor == 1:
         return PipeDataParallelTopology(num_pp=pipeline, num_dp=data)
@@ -29,15 +29,15 @@ def make_topology(pipeline: int, tensor: int, world_size: int) -> Any:
 
 
 class CausalLMPipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types
-    """`layers` from `pipeline_layers`, on the meta device, cut by `partition`; `finish` fills the stage of this rank.
+    """A pipeline of `layers` (from `pipeline_layers`, on the meta device), cut by `partition`.
 
-    torch.distributed must run. Raises UnsupportedError when there are fewer layers than stages.
+    `finish` splits and fills the stage of this rank. torch.distributed must be initialized.
     """
 
     def __init__(
         self, layers: Sequence[Layer], topology: Any, partition: Partition, finish: Callable[["CausalLMPipeline"], None]
     ) -> None:
-        # Both are called by what follows.
+        # DeepSpeed's constructor calls both.
         self._partition, self._finish = partition, finish
         super().__init__(layers, topology=topology, loss_fn=next_token_loss)
 
@@ -51,7 +51,7 @@ class CausalLMPipeline(PipelineModule):  # type: ignore[misc]  # DeepSpeed has n
 
 
 def pipeline_layers(model: Any, family: Family) -> list[Layer]:
-    """The modules of a causal LM as a sequence. A head that is tied to the embedding is one module in two places."""
+    """Return the modules of a causal LM as a sequence. A tied head and its embedding are one module in two places."""
     backbone, config = getattr(model, family.backbone), model.config
     tokens, norm = model.get_input_embeddings(), getattr(backbone, family.norm)
     tied = config.tie_word_embeddings

@@ -1,4 +1,4 @@
-"""A causal LM whose parameters have a shape and a name, and no memory yet."""
+"""Skeletons: causal LMs whose parameters have a shape and a name, but no memory yet."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from deepspeed_compress.config.names import HF_NAME
 __all__ = ["TRANSPOSED", "build_skeleton", "linear_layers"]
 
 TRANSPOSED = "hf_transposed"
-"""Attribute of a weight that is stored the other way round there."""
+"""Attribute of a weight whose transpose is the weight in the transformers model."""
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of `config` in fp32 with its parameters on the meta device and named; buffers have their values."""
+    """Return the model of `config` in fp32 with named parameters on the meta device; buffers have their values."""
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model: PreTrainedModel = build(config, dtype=torch.float32)
@@ -29,14 +29,14 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _compute_buffers(module: nn.Module, model: Any) -> None:
-    """Tables of rotations and the like, which are not saved: transformers computes them as it does after loading."""
+    """Compute buffers that are not saved, such as rotary tables, the way transformers does after loading."""
     for name, buffer in module.named_buffers(recurse=False):
         module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model._init_weights(module)
 
 
 def linear_layers(model: nn.Module) -> None:
-    """Put Linear modules, which can be split, in place of the Conv1D of GPT-2. All on the meta device."""
+    """Replace the Conv1D modules of GPT-2 by Linear modules, which can be split; all on the meta device."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Conv1D):

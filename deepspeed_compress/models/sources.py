@@ -1,4 +1,4 @@
-"""Where the weights of a model come from, one tensor at a time."""
+"""Sources of a model's weights, one tensor at a time."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,19 +18,22 @@ from deepspeed_compress.models.gpt import build_model, has_weights
 __all__ = ["INDEX", "SINGLE", "Source", "open_source", "saved_name"]
 
 Source = Callable[[str], Tensor]
-"""Name of a parameter in the causal LM of transformers to its whole tensor, in fp32 on the CPU."""
+"""Function from the name of a parameter in the transformers causal LM to its whole tensor, in fp32 on the CPU."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAVED: Mapping[str, tuple[str, str]] = MappingProxyType({"gpt_neox": ("lm_head.", "embed_out.")})
-"""By model_type: how names begin that transformers keeps in files as they once were, in the model and there."""
+"""Prefixes that differ between a model and its files, by model_type: (prefix in the model, prefix in files)."""
 
 
 def open_source(path: Path, skeleton: Any, seed: int) -> Source:
-    """Weights for `skeleton`: of the directory `path`, else new ones, equal to those of one process with this `seed`.
+    """Return the source of the weights of `skeleton`: the directory `path`, or new weights drawn from `seed`.
 
-    Saved tensors are read when they are asked for. New ones exist whole on every rank until the source is forgotten.
-    Raises ConfigError when a file or a tensor is missing or has another shape, on all ranks, whatever each will ask
-    for, so that none waits for one that has stopped.
+    Saved tensors are read on demand. New weights equal those of a single process with this `seed`; they exist whole on
+    every rank until the source is deleted.
+
+    Raises:
+        ConfigError: a file or a tensor is missing or has another shape. It is raised on all ranks, whichever tensors
+            each will ask for, so that no rank waits for another one that has failed.
     """
     if has_weights(path):
         shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
@@ -40,7 +43,7 @@ def open_source(path: Path, skeleton: Any, seed: int) -> Source:
 
 
 class _Saved:
-    """A directory in the form of transformers' save_pretrained."""
+    """Weights in a directory that transformers' save_pretrained has written."""
 
     def __init__(self, directory: Path, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.file_of = _files(directory)
@@ -57,30 +60,30 @@ class _Saved:
             return tensor.to(torch.float32)
 
     def _key(self, directory: Path, name: str, config: PretrainedConfig) -> str:
-        # A model that was saved without its head has names from the backbone on.
+        # A model that was saved without its head has names relative to the backbone.
         names = (saved_name(name, config), name, name.partition(".")[2])
         found = next((key for key in names if key in self.file_of), None)
         if found is None:
-            raise ConfigError(f"--model {directory}: no file there holds the weight {name}; save the model again")
+            raise ConfigError(f"--model {directory}: no file contains the weight {name}; save the model again")
         return found
 
 
 def _check_shape(directory: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise ConfigError(
-            f"--model {directory}: the weight {name} has the shape {found}, the config says {wanted}; use the "
+            f"--model {directory}: the weight {name} has the shape {found}, but the config says {wanted}; use the "
             "config.json that was saved with it"
         )
 
 
 def saved_name(name: str, config: PretrainedConfig) -> str:
-    """What transformers calls the parameter `name` of a model of `config` in files."""
+    """Return the name that transformers uses in files for the parameter `name` of a model of `config`."""
     now, once = _SAVED.get(config.model_type, ("", ""))
     return once + name.removeprefix(now) if name.startswith(now) else name
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+    """Return the file of every tensor."""
     if (directory / SINGLE).is_file():
         with _opened(directory / SINGLE) as file:
             return dict.fromkeys(file.keys(), directory / SINGLE)
@@ -92,7 +95,7 @@ def _files(directory: Path) -> dict[str, Path]:
     missing = sorted({file.name for file in found.values() if not file.is_file()})
     if missing:
         raise ConfigError(
-            f"--model {directory}: {INDEX} names files that are not there: {', '.join(missing)}; copy them, too"
+            f"--model {directory}: {INDEX} names files that do not exist: {', '.join(missing)}; copy them as well"
         )
     return found
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: layers of transformers split by DeepSpeed's AutoTP, on the meta device, before they have weights.
+"""Tensor parallelism: DeepSpeed's AutoTP splits transformers layers on the meta device, before they have weights.
 
 The two matrices of a pair are split by columns and by rows, as in Megatron-LM (arXiv:1909.08053, section 3). Norms are
-whole on every rank; for embedding and head see `vocabulary`.
+replicated on every rank. See `vocabulary` for the embedding and the head.
 """
 
 import re
@@ -21,8 +21,12 @@ __all__ = ["finish_split", "split_layers"]
 
 
 def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, group: ProcessGroup) -> AutoTP:
-    """Split what `family` says of `module` between the ranks of `group`. Weights are to be filled in afterwards."""
-    # Without it DeepSpeed's layers hold weights that need no gradient.
+    """Split the layers of `module` that `family` names between the ranks of `group`. Weights are filled in afterwards.
+
+    Returns:
+        The splitter, for `finish_split`.
+    """
+    # Otherwise the weights of DeepSpeed's layers require no gradient.
     set_autotp_mode(training=True)
     splitter = AutoTP(
         module=module,
@@ -35,7 +39,7 @@ def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, gr
         model_config=config,
         training_mode=True,
     )
-    # Its own setter knows only groups of a job without a pipeline.
+    # AutoTP's own setter only supports groups of a job without a pipeline.
     splitter.mp_group, splitter.mp_size = group, dist.get_world_size(group)
     splitter.update_linear_policies()
     splitter._replace_module(module)
@@ -44,9 +48,9 @@ def split_layers(module: nn.Module, config: PretrainedConfig, family: Family, gr
 
 
 def finish_split(splitter: AutoTP, module: Any) -> None:
-    """Once the weights are there: sum gradients of norms of heads."""
+    """Register the hooks that sum the gradients of replicated norms; call it once the weights are filled in."""
     splitter.register_replicated_grad_hooks(module)
-    # DeepSpeed is not to split it again.
+    # Tell DeepSpeed not to split the module again.
     module.ds_autotp_parsed = True
 
 

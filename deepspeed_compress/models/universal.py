@@ -1,4 +1,4 @@
-"""What DeepSpeed's converter to universal checkpoints (`deepspeed.checkpoint.ds_to_universal`) must know of a model."""
+"""Information about a model for DeepSpeed's universal checkpoint converter (`deepspeed.checkpoint.ds_to_universal`)."""
 
 import functools
 from typing import Any
@@ -11,13 +11,13 @@ from torch import nn
 __all__ = ["describe_parts"]
 
 TIED = r"^tied_modules\."
-"""Names of weights that several stages of a pipeline hold, which the converter is to take from the first of them."""
+"""Pattern of weights that several pipeline stages hold; the converter takes them from the first of these stages."""
 
 
 def describe_parts(module: nn.Module) -> None:
-    """Note on `module` how the weights of all stages are split: the converter asks the first stage alone.
+    """Record on `module` how the weights of all stages are split, because the converter reads only the first stage.
 
-    A collective call of all ranks, before there are weights. DeepSpeed also notes on each parameter which part it is.
+    This is a collective call of all ranks, before there are weights.
     """
     described: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(described, collect_autotp_universal_checkpoint_info(module))

@@ -1,8 +1,8 @@
-"""Token embedding and head of a model with tensor parallelism, each rank with some of the rows.
+"""Vocabulary-parallel embedding and head of a tensor-parallel model; each rank holds some of the rows.
 
-Each rank has the logits of its own tokens, and the loss is computed where they are: sums over the vocabulary travel,
-not logits (arXiv:1909.08053, section 3). A vocabulary that the ranks do not divide is split as evenly as possible, so
-that none needs padding.
+Each rank computes the logits of its own tokens and its part of the loss, so sums over the vocabulary are communicated
+in place of logits (arXiv:1909.08053, section 3). A vocabulary that is not divisible by the number of ranks is split as
+evenly as possible, without padding.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ __all__ = ["split_vocabulary", "use_split_loss", "vocabulary_weights", "whole_lo
 
 
 def vocabulary_weights(model: Any) -> frozenset[str]:
-    """Names of the weights of token embedding and head; none when the embedding does more than looking up.
+    """Return the names of the weights of the token embedding and the head, or none if they must stay whole.
 
-    DeepSpeed splits no such (Gemma-2 scales what it looked up): then both stay whole.
+    DeepSpeed cannot split an embedding that does more than a lookup (Gemma 2 scales the result).
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding).forward is not nn.Embedding.forward:
@@ -32,7 +32,7 @@ def vocabulary_weights(model: Any) -> frozenset[str]:
 
 
 def split_vocabulary(module: nn.Module, names: frozenset[str], splitter: AutoTP) -> TensorParallel_Layer | None:
-    """Split the modules below `module` whose weight is one of `names`. The one that makes logits, if it is there."""
+    """Split the modules in `module` whose weight is one of `names`; return the one that makes logits, or None."""
     options = {"mp_group": splitter.mp_group, "tp_meta": splitter.tp_meta}
     head = None
     for parent, name, child in _found(module, names, nn.Linear):
@@ -56,12 +56,12 @@ def _found(module: nn.Module, names: frozenset[str], kind: type[nn.Module]) -> l
 
 
 def _projects(module: nn.Module) -> bool:
-    """Whether this is the last stage of a pipeline, which makes logits even where it has no head of its own."""
+    """Return True for the last stage of a pipeline, which makes logits even if it has no head of its own."""
     return isinstance(module, PipelineModule) and module.stage_id == module.num_stages - 1
 
 
 def use_split_loss(module: Any, head: Any) -> None:
-    """The loss for logits of which each rank has some, in the place where `module` has its loss."""
+    """Make `module` compute its loss from logits that are split over the ranks."""
     loss = VocabParallelCausalLMLoss(head.mp_group, None, head.vocab_start_index, head.vocab_end_index)
     if isinstance(module, PipelineModule):
         module.loss_fn = loss
@@ -71,7 +71,7 @@ def use_split_loss(module: Any, head: Any) -> None:
 
 @contextmanager
 def whole_logits(model: nn.Module) -> Iterator[None]:
-    """Inside, a model whose head is split returns the logits of all tokens on every rank; no loss can be computed."""
+    """Make a model with a split head return the logits of all tokens on every rank; no loss can be computed inside."""
     heads = [module for module in model.modules() if isinstance(module, VocabParallelLinear)]
     for head in heads:
         head.gather_output = True

@@ -1,4 +1,4 @@
-"""What a step cost and how good its compression was: measured, named and written here. Importing it needs no torch."""
+"""Statistics of each step: bytes, times and compression quality, and the files they go to. Importing needs no torch."""
 
 from deepspeed_compress.monitor.events import CONFIGURATION, EVENTS, Event, EventLog, write_configuration
 from deepspeed_compress.monitor.journal import STATISTICS, Journal, Part

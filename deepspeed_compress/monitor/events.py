@@ -1,4 +1,4 @@
-"""What a run was started with (`ds_config.json`), and what was decided in it, and why (`events.jsonl`)."""
+"""The configuration of a run (`ds_config.json`) and the decisions made in it, with reasons (`events.jsonl`)."""
 
 import json
 import logging
@@ -20,11 +20,17 @@ CONFIGURATION = "ds_config.json"
 
 @dataclass(frozen=True)
 class Event:
-    """A decision of the schedule, the guard or the adaptation.
+    """A decision of the schedule, the guard or the adaptive policy.
 
-    `step`: optimizer steps done. `kind`: "schedule", "anomaly", "return", "full_sync", "residuals_cleared", "rollback",
-    "checkpoint_rollback" or "adapt". `evidence`: the figures that led to it. `before`, `after`: settings of gradients
-    in short form, equal where nothing changed. `dry_run`: it was not carried out.
+    Attributes:
+        step: optimizer steps done.
+        kind: "schedule", "anomaly", "return", "full_sync", "residuals_cleared", "rollback", "checkpoint_rollback" or
+            "adapt".
+        reason: the reason, for people.
+        evidence: the figures that led to the decision.
+        before: settings of gradients before, in short form.
+        after: settings of gradients after; equal to `before` if nothing changed.
+        dry_run: the decision did not take effect.
     """
 
     step: int
@@ -41,8 +47,13 @@ class Event:
 
 
 class EventLog:
-    """Keeps the `events` of this process, and on one rank (`writes`) appends them to events.jsonl of `journal` and to
-    Python's log. `island`: the number of the one that decides by itself, in a file of its own; None without islands."""
+    """Keeps the `events` of this process; one rank also appends them to events.jsonl and to Python's log.
+
+    Args:
+        journal: the files of the run.
+        writes: this rank writes.
+        island: number of the island that decides by itself, which has its own file; None without islands.
+    """
 
     def __init__(self, journal: Journal, writes: bool, island: int | None = None) -> None:
         self._journal = journal
@@ -64,5 +75,5 @@ class EventLog:
 
 
 def write_configuration(journal: Journal, ds_config: Mapping[str, Any]) -> None:
-    """Write the configuration that a run was started with beside its statistics, without passwords and keys."""
+    """Write the configuration of the run next to its statistics, with passwords and keys masked."""
     journal.write(CONFIGURATION, json.dumps(masked(ds_config), indent=2, default=str) + "\n")

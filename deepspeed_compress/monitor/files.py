@@ -1,4 +1,4 @@
-"""Files of a run: what they hold is their user's business, and whatever stands in their place holds nobody up."""
+"""Opening the files of a run: they are private to their user, and a pipe in their place blocks nobody."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,15 @@ __all__ = ["make_private", "open_private"]
 
 
 def open_private(path: str, flags: int) -> int:
-    """An `opener`: what it makes may be read by its user alone; what is there stays as it is.
+    """Open `path` as an `opener` for `open`: a new file is private to its user, an existing one keeps its mode.
 
-    A pipe that nobody reads is an OSError, and does not make who writes wait.
+    Raises:
+        OSError: the file cannot be opened; also for a pipe without a reader, on which a write would block.
     """
     return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 def make_private(directory: Path) -> None:
-    """Make `directory` and those above it that are missing, for its user alone."""
+    """Make `directory` and its missing parents, private to the user."""
     for missing in reversed([one for one in (directory, *directory.parents) if not one.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The files of a run in `monitor.path`: lines say which run they are of, and what cannot be written stops nobody."""
+"""The files of a run in `monitor.path`. Every line names its run, and a failing write never stops training."""
 
 import fcntl
 import json
@@ -18,16 +18,21 @@ __all__ = ["STATISTICS", "Journal", "Part"]
 
 STATISTICS = "compression.jsonl"
 LONGEST = 1 << 16
-"""Bytes in which the end of a line is looked for."""
+"""Number of bytes at the end of a file that are searched for the end of a line."""
 PATIENCE = 2.0
-"""Seconds for which another job is waited for that writes its line, which takes microseconds."""
+"""Seconds to wait for another job that is writing a line, which usually takes microseconds."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a line is of. `id`: the run, which keeps it when it is resumed. `started`: when its process did (UTC), or
-    the first one of its job. `since`: the optimizer step that the process, or a checkpoint loaded in it, went on from:
-    what lines of other processes say of later steps is abandoned."""
+    """The part of a run that a line belongs to.
+
+    Attributes:
+        id: id of the run; a resumed run keeps it.
+        started: start time (UTC) of the process, or of the first process of its job.
+        since: the optimizer step from which this process, or a checkpoint loaded in it, continued. Lines of other
+            processes about later steps are abandoned.
+    """
 
     id: str
     started: str
@@ -35,8 +40,11 @@ class Part:
 
 
 class Journal:
-    """Writes into `directory`; without one it does nothing. A file that cannot be written is told once in a process, as
-    CompressWarning, and tried again with the next line: what only observes must never stop training."""
+    """Writes the files of a run into `directory`; without a directory it does nothing.
+
+    If a file cannot be written, a CompressWarning says so once per process, and the next line tries again: monitoring
+    must never stop training.
+    """
 
     def __init__(self, directory: str | None, run: str = "", step: int = 0) -> None:
         self.part = Part(run, datetime.now(UTC).isoformat(timespec="milliseconds"), step)
@@ -48,21 +56,21 @@ class Journal:
         return self._directory is not None
 
     def add(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Append a line to the file `name`."""
+        """Append a line with `fields` to the file `name`."""
         line = json.dumps({**fields, "run": asdict(self.part)}) + "\n"
         self._try(name, lambda file: _append(file, line.encode()))
 
     def write(self, name: str, text: str) -> None:
-        """Write the file `name`."""
+        """Write `text` to the file `name`."""
         self._try(name, lambda file: _write(file, text))
 
     def adopt(self, run: str | None) -> None:
-        """From now on lines are of `run`, which a checkpoint was saved by; None takes the last run of the directory."""
+        """Continue the run that saved a checkpoint; None continues the last run of the directory."""
         found = self._last() if run is None else run
         self.part = replace(self.part, id=found or self.part.id)
 
     def go_on(self, step: int) -> None:
-        """What comes now follows optimizer step `step`."""
+        """Declare that the following lines continue from optimizer step `step`."""
         self.part = replace(self.part, since=step)
 
     def _last(self) -> str | None:
@@ -70,7 +78,7 @@ class Journal:
             return None
         try:
             with open(self._directory / STATISTICS, "rb", opener=open_private) as file:
-                # The last line may be on its way.
+                # The last line may be incomplete.
                 found: str = json.loads(_tail(file, LONGEST).rpartition(b"\n")[0].splitlines()[-1])["run"]["id"]
                 return found
         except (OSError, ValueError, LookupError, TypeError):
@@ -90,10 +98,10 @@ class Journal:
             self.fail("file", f"/deepspeed_compress/monitor/path: {file} cannot be written ({error.strerror or error})")
 
     def fail(self, kind: str, what: str) -> None:
-        """Say, once of each `kind`, that something of the run is not recorded."""
+        """Warn, once per `kind`, that a part of the run is not recorded."""
         if kind not in self._told:
             self._told.add(kind)
-            warnings.warn(f"{what}; training goes on, what cannot be written is lost", CompressWarning, stacklevel=2)
+            warnings.warn(f"{what}; training continues, but these lines are lost", CompressWarning, stacklevel=2)
 
 
 def _write(path: Path, text: str) -> None:
@@ -103,17 +111,21 @@ def _write(path: Path, text: str) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     with open(path, "a+b", opener=open_private) as file:
-        # A line of another job that is on its way must not be taken for one that was cut short. Closing lifts the lock.
+        # Without the lock, a line that another job is writing would look like one that was cut short. Closing unlocks.
         _lock(file)
         if _tail(file, 1) not in (b"", b"\n"):
-            # What a crash or a full disk has cut short; a line is there whole or not at all.
+            # Remove a line that a crash or a full disk has cut short: a line is complete or absent.
             rest = len(_tail(file, LONGEST).rpartition(b"\n")[2])
             file.truncate(file.seek(0, os.SEEK_END) - rest)
         file.write(line)
 
 
 def _lock(file: BinaryIO) -> None:
-    """BlockingIOError where another job has it for `PATIENCE`: one that was stopped must not stop this one."""
+    """Lock `file`.
+
+    Raises:
+        BlockingIOError: another job has held the lock for `PATIENCE` seconds; a suspended job must not block this one.
+    """
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -123,7 +135,7 @@ def _lock(file: BinaryIO) -> None:
                 raise
             time.sleep(PATIENCE / 1000)
         except OSError:
-            # The file system knows none.
+            # The file system has no locks.
             return None
 
 

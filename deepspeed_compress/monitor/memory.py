@@ -1,4 +1,4 @@
-"""How much memory a process has needed."""
+"""Peak memory of the process."""
 
 import resource
 import sys
@@ -11,10 +11,10 @@ __all__ = ["peak_memory"]
 
 
 def peak_memory(device: "torch.device") -> int:
-    """Bytes at most so far: allocated on a GPU, resident on the CPU."""
+    """Return the peak memory so far in bytes: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    # Kilobytes, except on macOS.
+    # ru_maxrss is in kilobytes, except on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

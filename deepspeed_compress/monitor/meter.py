@@ -1,4 +1,4 @@
-"""Counters and clocks of one optimizer step. torch is imported where it is used: names of figures need none."""
+"""Counters and clocks of one optimizer step. torch is imported only where needed, so names can be used without it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,19 +13,23 @@ __all__ = ["KINDS", "PHASES", "Meter"]
 
 PHASES = ("compress", "communicate", "decompress")
 KINDS = ("bytes_sent", "bytes_weights", "bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
-"""The bytes that leave a rank, by kind of traffic: gradients, weights, activations and their gradients between stages,
-gradients of tied weights, collectives of split layers, exchanges between islands. No two overlap."""
+"""Kinds of bytes that leave a rank: gradients, weights, activations and their gradients between pipeline stages,
+gradients of tied weights, collectives of tensor-parallel layers, and exchanges between islands. They do not overlap."""
 
 
 @dataclass
 class Meter:
     """Sums over the messages of one step on this rank; `reset` begins the next step.
 
-    Bytes are payload bytes that leave the rank, of the `KINDS`; `bytes_raw` is a part of `bytes_sent`, and
-    `bytes_uncompressed` what would have been sent in its place; `bytes_weights_saved` would have been sent for weights
-    besides. `timed` is set in steps that are reported. Times are
-    wall-clock milliseconds on CPU and elapsed stream time on GPU, where they are taken only in such steps and read in
-    `milliseconds`, which waits for the stream.
+    Bytes are payload bytes that leave the rank, by the `KINDS`. Times are wall-clock milliseconds on the CPU and
+    elapsed stream time on a GPU, where they are taken only in `timed` steps and read by `milliseconds`, which waits for
+    the stream.
+
+    Attributes:
+        timed: the step is reported.
+        bytes_raw: the uncompressed part of `bytes_sent`.
+        bytes_uncompressed: bytes that DeepSpeed alone would have sent in place of `bytes_sent`.
+        bytes_weights_saved: bytes that uncompressed weights would have taken in addition to `bytes_weights`.
     """
 
     timed: bool = True
@@ -39,9 +43,9 @@ class Meter:
     bytes_tensor: int = 0
     bytes_islands: int = 0
     cosine: Callable[[], float] | None = None
-    """Gives it, and waits for a GPU then."""
+    """Returns the sampled cosine; the call waits for the GPU."""
     islands_cosine: Callable[[], float] | None = None
-    """The same of the exchange between islands after the step before."""
+    """Returns the cosine of the exchange between islands after the previous step."""
     _elapsed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _events: "list[tuple[str, torch.cuda.Event, torch.cuda.Event]]" = field(default_factory=list)
 
@@ -51,7 +55,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, device: "torch.device") -> Iterator[None]:
-        """Time a block as `name`, one of `PHASES`, and show it to torch's profiler."""
+        """Time a block as `name`, one of `PHASES`, and record it in torch's profiler."""
         import torch
 
         with torch.profiler.record_function(f"deepspeed_compress.{name}"), self._timed(name, device):
@@ -76,13 +80,13 @@ class Meter:
         self._events.append((name, first, last))
 
     def sizes(self) -> dict[str, int]:
-        """All bytes, by field."""
+        """Return all byte counters by field name."""
         return {name: value for name, value in vars(self).items() if name.startswith("bytes_")}
 
     def milliseconds(self) -> dict[str, float]:
-        """Elapsed time by phase."""
+        """Return the elapsed milliseconds by phase."""
         for name, first, last in self._events:
-            # What has been waited for elsewhere need not be waited for again.
+            # Skip the synchronization if the event has completed.
             if not last.query():  # type: ignore[no-untyped-call]
                 last.synchronize()
             self._elapsed[name] += first.elapsed_time(last)
@@ -90,6 +94,6 @@ class Meter:
         return dict(self._elapsed)
 
     def reset(self, timed: bool) -> None:
-        """Begin a step, with or without times on GPU."""
+        """Begin a step, with or without GPU times."""
         fresh = Meter(timed=timed)
         self.__dict__.update(fresh.__dict__)

@@ -1,4 +1,4 @@
-"""Where the statistics of a step go: a JSON line, and DeepSpeed's monitor."""
+"""Writers of step statistics: a JSON line and DeepSpeed's monitor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,29 +11,47 @@ __all__ = ["EventSink", "StatisticsWriter", "StepStatistics"]
 
 EVENT_PREFIX = "Train/Samples/compression_"
 LABELS = frozenset({"step", "samples", "method", "rank", "settings", "slowest_rank"})
-"""Fields that measure nothing."""
+"""Fields that are labels, not measurements."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """One optimizer step. Bytes are of the whole step on `rank`, micro-steps included; times in milliseconds.
-    `samples`: seen so far, None where no engine counts them.
+    """Statistics of one optimizer step on one rank; micro-steps are included.
 
-    `bytes_sent`: payload of the gradients, of which `bytes_raw` are uncompressed; `bytes_uncompressed`: what DeepSpeed
-    alone sends for them. `bytes_weights`: sent for updated weights, and `bytes_weights_saved` what uncompressed ones
-    take besides; `bytes_pipeline`: activations and their gradients;
-    `bytes_tied`: gradients of weights that stages share; `bytes_tensor`: collectives of split layers, None where they
-    are in a compiled graph; `bytes_islands`: what islands exchanged after the step before. `total_ratio`: all that
-    DeepSpeed alone sends, over all that is sent; `ratio`: the same of gradients. What DeepSpeed sends is counted as by
-    ring algorithms. `residual_norm`: L2 norm of rank 0's residuals. `cosine`: between decoded and true mean gradient on
-    the sampled bucket, None when not sampled. `islands_cosine`: between what this rank's masters have moved and those
-    of the other islands, None without an exchange. What is not finite is written as null, which JSON can express.
+    Values that are not finite are written as null. Bytes that DeepSpeed alone would send are those of ring algorithms.
 
-    `settings`: what was in force, in short form. `step_ms`: since the end of the step before, None for the first of
-    a process; `busy_ms`: the same without `communicate_ms`, and its median and maximum over all ranks, the latter that
-    of `slowest_rank`, in the measured step before: None in the first. `memory_bytes`: the peak of the process so far,
-    resident on CPU, allocated on GPU. `grad_norm`, with a guard alone: L2 norm of the mean gradient before clipping.
-    `loss`, with a guard or adaptation alone: mean over ranks of the step before.
+    Attributes:
+        step: optimizer step, 1-based.
+        samples: samples seen so far; None if no engine counts them.
+        method: method of the gradients.
+        rank: the rank.
+        bytes_sent: payload bytes of the gradients.
+        bytes_raw: the uncompressed part of `bytes_sent`.
+        bytes_uncompressed: bytes that DeepSpeed alone would send for the gradients.
+        bytes_weights: bytes of updated weights.
+        bytes_weights_saved: bytes that uncompressed weights would take in addition.
+        bytes_pipeline: bytes of activations and their gradients between pipeline stages.
+        bytes_tied: bytes of gradients of weights that stages share.
+        bytes_tensor: bytes of collectives of tensor-parallel layers; None if they are in a compiled graph.
+        total_ratio: all bytes that DeepSpeed alone would send, divided by all bytes sent.
+        ratio: the same ratio for gradients alone.
+        compress_ms: milliseconds of encoding.
+        communicate_ms: milliseconds of communication.
+        decompress_ms: milliseconds of decoding.
+        residual_norm: L2 norm of rank 0's residuals.
+        cosine: cosine between the decoded and the true mean gradient of the sampled bucket; None if not sampled.
+        bytes_islands: bytes that islands exchanged after the previous step.
+        islands_cosine: cosine between the update of this rank's fp32 master weights and that of the other islands;
+            None without an exchange.
+        settings: settings in force, in short form.
+        step_ms: milliseconds since the end of the previous step; None for the first step of a process.
+        busy_ms: `step_ms` minus `communicate_ms`.
+        busy_ms_median: median of `busy_ms` over all ranks in the previous measured step; None in the first.
+        busy_ms_max: maximum of `busy_ms` over all ranks in the previous measured step; None in the first.
+        slowest_rank: the rank with `busy_ms_max`.
+        memory_bytes: peak memory of the process so far: resident on the CPU, allocated on a GPU.
+        grad_norm: L2 norm of the mean gradient before clipping; only with a guard.
+        loss: mean loss over the ranks in the previous step; only with a guard or an adaptive policy.
     """
 
     step: int
@@ -69,12 +87,12 @@ class StepStatistics:
 
     @property
     def time_ms(self) -> float:
-        """What compression costs: encoding, communication, decoding."""
+        """Return the milliseconds of encoding, communication and decoding."""
         return self.compress_ms + self.communicate_ms + self.decompress_ms
 
 
 class EventSink(Protocol):
-    """DeepSpeed's `MonitorMaster` (deepspeed/monitor/monitor.py)."""
+    """Protocol of DeepSpeed's `MonitorMaster` (deepspeed/monitor/monitor.py)."""
 
     enabled: bool
 
@@ -82,7 +100,7 @@ class EventSink(Protocol):
 
 
 class StatisticsWriter:
-    """Writes on one rank: appends a line to compression.jsonl of `journal`, and sends events to `sink`."""
+    """Appends a line per step to compression.jsonl of `journal`, and sends events to `sink`; used on one rank."""
 
     def __init__(self, journal: Journal, sink: EventSink | None) -> None:
         self._journal = journal
@@ -90,7 +108,7 @@ class StatisticsWriter:
 
     @property
     def active(self) -> bool:
-        """Whether anything is written anywhere."""
+        """Return True if statistics are written anywhere."""
         return self._journal.active or (self._sink is not None and self._sink.enabled)
 
     def write(self, statistics: StepStatistics) -> None:
@@ -103,11 +121,11 @@ class StatisticsWriter:
     def _send(self, sink: EventSink, events: list[tuple[str, float, int]]) -> None:
         try:
             sink.write_events(events)
-        except Exception as error:  # services fail in ways of their own, and other ranks wait for this one
-            self._journal.fail("monitor", f"DeepSpeed's monitor has not taken figures of compression ({error!r})")
+        except Exception as error:  # monitoring services raise errors of their own, and other ranks wait for this one
+            self._journal.fail("monitor", f"DeepSpeed's monitor did not accept the statistics ({error!r})")
 
 
 def _events(fields: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """Every number as an event on DeepSpeed's axis, the samples seen."""
+    """Return an event for every number, on DeepSpeed's axis, which is the number of samples seen."""
     numbers = {name: value for name, value in fields.items() if name not in LABELS}
     return [(EVENT_PREFIX + name, value, fields["samples"]) for name, value in numbers.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Decisions between steps: what is in force now. The same on every rank, because all decide from the same figures."""
+"""Decisions between steps about the settings in force. All ranks decide alike, because they use the same figures."""
 
 from deepspeed_compress.policy.adaptive import Adaptive, Available
 from deepspeed_compress.policy.alpha_beta import AlphaBeta, fit

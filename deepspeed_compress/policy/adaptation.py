@@ -1,4 +1,4 @@
-"""When an adaptive choice is made, and which one holds: every so many steps, and when steps become much slower."""
+"""The adaptive choice in force, and its timing: periodically, and when steps become much slower."""
 
 import statistics
 import warnings
@@ -24,17 +24,17 @@ __all__ = ["Adaptation", "Chosen"]
 
 WINDOW = 32
 SLOWER = 1.5
-"""Times the median step that the last ones must take for another measurement out of turn."""
+"""Slowdown of the last steps, relative to the median step, that triggers an extra measurement."""
 RECENT = 3
 REST = 8
-"""Steps between measurements at least."""
+"""Minimum number of steps between measurements."""
 REST_OF_MODEL = "."
-"""In place of a pattern: the parameters that match none."""
+"""Name of the group of parameters that match no pattern."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Settings of gradients; and of weights, where these are chosen too."""
+    """Settings of gradients, and of weights if these are chosen too."""
 
     gradients: GradientsConfig
     weights: WeightsConfig | None = None
@@ -45,7 +45,7 @@ class Chosen:
 
 
 class Adaptation:
-    """The choice in force. It begins with what the configuration says."""
+    """The choice in force, which starts with the configured settings."""
 
     def __init__(self, config: CompressConfig, available: Available = Available()) -> None:  # noqa: B008  (frozen)
         assert config.adaptive is not None
@@ -53,33 +53,33 @@ class Adaptation:
         self._every = config.adaptive.probe_every
         self._choice = Choice((0,) * (len(self.adaptive.groups) + 1))
         self._room = 0.0
-        """Seconds of messages that a step hides, as far as measurements have shown it."""
+        """Seconds of messages that a step hides, as measured so far."""
         self._next = 1
-        """Optimizer step (0-based) of the next measurement, or the first one after it."""
+        """Optimizer step (0-based) at or after which the next measurement takes place."""
         self._last = 0
         self._paces: tuple[float, ...] = ()
 
     @property
     def settings(self) -> GradientsConfig:
-        """Settings of `gradients` in force."""
+        """Return the settings of `gradients` in force."""
         return self.adaptive.settings(self._choice.gradients)
 
     @property
     def weights(self) -> WeightsConfig:
-        """Settings of `weights` in force."""
+        """Return the settings of `weights` in force."""
         return self.adaptive.weights[self._choice.weights]
 
     @property
     def chosen(self) -> Chosen:
-        """What is in force, and may be another after the next measurement."""
+        """Return the settings in force; the next measurement may change them."""
         return Chosen(self.settings, self.weights if len(self.adaptive.weights) > 1 else None)
 
     def due(self, step: int) -> bool:
-        """Whether optimizer step `step` (0-based) is to be measured."""
+        """Return True if optimizer step `step` (0-based) must be measured."""
         return step >= self._next
 
     def observe(self, seen: Observation) -> None:
-        """Measure out of turn when steps have become much slower."""
+        """Schedule an extra measurement if steps have become much slower."""
         if seen.step_ms is None:
             return
         self._paces = (*self._paces, seen.step_ms)[-WINDOW:]
@@ -89,40 +89,45 @@ class Adaptation:
             self._next = min(self._next, seen.step)
 
     def choose(self, step: int, seen: Measurement) -> tuple[Chosen, Chosen, Mapping[str, float]]:
-        """The settings before and after a choice by what was measured in the step that ended as `step`, and why.
+        """Choose by the measurement of the step that ended as `step`.
 
-        What is not `known` changes nothing, and is measured again soon.
+        Returns:
+            The settings before, the settings after, and the evidence. A measurement that is not `known` changes
+            nothing and is repeated soon.
         """
         before = self.chosen
         if not seen.known:
             self._next = step + REST
             return before, before, {}
         decision = self.adaptive.choose(self._choice, self._of_usual_pace(seen), step, self._room)
-        # The first steps of a program are slower than others, so what was chosen by them is soon looked at again.
+        # The first steps of a program are slower than the others, so a choice based on them is revised soon.
         rest = min(self._every, REST) if step < REST else self._every
         self._choice, self._room = decision.choice, decision.room
         self._last, self._next, self._paces = step, step + rest, ()
         return before, self.chosen, decision.evidence
 
     def _of_usual_pace(self, seen: Measurement) -> Measurement:
-        """A single step may be slow by chance: the median of those since the last choice stands for it."""
+        """Return `seen` with the median step time since the last choice; a single step may be slow by chance."""
         return replace(seen, step=statistics.median(self._paces) / 1e3) if len(self._paces) >= RECENT else seen
 
     def saved(self) -> dict[str, Any]:
-        """What later choices depend on, as JSON has it."""
+        """Return everything that later choices depend on, as plain data for JSON."""
         numbers = zip(self._places, self._choice.gradients, strict=True)
         chosen = [(place, self.adaptive.candidates[one]) for place, one in numbers]
-        # Of equal patterns the first counts, as when parameters are matched.
+        # The first of equal patterns counts, as in the matching of parameters.
         choice = {place: written(settings) for place, settings in reversed(chosen)}
         timing = {"next": self._next, "last": self._last, "paces": self._paces, "room": self._room}
         return {"choice": choice, "weights": written(self.weights), **timing}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave. Choices are settings, so that the order of candidates and of groups, which may
-        have been edited, means nothing. CompressWarning for those that are no candidates any more."""
+        """Continue from the state that `saved` returned.
+
+        Choices are stored as settings, so the order of candidates and groups in an edited configuration has no meaning.
+        Settings that are no longer among the candidates lead to a CompressWarning.
+        """
         self._paces, self._next, self._last = tuple(saved["paces"]), saved["next"], saved["last"]
         self._room = saved.get("room", 0.0)
-        # States of before hold places in a list of which nobody knows whether it is the same.
+        # Older state files hold indices into a list that may have changed.
         choice = saved["choice"] if isinstance(saved["choice"], Mapping) else {}
         known = {place: settings_of(text) for place, text in choice.items()}
         lost = [place for place in self._places if known.get(place) not in self.adaptive.candidates]
@@ -135,8 +140,10 @@ class Adaptation:
             warnings.warn(_lost(" and ".join(what)), CompressWarning, stacklevel=2)
 
     def _known_weights(self, saved: Mapping[str, Any]) -> int | None:
-        """The candidate of weights that was saved, None where it is none any more. States of before have none, and
-        where weights are not chosen what is written holds, as it does without `adaptive`."""
+        """Return the index of the saved candidate of weights, or None if it is no longer a candidate.
+
+        Older state files have none. If weights are not chosen, the configured settings hold (index 0).
+        """
         if "weights" not in saved or len(self.adaptive.weights) == 1:
             return 0
         settings = weights_of(saved["weights"])
@@ -149,6 +156,6 @@ class Adaptation:
 
 def _lost(what: str) -> str:
     return (
-        "/deepspeed_compress/adaptive: the checkpoint has no choice that is still among the candidates for "
-        f"{what}; they start with what is written, until the next measurement"
+        "/deepspeed_compress/adaptive: the checkpoint's choice is no longer among the candidates for "
+        f"{what}; they use the configured settings until the next measurement"
     )

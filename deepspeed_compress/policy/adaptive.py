@@ -1,9 +1,9 @@
-"""The settings with which a loss is reached soonest, on this network and of these gradients.
+"""Adaptive choice of the settings that reach a loss soonest on this network and with these gradients.
 
-What a candidate costs: the time of its codec, and that of its bytes on the link (`measurement`), as far as the backward
-pass does not hide it. What it loses: the relative error ||x - C(x)|| / ||x|| of a sample of the gradients, without
-error feedback, or what is known of its method. Steps are the slower the more they cost, and the more are needed the
-more is lost (`penalty`). Settings of gradients and of weights are chosen together: their penalties multiply.
+The cost of a candidate is the time of its codec plus the time of its bytes on the link (`measurement`), minus what the
+backward pass hides. Its loss of information is the relative error ||x - C(x)|| / ||x|| of a sample of the gradients,
+without error feedback, or a known constant of its method. A higher cost makes each step slower; a larger error makes
+more steps necessary (`penalty`). Settings of gradients and weights are chosen together, and their penalties multiply.
 """
 
 import math
@@ -29,15 +29,19 @@ from deepspeed_compress.policy.penalty import penalty, weights_penalty
 __all__ = ["Adaptive", "Available", "Decision", "allocations"]
 
 CLOSE = 0.01
-"""Of candidates whose predictions differ by less than this part, the one that loses least is taken."""
+"""Relative difference below which predictions count as equal; the candidate with the smallest error is then chosen."""
 UNFED = 0.3
-"""`max_error` where there is no error feedback, of which the penalty knows nothing."""
+"""Default of `max_error` without error feedback, which the penalty curves assume."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """What an engine lets be chosen. `low_rank`: PowerSGD is a usual candidate, whose ranks must compute equal bits.
-    `weights`: settings of weights, which travel as differences."""
+    """The choices that an engine allows.
+
+    Attributes:
+        low_rank: PowerSGD, which requires that ranks compute equal bits, is among the default candidates.
+        weights: settings of weights can be chosen, because weights are sent as differences.
+    """
 
     low_rank: bool = True
     weights: bool = False
@@ -45,7 +49,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is in force from now on, and why. `room`: as of `Measurement.room`."""
+    """A choice, its `evidence`, and the `room` of `Measurement.room` at the time."""
 
     choice: Choice
     room: float
@@ -53,7 +57,7 @@ class Decision:
 
 
 class Adaptive:
-    """Chooses by `config.adaptive` among settings of gradients, and of weights where they are `available`."""
+    """Chooses among settings of gradients, and of weights if `available`, as `config.adaptive` says."""
 
     def __init__(self, config: CompressConfig, available: Available = Available()) -> None:
         assert config.adaptive is not None
@@ -61,17 +65,17 @@ class Adaptive:
         unfed = isinstance(config.gradients, CompressedGradients) and config.gradients.residuals is None
         self._max_error = config.adaptive.max_error or (UNFED if unfed else math.inf)
         self.candidates: tuple[GradientsConfig, ...] = gradient_candidates(config, available.low_rank)
-        """What is written first, then no compression, then the others."""
+        """The configured settings, then no compression, then the other candidates."""
         self.weights: tuple[WeightsConfig, ...] = weight_candidates(config, available.weights)
-        """What is written first; alone where settings of weights are not chosen."""
+        """The configured settings first; they are the only candidate if weights are not chosen."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Patterns of groups of parameters; what matches none is a group of its own, the last."""
+        """Return the patterns of parameter groups. Parameters that match none form the last group."""
         return self._config.groups
 
     def settings(self, gradients: Sequence[int]) -> GradientsConfig:
-        """Settings of `gradients` with candidate `gradients[g]` for group g."""
+        """Return settings of `gradients` with candidate `gradients[g]` for group g."""
         rest = self.candidates[gradients[-1]]
         overrides = [
             {"parameters": pattern, **_override(self.candidates[one])}
@@ -80,7 +84,7 @@ class Adaptive:
         ]
         if not overrides:
             return rest
-        # Overrides belong to a method that compresses; with "none" for the rest another one carries them.
+        # Only a compressing method has overrides. If the rest is "none", another method carries them.
         if not isinstance(rest, CompressedGradients):
             compressed = (self.candidates[one] for one in gradients)
             rest = next(one for one in compressed if isinstance(one, CompressedGradients))
@@ -89,9 +93,13 @@ class Adaptive:
         return patched(rest, {"overrides": [*known, *overrides]})
 
     def choose(self, now: Choice, seen: Measurement, step: int, room_before: float = 0.0) -> Decision:
-        """What to use from now on; `now` is in force, and stays unless others are clearly better.
+        """Return the choice for the next steps; it stays `now` unless another choice is clearly better.
 
-        `seen` must be `known`. `step`: optimizer steps done. `room_before`: of the last decision.
+        Args:
+            now: the choice in force.
+            seen: a measurement that is `known`.
+            step: optimizer steps done.
+            room_before: `room` of the previous decision.
         """
         room = seen.room(now, room_before)
         times = {one: self._predicted(seen, one, now, step, room) for one in self._allowed(now, seen, step)}
@@ -117,14 +125,14 @@ class Adaptive:
         return Decision(chosen, room, evidence)
 
     def _allowed(self, now: Choice, seen: Measurement, step: int) -> list[Choice]:
-        """Every choice of gradients that loses little enough, with every choice of weights."""
+        """Return every choice of gradients with a small enough error, combined with every choice of weights."""
         uniform = ((one,) * len(now.gradients) for one in range(len(self.candidates)))
         options = {now.gradients, *uniform, *allocations(seen)}
         gradients = (one for one in options if self._can_be(one) and self._loses_little(seen.error(one), step))
         return sorted(Choice(*pair) for pair in product(gradients, range(len(self.weights))))
 
     def _can_be(self, gradients: Sequence[int]) -> bool:
-        """PowerSGD is the method of all gradients, of which some have another one: no override has factors."""
+        """Return True if no group overrides the method with PowerSGD, which only works for all gradients together."""
         apart = (self.candidates[one] for one in gradients if one != gradients[-1])
         return not any(isinstance(one, PowerSGDGradients) for one in apart)
 
@@ -132,19 +140,19 @@ class Adaptive:
         return math.isfinite(penalty(error, step)) and error <= self._max_error
 
     def _predicted(self, seen: Measurement, choice: Choice, now: Choice, step: int, room: float) -> float:
-        """Seconds with `choice` until training is where one uncompressed step would bring it."""
+        """Return the seconds that `choice` needs for the progress of one uncompressed step."""
         return self._penalty(seen, choice, step) * seen.step_seconds(choice, now, room)
 
     def _penalty(self, seen: Measurement, choice: Choice, step: int) -> float:
         return penalty(seen.error(choice.gradients), step) * self._weights_penalty(choice, step)
 
     def _weights_penalty(self, choice: Choice, step: int) -> float:
-        """1 where settings of weights are not chosen: what all have in common changes nothing."""
+        """Return the penalty of the weights, or 1 if weights are not chosen and all choices share it."""
         return weights_penalty(self.weights[choice.weights], step) if len(self.weights) > 1 else 1.0
 
 
 def allocations(seen: Measurement) -> Iterator[tuple[int, ...]]:
-    """Candidates for each group: first those of fewest bytes, then more and more where a byte removes most error."""
+    """Yield candidates for each group: first the smallest, then upgrades where a byte removes the most error."""
     groups, candidates = range(len(seen.norms)), range(len(seen.sizes))
     choice = [min(candidates, key=lambda one: (seen.sizes[one][group], one)) for group in groups]
     while True:
@@ -162,15 +170,15 @@ def allocations(seen: Measurement) -> Iterator[tuple[int, ...]]:
 
 
 def _gain(seen: Measurement, group: int, before: int, after: int) -> float:
-    """Error that goes for a byte."""
+    """Return the squared error that each additional byte removes."""
     more = seen.sizes[after][group] - seen.sizes[before][group]
     return (seen.errors[before][group] - seen.errors[after][group]) / max(more, 1.0)
 
 
 _OF_ALL = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
-"""What belongs to all gradients, and not to an override."""
+"""Keys that apply to all gradients and cannot stand in an override."""
 
 
 def _override(settings: GradientsConfig) -> dict[str, Any]:
-    """`settings` as an override has them."""
+    """Return `settings` in the form of an override."""
     return {key: value for key, value in written(settings).items() if key not in _OF_ALL}

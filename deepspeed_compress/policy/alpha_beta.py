@@ -1,4 +1,4 @@
-"""The linear model of a message's time: a latency, and a time for every byte (Hockney's model)."""
+"""Linear model of a message's time: a latency plus a time per byte (Hockney's alpha-beta model)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ __all__ = ["AlphaBeta", "fit"]
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """t(n) = `latency` + n * `seconds_per_byte`. `error`: root mean square of the fit's relative errors."""
+    """The model t(n) = `latency` + n * `seconds_per_byte`, with the RMS relative `error` of the fit."""
 
     latency: float
     seconds_per_byte: float
@@ -17,25 +17,31 @@ class AlphaBeta:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of an endless message; infinite when size costs nothing."""
+        """Return the asymptotic bandwidth in bytes per second; infinite if the size has no cost."""
         return 1 / self.seconds_per_byte if self.seconds_per_byte else float("inf")
 
     def seconds(self, size: float) -> float:
-        """Predicted time of `size` bytes."""
+        """Return the predicted time of a message of `size` bytes."""
         return self.latency + size * self.seconds_per_byte
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
-    """Weighted least squares, neither parameter negative.
+    """Fit the model by weighted least squares with nonnegative parameters.
 
-    `sizes` in bytes (at least two different ones) and the positive `seconds` that each took; else ValueError. Squares
-    of errors are divided by the time, as if it varied byte by byte: unweighted, the largest message alone would decide
-    and the latency be what remains; with relative errors, the noise of the smallest would spoil the bandwidth.
+    Squared errors are divided by the time. Without weights, the largest message alone would decide, and the latency
+    would be what remains; with relative errors, the noise of the smallest messages would spoil the bandwidth.
+
+    Args:
+        sizes: message sizes in bytes, at least two different ones.
+        seconds: the positive time that each message took.
+
+    Raises:
+        ValueError: the lengths differ, the sizes are all equal, or a time is not positive and finite.
     """
     if len(sizes) != len(seconds) or len(set(sizes)) < 2 or not all(math.isfinite(t) and t > 0 for t in seconds):
         raise ValueError(
-            f"sizes {list(sizes)} and seconds {list(seconds)}: give as many of each, at least two different sizes, and "
-            "positive seconds"
+            f"sizes {list(sizes)} and seconds {list(seconds)}: pass the same number of each, at least two different "
+            "sizes, and positive seconds"
         )
     points = [(float(size), float(taken)) for size, taken in zip(sizes, seconds, strict=True)]
     found = [line for line in _lines(points) if line.latency >= 0 and line.seconds_per_byte >= 0]
@@ -45,10 +51,10 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
 
 
 def _lines(points: Sequence[tuple[float, float]]) -> Iterator[AlphaBeta]:
-    """Of the problem itself, and of those with one parameter held at zero: one of them is the constrained optimum."""
+    """Yield the unconstrained fit and the fits with one parameter fixed at zero; one of them is the optimum."""
     weights = [1 / taken for _, taken in points]
     whole, count = math.fsum(weights), len(points)
-    # A weighted time is 1 by the choice of the weights.
+    # The weights are 1 / time, so every weighted time is 1.
     size = math.fsum(w * n for w, (n, _) in zip(weights, points, strict=True)) / whole
     spread = math.fsum(w * (n - size) ** 2 for w, (n, _) in zip(weights, points, strict=True))
     slope = math.fsum(w * (n - size) * (t - count / whole) for w, (n, t) in zip(weights, points, strict=True)) / spread

@@ -1,7 +1,7 @@
-"""Is something wrong? Gradient norms, losses and residuals against what was normal in the last steps.
+"""The guard: detects anomalies in gradient norms, losses and residuals by comparing them with the last steps.
 
-A pure state machine: `judge` and `observe` return the next state, so that it can be saved, and so that all ranks, which
-give it the same figures, stand in the same state.
+It is a pure state machine: `observe` returns the next state, so the state can be saved, and all ranks, which observe
+the same figures, are in the same state.
 """
 
 import math
@@ -17,21 +17,21 @@ from deepspeed_compress.policy.observation import Observation
 __all__ = ["Anomaly", "Guard", "GuardState", "Verdict"]
 
 SKIPS = 5
-"""Steps skipped in a row at most: after that the large norm is what training is."""
+"""Maximum number of steps skipped in a row. After that, large norms are considered normal."""
 PERSISTS = 6
-"""Figures in a row that are out of the ordinary before it counts: a few are the batches that made them."""
+"""Number of unusual figures in a row that make an anomaly; a few of them are just unusual batches."""
 MOST = 0.9
-"""Part of the window that lies within what is usual: steps may be of two kinds, and the rarer one is usual too."""
+"""Share of the window that counts as usual. Steps may be of two kinds, and the rarer kind is usual too."""
 ENOUGH = 8
-"""Residual norms without which none is usual, since looks at them are far apart."""
+"""Number of residual norms needed to judge one; they are taken rarely."""
 DEVIATIONS = 6.0
 UNKNOWN = 100.0
-"""Gradient norms that a residual may have while its usual size is not known."""
+"""Allowed residual norm in units of the gradient norm, while the usual residual norm is not known."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is wrong, and the figures that say so. `severe`: no batch of data explains it, so once is enough."""
+    """An anomaly with its evidence. `severe` means that no batch of data explains it, so a single one is enough."""
 
     reason: str
     evidence: Mapping[str, float]
@@ -40,9 +40,21 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class GuardState:
-    """What the guard remembers. `level`: steps up the ladder towards no compression, which has `floor` as its least;
-    `odd`: how many of the last figures were out of the ordinary, by what is wrong with them; the rest are recent
-    figures of applied steps, and counters of optimizer steps."""
+    """State of the guard.
+
+    Attributes:
+        level: steps up the ladder towards no compression, at least `floor`.
+        floor: lower bound of `level` after a rollback.
+        quiet: steps without an anomaly since the last change of `level`.
+        skipped: steps skipped in a row.
+        odd: number of unusual figures in a row, by check.
+        norms: recent gradient norms of applied steps.
+        losses: recent losses of applied steps.
+        residuals: recent residual norms.
+        smoothed: exponentially smoothed loss.
+        best: best smoothed loss.
+        behind: steps in a row for which the smoothed loss has been worse than `best` by the configured margin.
+    """
 
     level: int = 0
     floor: int = 0
@@ -67,8 +79,13 @@ class GuardState:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done after a step. `anomalies`: what was found. `behind`: training has fallen behind. `returned`:
-    compression came back by a step."""
+    """Outcome of observing a step.
+
+    Attributes:
+        anomalies: the anomalies found.
+        behind: set if training has fallen behind its best loss.
+        returned: compression was increased by one level after a quiet period.
+    """
 
     anomalies: tuple[Anomaly, ...] = ()
     behind: Anomaly | None = None
@@ -77,17 +94,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Guard:
-    """Decides by `config`.
+    """Decides according to `config`.
 
-    It knows what is usual when it has seen a whole window of applied steps, and acts on nothing but figures that are
-    not finite before. A norm beyond `exploding` softens when it persists; only one beyond the square of that, which no
-    batch explains and clipping does not mend, keeps a step from being applied.
+    Until it has seen a full window of applied steps, it reacts only to non-finite figures. A gradient norm beyond
+    `exploding` softens the compression if it persists. Only a norm beyond the square of that factor, which no batch
+    explains and clipping does not repair, prevents a step from being applied.
     """
 
     config: GuardConfig
 
     def skips(self, state: GuardState, norm: float) -> bool:
-        """Whether a step of gradient norm `norm` must not be applied: never one that is not finite."""
+        """Return True if a step with gradient norm `norm` must not be applied; always True if it is not finite."""
         if not math.isfinite(norm):
             return True
         may = self.config.skip_steps and state.skipped < SKIPS
@@ -95,16 +112,16 @@ class Guard:
         return may and usual is not None and norm > self.config.exploding**2 * usual > 0
 
     def damaged(self, state: GuardState, residual_norm: float) -> bool:
-        """Whether residuals of `residual_norm` are not what compression leaves; `state` is that after the step."""
+        """Return True if residuals of `residual_norm` cannot come from compression; `state` is that after the step."""
         if len(state.residuals) > 2:
             usual = statistics.median(state.residuals)
         else:
-            # Of sparse methods residuals grow to many gradients; before anything is known of them this must do.
+            # Residuals of sparse methods grow to many gradients. Use a generous bound until their size is known.
             usual = UNKNOWN * statistics.median(state.norms) if state.norms else math.inf
         return not math.isfinite(residual_norm) or residual_norm > self.config.residual_growth * usual > 0
 
     def observe(self, state: GuardState, seen: Observation, top: int) -> tuple[GuardState, Verdict]:
-        """The state after a step, and what is to be done. `top`: levels of the ladder above 0."""
+        """Return the state after a step, and the verdict. `top` is the number of ladder levels above 0."""
         state, anomalies = self._judged(state, seen)
         state, behind = self._learned(state, seen)
         if anomalies:
@@ -117,7 +134,7 @@ class Guard:
         return replace(state, level=level, quiet=0 if returned else quiet), Verdict(returned=returned)
 
     def _judged(self, state: GuardState, seen: Observation) -> tuple[GuardState, tuple[Anomaly, ...]]:
-        """What counts of what is out of the ordinary. A figure that was not taken says nothing."""
+        """Return the state with updated counts of unusual figures, and the anomalies. Missing figures are ignored."""
         odd = dict(state.odd)
         found: dict[str, Anomaly] = {}
         for name, check in _CHECKS.items():
@@ -131,13 +148,16 @@ class Guard:
         return replace(state, odd=odd), tuple(found.values())
 
     def _learned(self, state: GuardState, seen: Observation) -> tuple[GuardState, Anomaly | None]:
-        """What is usual from now on. A skipped step leaves nothing: not its norm, nor its loss, which comes later."""
+        """Update the recent figures and the smoothed loss.
+
+        A skipped step leaves no trace: neither its norm nor its loss, which arrives one step later.
+        """
         norm, loss = seen.grad_norm if seen.applied else None, seen.loss if not state.skipped else None
-        # A batch without anything to learn from says nothing of the others' gradients.
+        # A batch with nothing to learn from says nothing about the gradients of other batches.
         if not norm or 0 < state.odd.get("vanishing", 0) < self.config.window:
             norm = None
         skipped = 0 if seen.applied else state.skipped + 1
-        # After so many in a row what was usual is no more.
+        # After so many skipped steps in a row, the old norms are no longer usual.
         norms = self._longer(state.norms, norm) if skipped < SKIPS else ()
         losses, residuals = self._longer(state.losses, loss), self._longer(state.residuals, seen.residual_norm)
         state = replace(state, norms=norms, losses=losses, residuals=residuals, skipped=skipped)
@@ -152,7 +172,7 @@ class Guard:
         return replace(state, level=max(reached, state.floor), quiet=0)
 
     def _smoothed(self, state: GuardState, loss: float | None) -> tuple[GuardState, Anomaly | None]:
-        """Follow the smoothed loss; what is found when it is behind its best for long enough."""
+        """Update the smoothed loss, and report if it has been behind its best for long enough."""
         rollback = self.config.rollback
         if rollback is None or loss is None or not math.isfinite(loss):
             return state, None
@@ -166,23 +186,25 @@ class Guard:
         if behind < rollback.patience:
             return state, None
         reason = f"the smoothed loss has been more than {rollback.behind:.1%} above its best for {behind} steps"
-        # The next judgement starts from here: what was best before may be out of reach.
+        # Start again from here, because the previous best may be out of reach.
         return replace(state, behind=0, best=smoothed), Anomaly(reason, {"smoothed_loss": smoothed, "best": best})
 
 
 def _before(known: tuple[float, ...], odd: int, enough: int) -> tuple[float, ...]:
-    """What is known without the last `odd` figures, which are being judged, until they have persisted; nothing while
-    fewer than `enough` are."""
+    """Return the known figures without the last `odd` ones, which are still being judged.
+
+    Returns nothing if fewer than `enough` figures are known.
+    """
     return known[: len(known) - min(odd, PERSISTS)] if len(known) >= enough else ()
 
 
 def _usual(known: tuple[float, ...]) -> float | None:
-    """What most of the `known` figures do not exceed; None without any."""
+    """Return the value that most of the `known` figures do not exceed; None if there are none."""
     return sorted(known)[math.ceil(MOST * len(known)) - 1] if known else None
 
 
 def _deviation(known: tuple[float, ...]) -> float:
-    """The median of the distances from the median; 0 where nothing is known."""
+    """Return the median absolute deviation; 0 if nothing is known."""
     median = statistics.median(known) if known else 0.0
     return statistics.median([abs(value - median) for value in known] or [0.0])
 
@@ -224,7 +246,7 @@ def _spike(config: GuardConfig, state: GuardState, loss: float) -> Anomaly | Non
 
 @dataclass(frozen=True)
 class Check:
-    """What is judged of a `figure` of an observation. `patience`: how many in a row must be out of the ordinary."""
+    """A check of one `figure` of an observation. `patience` is the number of unusual figures in a row that count."""
 
     figure: str
     find: Callable[[GuardConfig, GuardState, float], Anomaly | None]
@@ -240,10 +262,10 @@ def _judge(config: GuardConfig, state: GuardState, check: Check, value: float) -
 _CHECKS: Mapping[str, Check] = MappingProxyType(
     {
         "exploding": Check("grad_norm", _exploding),
-        # Where rewards or labels are all alike for a while there is nothing to learn.
+        # If rewards or labels are constant for a while, there is nothing to learn.
         "vanishing": Check("grad_norm", _vanishing, lambda config: config.window),
         "loss_spike": Check("loss", _spike),
         "residual_growth": Check("residual_norm", _residual_growth),
     }
 )
-"""By the key of the configuration that says what is out of the ordinary."""
+"""The checks, by the configuration key that sets their threshold."""

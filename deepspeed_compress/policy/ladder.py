@@ -1,4 +1,4 @@
-"""From the settings of a method, step by step, to no compression: what "softer" means."""
+"""The ladder: the sequence of softer and softer settings from a method to no compression."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ UNCOMPRESSED: Mapping[str, Any] = {"method": "none"}
 
 
 def ladder(gradients: GradientsConfig) -> tuple[GradientsConfig, ...]:
-    """`gradients`, then settings each of which loses less than the one before, the last of them method "none"."""
+    """Return `gradients`, followed by settings with less and less error; the last one is method "none"."""
     return tuple(_climb(gradients))
 
 

@@ -1,4 +1,4 @@
-"""What was measured of all candidates in one step, and how long a step would take with others."""
+"""Measurements of all candidates in one step, and the predicted step time with each of them."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from deepspeed_compress.policy.alpha_beta import AlphaBeta
 __all__ = ["Choice", "Measurement", "WeightCosts"]
 
 ALL_HIDDEN = 0.1
-"""Part of the messages that may be waited for where backward hides what it can: the last of them always are."""
+"""Share of the message time that counts as fully hidden; the step always waits for the last messages."""
 
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """Numbers of candidates: one for each group of parameters, and the one of weights."""
+    """Indices of candidates: one for each group of parameters, and one for the weights."""
 
     gradients: tuple[int, ...]
     weights: int = 0
@@ -22,9 +22,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class WeightCosts:
-    """Of weights, by candidate: bytes that a rank sends in a step, and seconds of encoding and decoding them.
+    """Costs of compressed weights, by candidate.
 
-    `overlap`: they travel while the next forward runs.
+    Attributes:
+        sizes: bytes that a rank sends per step.
+        codec_seconds: seconds of encoding and decoding per step.
+        overlap: the weights are sent while the next forward pass runs.
     """
 
     sizes: tuple[float, ...] = (0.0,)
@@ -34,12 +37,19 @@ class WeightCosts:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What all ranks measured together after a step, by candidate; the same on every rank.
+    """A measurement that all ranks made together after a step. It is the same on every rank.
 
-    `errors`: squared error by group of parameters (of PowerSGD that of messages which cost as many steps), and `norms`:
-    squared norm of the groups. `sizes`: bytes a rank sends in a step, by group. `codec_seconds`: encoding and decoding
-    of a step. `waits`: messages of a step each of which waits for the one before, so that backward hides nothing of
-    this candidate; 0 of others. `waited`: seconds in which the step waited for messages. `step`: seconds of a step.
+    Attributes:
+        errors: squared error, by candidate and group; for PowerSGD, that of messages which cost as many steps.
+        norms: squared norm of each group.
+        sizes: bytes that a rank sends per step, by candidate and group.
+        codec_seconds: seconds of encoding and decoding per step, by candidate.
+        link: the model of the link.
+        waited: seconds for which the step waited for messages.
+        step: seconds of a step.
+        waits: number of messages per step that each wait for the previous one, so that backward cannot hide them, by
+            candidate; 0 for the others.
+        weights: costs of the weights.
     """
 
     errors: tuple[tuple[float, ...], ...]
@@ -54,11 +64,11 @@ class Measurement:
 
     @property
     def known(self) -> bool:
-        """Whether the gradients were finite: of others nothing can be told."""
+        """Return True if the gradients were finite; otherwise the measurement says nothing."""
         return math.isfinite(sum(self.norms))
 
     def error(self, gradients: Sequence[int]) -> float:
-        """Relative error when group g has candidate `gradients[g]`."""
+        """Return the relative error if group g uses candidate `gradients[g]`."""
         whole = sum(self.norms)
         lost = sum(self.errors[candidate][group] for group, candidate in enumerate(gradients))
         return (lost / whole) ** 0.5 if whole else 0.0
@@ -67,23 +77,23 @@ class Measurement:
         return sum(self.sizes[candidate][group] for group, candidate in enumerate(gradients))
 
     def bytes(self, choice: Choice) -> float:
-        """Of gradients and weights."""
+        """Return the bytes of gradients and weights that a rank sends per step."""
         return self.gradient_bytes(choice.gradients) + self.weights.sizes[choice.weights]
 
     def seconds(self, choice: Choice, room: float) -> float:
-        """What `choice` adds to a step; `room`: seconds of messages that a step hides, of those that it can hide."""
+        """Return the seconds that `choice` adds to a step, which can hide `room` seconds of messages."""
         hideable, late = self._travel(choice)
         return self._codec(choice) + late + max(0.0, hideable - room)
 
     def step_seconds(self, choice: Choice, now: Choice, room: float) -> float:
-        """What a step takes with `choice`, when it was measured with `now`."""
+        """Return the predicted seconds of a step with `choice`, given that it was measured with `now`."""
         return max(0.0, self.step - self.seconds(now, room)) + self.seconds(choice, room)
 
     def room(self, now: Choice, before: float) -> float:
-        """Seconds of messages that a step hides, measured with `now`; `before`: what was known of it.
+        """Return the seconds of messages that a step hides, measured with `now`; `before` is the previous estimate.
 
-        Messages that are all hidden show that there is so much room at least; those of which backward hides nothing do
-        not tell.
+        If all messages were hidden, there is at least that much room. If backward can hide none of them, the
+        measurement does not change the estimate.
         """
         hideable, late = self._travel(now)
         left = max(0.0, self.waited - late)
@@ -92,7 +102,7 @@ class Measurement:
         return max(0.0, hideable - left)
 
     def _travel(self, choice: Choice) -> tuple[float, float]:
-        """Seconds of messages: of those that a step may hide, and of those that it waits for."""
+        """Return the seconds of the messages that a step can hide, and of those that it waits for."""
         gradients = self.gradient_bytes(choice.gradients) * self.link.seconds_per_byte
         weights = self.weights.sizes[choice.weights] * self.link.seconds_per_byte
         waits = max((self.waits[one] for one in choice.gradients), default=0) if self.waits else 0

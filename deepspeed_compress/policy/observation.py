@@ -1,4 +1,4 @@
-"""What all ranks know of a finished optimizer step."""
+"""The figures of a finished optimizer step that all ranks share."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,15 @@ __all__ = ["Observation"]
 
 @dataclass(frozen=True)
 class Observation:
-    """Figures that are equal on all ranks; None where they were not taken.
+    """Figures of a finished step that are equal on all ranks; None if they were not taken.
 
-    `step`: the finished one, from 1. `applied`: the optimizer did not skip it. `grad_norm`: L2 norm of the mean
-    gradient before clipping, without loss scale; inf where it is not finite. `loss`: mean over the ranks, of the step
-    before this one, since means arrive while the next step runs; so is `step_ms`, the mean of the time that ranks took.
-    `residual_norm`: the largest of all ranks.
+    Attributes:
+        step: the finished step, 1-based.
+        applied: the optimizer did not skip the step.
+        grad_norm: L2 norm of the mean gradient before clipping, without the loss scale; inf if it is not finite.
+        loss: mean loss over the ranks in the previous step, because means arrive while the next step runs.
+        residual_norm: largest residual norm of all ranks.
+        step_ms: mean step time over the ranks in the previous step, in milliseconds.
     """
 
     step: int

@@ -1,12 +1,12 @@
-"""How many more steps training takes to a loss, for what its messages lose.
+"""Penalties: how many more steps training needs to reach a loss when messages have an error.
 
-Read from measurements (docs/measurements.md, "What a candidate is predicted to cost"): early in training coarse
-messages cost many steps, later far fewer. Where settings of equal error differ, the larger number stands: what is
-chosen by it is not worse than it says.
+The curves come from measurements (docs/measurements.md, "What a candidate is predicted to cost"). Coarse messages cost
+many steps early in training and far fewer later. If settings of equal error differ, the curve has the larger number, so
+a choice is never worse than predicted.
 
-The error of one message tells what a quantizer or a sparsifier costs. It does not tell it of PowerSGD, whose factors
-are warm and whose residual comes back for many steps, nor of weights, whose next difference has what the last one left
-out: these costs are known by method alone.
+The error of one message tells what a quantizer or a sparsifier costs. It does not tell the cost of PowerSGD, whose
+factors are warm and whose residual returns over many steps, nor that of weights, whose next difference contains what
+the last one left out. Their costs are tabulated by method.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from deepspeed_compress.config.places import BlockwiseWeights, SignWeights, Weig
 __all__ = ["low_rank_error", "penalty", "weights_penalty"]
 
 Curve = tuple[tuple[float, float], ...]
-"""(relative error, steps for each step of uncompressed training), rising."""
+"""Points (relative error, steps needed per step of uncompressed training), in ascending order."""
 
 CURVES: Mapping[int, Curve] = MappingProxyType(
     {
@@ -27,10 +27,10 @@ CURVES: Mapping[int, Curve] = MappingProxyType(
         500: ((0.0, 1.0), (0.15, 1.0), (0.38, 1.08), (0.65, 1.4), (1.0, 1.5)),
     }
 )
-"""Of gradients, by the optimizer step that training has come to."""
+"""Curves for gradients, by optimizer step."""
 LOW_RANK: Curve = ((0.0, 0.99), (1.0, 0.7), (2.0, 0.5), (3.0, 0.27), (4.0, 0.15))
-"""(log2 of the rank of PowerSGD, the error of messages that cost as many steps). Ranks 1 to 8 are measured; of 16 it is
-what follows from twice the rank losing half. Rank 1 costs more steps than any error of `CURVES`."""
+"""Points (log2 of PowerSGD's rank, error of messages that cost as many steps). Ranks 1 to 8 are measured. The value of
+rank 16 assumes that doubling the rank halves the error. Rank 1 costs more steps than any error in `CURVES`."""
 WEIGHTS: Mapping[int, Curve] = MappingProxyType(
     {
         80: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.17), (0.52, 1.4), (1.0, 2.0)),
@@ -38,7 +38,7 @@ WEIGHTS: Mapping[int, Curve] = MappingProxyType(
         500: ((0.0, 1.0), (0.1, 1.0), (0.38, 1.05), (0.52, 1.1), (1.0, 2.0)),
     }
 )
-"""Of weights that travel as differences, by the relative error of a difference of one step of Adam."""
+"""Curves for weights that are sent as differences, by the relative error of the difference of one Adam step."""
 UPDATES: Mapping[tuple[str, int], float] = MappingProxyType(
     {
         ("blockwise", 8): 0.01,
@@ -49,30 +49,31 @@ UPDATES: Mapping[tuple[str, int], float] = MappingProxyType(
         ("sign", 2): 0.52,
     }
 )
-"""That error, by method and bits or levels."""
+"""Relative error of the difference of one Adam step, by method and bits or levels."""
 
 
 def penalty(error: float, step: int) -> float:
-    """Steps that training needs for each step of uncompressed training, at least 1.
+    """Return the steps that training needs per step of uncompressed training, at least 1.
 
     Args:
-        error: ||x - C(x)|| / ||x|| of the messages of gradients, without error feedback, which is taken to be on; of
-            PowerSGD `low_rank_error`.
-        step: optimizer steps done. Between those of `CURVES` its logarithm counts; beyond, the nearest curve.
+        error: ||x - C(x)|| / ||x|| of the gradient messages, measured without error feedback (training is assumed to
+            use it); for PowerSGD, `low_rank_error`.
+        step: optimizer steps done. Curves are interpolated in log(step); beyond them, the nearest curve counts.
 
     Returns:
-        Never less for a larger `error`. Infinity from 1 on, where error feedback does not catch up, and for NaN.
+        A nondecreasing function of `error`. It is infinite for errors of 1 and more, where error feedback cannot catch
+        up, and for NaN.
     """
     return _between(CURVES, error, step)
 
 
 def low_rank_error(rank: int) -> float:
-    """The error of messages that cost as many steps as PowerSGD of `rank` with error feedback."""
+    """Return the error of messages that cost as many steps as PowerSGD of `rank` with error feedback."""
     return _at(LOW_RANK, min(math.log2(rank), LOW_RANK[-1][0]))
 
 
 def weights_penalty(weights: WeightsConfig, step: int) -> float:
-    """The same for `weights` that travel as differences: 1 for uncompressed ones; `topk` is no candidate."""
+    """Return the penalty of `weights` that are sent as differences; 1 if uncompressed. `topk` is not supported."""
     if weights.method == "none":
         return 1.0
     assert isinstance(weights, BlockwiseWeights | SignWeights)
@@ -88,6 +89,6 @@ def _between(curves: Mapping[int, Curve], error: float, step: int) -> float:
 
 
 def _at(curve: Curve, x: float) -> float:
-    """Linear between the points."""
+    """Interpolate `curve` linearly at `x`."""
     (x_before, y), (x_next, y_next) = next(pair for pair in itertools.pairwise(curve) if x <= pair[1][0])
     return y + (y_next - y) * (x - x_before) / (x_next - x_before)

@@ -1,4 +1,4 @@
-"""What is in force in the next step: the schedule, softened by the guard, and every decision told as an event."""
+"""The settings of the next step: the schedule or adaptive choice, softened by the guard. Decisions become events."""
 
 import json
 import warnings
@@ -21,14 +21,22 @@ from deepspeed_compress.policy.schedule import Scheduled
 __all__ = ["Actions", "Policy", "StepPlan"]
 
 _NOT_OF_GUARD = frozenset({"schedule", "adapt"})
-"""Events that are carried out whatever the guard may do."""
+"""Kinds of events that take effect even if the guard runs dry."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step: settings of `gradients` and of `weights`. `dense`: nothing is compressed, weights included.
-    `flush`: besides, what memories hold goes with the gradients. `sync`: this is a full synchronisation. `probe`: the
-    step is measured for `Policy.adapt`. `changed`: settings of gradients are others than in the step before."""
+    """The plan of one optimizer step.
+
+    Attributes:
+        settings: settings of `gradients`.
+        weights: settings of `weights`.
+        dense: nothing is compressed, neither gradients nor weights.
+        flush: the residuals are sent along with the gradients.
+        sync: this step is a full synchronization.
+        probe: the step is measured for `Policy.adapt`.
+        changed: the settings of gradients differ from those of the previous step.
+    """
 
     settings: GradientsConfig
     weights: WeightsConfig
@@ -40,23 +48,26 @@ class StepPlan:
 
     @property
     def text(self) -> str:
-        """What is in force of gradients, in short form."""
+        """Return the settings of gradients in short form."""
         return "none" if self.dense else brief(self.settings)
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What is to be done after a step: look whether residuals are damaged; go back to the last checkpoint."""
+    """Actions to take after a step: check the residuals for damage, and load the last checkpoint."""
 
     check_residuals: bool = False
     load_checkpoint: bool = False
 
 
 class Policy:
-    """Decides between steps; every rank has one, and gives it the same observations.
+    """Decides between steps. Every rank has a policy and gives it the same observations.
 
-    `total`: optimizer steps of training, where the schedule has phases. `record` gets the events. `available`: what
-    may be chosen, where the section is adaptive.
+    Args:
+        config: the section.
+        total: optimizer steps of training; needed if the schedule has phases.
+        record: called with every event.
+        available: the choices that the engine allows, if the section is adaptive.
     """
 
     def __init__(
@@ -73,27 +84,27 @@ class Policy:
         self._record = record
         self._state = GuardState()
         self._pinned: GradientsConfig | None = None
-        """Settings that hold in place of the schedule, after it led to worse."""
+        """Settings that replace the schedule after a rollback."""
         self._good: GradientsConfig | None = None
-        """Settings in force when the smoothed loss was best."""
+        """Settings that were in force when the smoothed loss was best."""
         self._plan = self._loaded(self._chosen(0))
         self._step = 0
-        """Of the plan."""
+        """Step for which `_plan` was computed."""
         self._was_dense = self._plan.dense
-        """Whether nothing was compressed in the step before that of the plan."""
+        """True if nothing was compressed in the step before `_step`."""
 
     @property
     def guards(self) -> bool:
-        """Whether gradient norms and residuals are watched."""
+        """Return True if gradient norms and residuals are watched."""
         return self._guard is not None
 
     @property
     def observes(self) -> bool:
-        """Whether observations change anything."""
+        """Return True if observations can change the settings."""
         return self._guard is not None or self.adaptation is not None
 
     def begin(self, step: int) -> StepPlan:
-        """The plan of optimizer step `step` (0-based), which begins."""
+        """Return the plan of optimizer step `step` (0-based), which is about to begin."""
         chosen, before = self._chosen(step), self._chosen(max(step - 1, 0))
         if self.adaptation is None:
             self._tell_schedule(step, before, chosen)
@@ -102,12 +113,12 @@ class Policy:
         settings = _rung(chosen, self._state.level if self._acts else 0)
         changed = settings != self._plan.settings
         if changed:
-            # Other settings leave other residuals.
+            # Residual norms of other settings are not comparable.
             self._state = replace(self._state, residuals=())
-        # Where gradients are left to DeepSpeed, weights may be compressed all the same, except in the warm-up.
+        # With method "none" for gradients, weights may still be compressed, except during the warm-up.
         weights_alone = self._config.gradients.method == "none"
         off = step < self._config.schedule.warmup_steps if weights_alone else settings.method == "none"
-        # What waits in memories would grow old while nothing is compressed.
+        # Flush the residuals when compression stops; they would be stale when it resumes.
         stops = off and not self._was_dense
         sync = not off and self._is_sync(step)
         probe = self.adaptation is not None and step > self._config.schedule.warmup_steps and self.adaptation.due(step)
@@ -116,24 +127,24 @@ class Policy:
         return self._plan
 
     def adapt(self, step: int, seen: Measurement) -> None:
-        """Choose anew after the finished `step`, which was a probe."""
+        """Choose again after the finished `step`, which was a probe."""
         assert self.adaptation is not None
         before, after, evidence = self.adaptation.choose(step, seen)
         if before != after:
-            reason = "sooner at a loss, by what was measured"
+            reason = "measurements predict a shorter time to a loss"
             self._tell(step, "adapt", reason, evidence, before.text, after.text)
 
     def skips(self, norm: float) -> bool:
-        """Whether a step must not be applied, by the norm of its gradients (see `Observation`)."""
+        """Return True if a step with this gradient norm (see `Observation`) must not be applied."""
         return self._guard is not None and self._acts and self._guard.skips(self._state, norm)
 
     def wants_residuals(self, step: int) -> bool:
-        """Whether the observation of the finished `step` (from 1) is to have the residual norm."""
+        """Return True if the observation of the finished `step` (1-based) needs the residual norm."""
         looks = self._guard is not None and step % self._guard.config.residual_every == 0
         return looks and not self._plan.dense
 
     def observe(self, seen: Observation) -> Actions:
-        """Learn from a finished step."""
+        """Update the state from a finished step, and return what to do about it."""
         if self._plan.sync:
             self._event(seen.step, "full_sync", "residuals and exact weights were sent", {})
         if self.adaptation is not None:
@@ -154,7 +165,10 @@ class Policy:
         return Actions(check_residuals=bool(verdict.anomalies), load_checkpoint=load)
 
     def _roll_back(self, step: int, why: Anomaly, chosen: GradientsConfig) -> bool:
-        """To the settings of the best loss, else to softer ones; when nothing is compressed, to a checkpoint."""
+        """Return to the settings of the best loss, or to softer ones; return True if a checkpoint must be loaded.
+
+        A checkpoint is loaded if nothing is compressed, since no softer settings remain.
+        """
         now, level = self._plan.settings, self._state.level + 1
         if now.method == "none":
             return self._load(step, why)
@@ -175,15 +189,15 @@ class Policy:
         return self._acts
 
     def damaged(self, step: int, residual_norm: float) -> bool:
-        """Whether residuals of `residual_norm`, after an anomaly in optimizer step `step`, are to be cleared."""
+        """Return True if residuals of `residual_norm`, seen after an anomaly in step `step`, must be cleared."""
         if self._guard is None or not self._guard.damaged(self._state, residual_norm):
             return False
         evidence = {"residual_norm": residual_norm, "largest": max(self._state.residuals, default=0.0)}
-        self._event(step, "residuals_cleared", "what was kept from former steps is damaged", evidence)
+        self._event(step, "residuals_cleared", "the residuals of previous steps are damaged", evidence)
         return self._acts
 
     def saved(self) -> dict[str, Any]:
-        """All that the decisions of later steps depend on, as JSON has it."""
+        """Return everything that later decisions depend on, as plain data for JSON."""
         kept = {"pinned": self._pinned, "good": self._good, "settings": self._plan.settings}
         settings = {name: None if value is None else written(value) for name, value in kept.items()}
         adaptation = None if self.adaptation is None else self.adaptation.saved()
@@ -191,9 +205,9 @@ class Policy:
         return {"guard": self._state.saved(), "adaptation": adaptation, "of": self._of, **steps, **settings}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` gave; call `begin` afterwards.
+        """Continue from the state that `saved` returned; call `begin` afterwards.
 
-        Where the section says other settings now, what the guard had decided of the former ones ends (CompressWarning).
+        If the section has changed since, the guard's decisions about the old settings end, with a CompressWarning.
         """
         self._state = GuardState.loaded(saved["guard"])
         settings = settings_of(saved["settings"])
@@ -211,8 +225,8 @@ class Policy:
             self._state = replace(self._state, level=0, floor=0, quiet=0, residuals=())
         if held is not None and held != self._pinned:
             warnings.warn(
-                f'/deepspeed_compress: the guard held "{brief(held)}" when the checkpoint was saved, under another '
-                "section; from now on what the present one says is in force",
+                f'/deepspeed_compress: the guard held "{brief(held)}" when the checkpoint was saved, but the section '
+                "has changed since; the present section is in force from now on",
                 CompressWarning,
                 stacklevel=2,
             )
@@ -223,13 +237,13 @@ class Policy:
 
     @property
     def _of(self) -> dict[str, Any]:
-        """What the decisions of the guard are about, as JSON has it."""
+        """Return the part of the section that the guard's decisions refer to, as plain data for JSON."""
         section = self._config.model_dump(mode="json", include={"gradients", "schedule", "adaptive"})
         adaptive = section["adaptive"] or {}
         for key in [key for key in ("candidates", "weights") if adaptive.get(key)]:
-            # Their order means nothing.
+            # The order of candidates has no meaning.
             adaptive[key].sort(key=partial(json.dumps, sort_keys=True))
-        # States of before do not have what says nothing.
+        # Older state files lack empty entries.
         for one in (adaptive, *section["schedule"]["phases"]):
             if not one.get("weights"):
                 one.pop("weights", None)
@@ -237,7 +251,7 @@ class Policy:
         return found
 
     def _loaded(self, settings: GradientsConfig) -> StepPlan:
-        """What is as good as a plan until `begin` makes one."""
+        """Return a plan that stands in until `begin` computes one."""
         return StepPlan(settings, self._weights(0), dense=settings.method == "none")
 
     def _weights(self, step: int) -> WeightsConfig:
@@ -248,11 +262,11 @@ class Policy:
         if (before, former) != (chosen, latter):
             weights = ("", "") if former == latter else (f", weights {brief(former)}", f", weights {brief(latter)}")
             texts = (f"{brief(settings)}{text}" for settings, text in zip((before, chosen), weights, strict=True))
-            self._tell(step, "schedule", "another part of the schedule begins", {}, *texts)
+            self._tell(step, "schedule", "the next part of the schedule begins", {}, *texts)
 
     @property
     def _acts(self) -> bool:
-        """Whether decisions are carried out."""
+        """Return True if the guard's decisions take effect."""
         return self._guard is not None and not self._guard.config.dry_run
 
     def _chosen(self, step: int) -> GradientsConfig:

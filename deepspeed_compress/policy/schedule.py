@@ -1,4 +1,4 @@
-"""The settings of every step, as the section writes them: warm-up, ramp, phases. They depend on the step alone."""
+"""The schedule of the section: warm-up, ramp and phases. Its settings depend on the step alone."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from deepspeed_compress.config import (
 __all__ = ["Scheduled", "timeline"]
 
 PIECES = 16
-"""In which the density of a ramp falls: every density has message sizes of its own."""
+"""Number of pieces in which a ramp lowers the density. Every density has its own message sizes."""
 
 _SHAPES: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType(
     {
@@ -29,18 +29,18 @@ _SHAPES: Mapping[str, Callable[[float, float, float], float]] = MappingProxyType
         "cosine": lambda start, end, p: end + (start - end) * (1 + math.cos(math.pi * p)) / 2,
     }
 )
-"""From `start` (p = 0) to `end` (p = 1)."""
+"""Interpolations from `start` (p = 0) to `end` (p = 1)."""
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`total` is the number of optimizer steps of training, needed for phases alone."""
+    """The schedule of `config`. `total` is the number of optimizer steps of training; only phases need it."""
 
     config: CompressConfig
     total: int | None = None
 
     def at(self, step: int) -> GradientsConfig:
-        """Settings of `gradients` in optimizer step `step` (0-based); method "none" during the warm-up."""
+        """Return the settings of `gradients` in optimizer step `step` (0-based); method "none" during the warm-up."""
         schedule = self.config.schedule
         if step < schedule.warmup_steps:
             return patched(self.config.gradients, {"method": "none"})
@@ -50,7 +50,7 @@ class Scheduled:
         return chosen if ramp is None or since >= ramp.steps else _ramped(chosen, ramp, since)
 
     def weights_at(self, step: int) -> WeightsConfig:
-        """Settings of `weights` in optimizer step `step`; in the warm-up nothing is compressed whatever they say."""
+        """Return the settings of `weights` in optimizer step `step`; they have no effect during the warm-up."""
         phase = self._phase(step)
         patch = {} if phase is None else phase.weights
         return patched_weights(self.config.weights, patch) if patch else self.config.weights
@@ -61,12 +61,12 @@ class Scheduled:
             return None
         assert self.total is not None, "phases are refused where the length of training is not known"
         ends = (math.ceil((end or 1.0) * self.total) for end in phase_ends(self.config.schedule))
-        # Training may go on for longer than it was said to.
+        # Training may continue beyond the total that it announced.
         return next((phase for phase, end in zip(phases, ends, strict=True) if step < end), phases[-1])
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """Steps at which the settings may change, in order; the first is 0."""
+        """Return the steps at which the settings may change, in ascending order; the first is 0."""
         schedule = self.config.schedule
         found = {0, schedule.warmup_steps}
         if schedule.ramp is not None:
@@ -79,7 +79,7 @@ class Scheduled:
 
 
 def _ramped(chosen: GradientsConfig, ramp: Ramp, since: int) -> GradientsConfig:
-    """`chosen` as it is `since` steps after the ramp began."""
+    """Return `chosen` as it is `since` steps after the start of the ramp."""
     if ramp.stages is not None:
         return patched(chosen, ramp.stages[since * len(ramp.stages) // ramp.steps])
     if not isinstance(chosen, SparseConfig) or chosen.density >= ramp.start:
@@ -89,7 +89,7 @@ def _ramped(chosen: GradientsConfig, ramp: Ramp, since: int) -> GradientsConfig:
 
 
 def timeline(scheduled: Scheduled) -> list[tuple[int, GradientsConfig, WeightsConfig]]:
-    """(first step, settings of gradients, of weights) of every stretch with settings of its own."""
+    """Return (first step, settings of gradients, settings of weights) for every interval of constant settings."""
     found: list[tuple[int, GradientsConfig, WeightsConfig]] = []
     for step in scheduled.changes:
         settings = (scheduled.at(step), scheduled.weights_at(step))

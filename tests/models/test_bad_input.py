@@ -106,10 +106,11 @@ def test_ranks_say_it_before_they_wait_for_each_other(tmp_path: Path) -> None:
     jobs = [*((model, layout) for layout in layouts), (broken, Layout(1, 2))]
     for world, total, length, ends, lacking in run_forks(2, build, *jobs):
         assert "/parallelism: tensor 2 x pipeline 2 = 4 ranks do not divide the 2 of this job" in world
-        assert "/parallelism/partition: [1, 1] (allowed: 2 numbers, one a stage, of 3 decoder layers" in total
+        wanted = "/parallelism/partition: [1, 1] (allowed: 2 numbers, one per stage, with a sum of 3 decoder layers"
+        assert wanted in total
         assert "/parallelism/partition: [3] (allowed: 2 numbers" in length
         assert ends == "fine"
-        assert "holds the weight transformer.ln_f.weight" in lacking
+        assert "no file contains the weight transformer.ln_f.weight" in lacking
 
 
 # Files
@@ -167,21 +168,21 @@ def as_pickles(directory: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file of several is missing": (
         lambda directory: first_file(directory).unlink(),
-        r"model\.safetensors\.index\.json names files that are not there: model-00001-of-\d+\.safetensors; copy them",
+        r"model\.safetensors\.index\.json names files that do not exist: model-00001-of-\d+\.safetensors; copy them",
     ),
     "a file is cut short": (cut_short, r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again"),
     "a file is something else": (
         lambda directory: first_file(directory).write_text("404: not found"),
         r"model-00001-of-\d+\.safetensors: cannot be read \(.*\); copy it again",
     ),
-    "a tensor is missing": (drop_tensor, r"no file there holds the weight transformer\.h\.1\.attn\.c_attn\.weight"),
+    "a tensor is missing": (drop_tensor, r"no file contains the weight transformer\.h\.1\.attn\.c_attn\.weight"),
     "a tensor is not where the index says": (
         drop_from_file,
         r"cannot be read \(.*transformer\.h\.1\.attn\.c_attn\.weight.*\); copy it again",
     ),
     "the index is missing": (
         lambda directory: index_of(directory).unlink(),
-        r"model-00001-of-\d+\.safetensors is there, but neither .* nor .*index\.json; copy the index, too",
+        r"has model-00001-of-\d+\.safetensors, but neither .* nor .*index\.json; copy the index as well",
     ),
     "the index is cut short": (
         lambda directory: index_of(directory).write_text('{"weight_map": {'),
@@ -193,9 +194,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the config is of another model": (
         other_sizes,
-        r"the weight transformer\.wpe\.weight has the shape \(64, 32\), the config says \(32, 32\); use the config",
+        r"the weight transformer\.wpe\.weight has the shape \(64, 32\), but the config says \(32, 32\); use the config",
     ),
-    "weights in another form": (as_pickles, r"pytorch_model\.bin is there, but neither .* in the form of safetensors"),
+    "weights in another format": (as_pickles, r"has pytorch_model\.bin, but neither .* in the safetensors format"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Compressors: pure functions of a flat tensor, one small frozen dataclass a method."""
+"""Compressors: pure functions of a flat tensor, one small frozen dataclass per method."""
 
 from deepspeed_compress.compression.compressors.base import DTYPES, Compressor, message_key, random_key
 from deepspeed_compress.compression.compressors.block_topk import BlockTopK

@@ -1,4 +1,4 @@
-"""The contract of a compressor: a flat tensor in, one packed buffer of known size out, and back."""
+"""The compressor protocol: encode a flat tensor into one packed buffer of known size, and decode it."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -28,51 +28,51 @@ ALIGNMENT = 4
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
-"""By the names that configurations have."""
+"""Dtypes by their names in the configuration."""
 
 
 class Compressor(Protocol):
-    """Pure and stateless: all settings are fields, all randomness comes from the key."""
+    """A pure, stateless encoder: all settings are fields, and all randomness comes from the key."""
 
     def payload_bytes(self, numel: int) -> int:
-        """Exact size of the payload of `numel` elements; 0 for none; a multiple of `ALIGNMENT`."""
+        """Return the exact payload size for `numel` elements: a multiple of `ALIGNMENT`, and 0 for no elements."""
 
     def compress(self, x: Tensor, out: Tensor, key: int) -> None:
-        """Encode `x` (flat fp32) into `out` (uint8 [payload_bytes(x.numel())]). `x` is not changed.
+        """Encode `x` (flat fp32, not changed) into `out` (uint8 [payload_bytes(x.numel())]).
 
-        `key` is the 64-bit key of the random numbers (see `message_key`). A non-finite element of `x` makes
-        at least one decoded element non-finite.
+        `key` is the 64-bit key of the random numbers (see `message_key`). If an element of `x` is not finite, then at
+        least one decoded element is not finite.
         """
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:
-        """`out` (flat fp32) += `scale` * decoded `payload` (uint8)."""
+        """Add `scale` times the decoded `payload` (uint8) to `out` (flat fp32)."""
 
 
 @runtime_checkable
 class FusedFeedback(Protocol):
-    """A compressor that does the work of error feedback in the same pass."""
+    """A compressor that applies error feedback in the same pass."""
 
     def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
-        """Encode `x` + decay * before into `out`, as `compress` does; what it leaves out becomes `after`."""
+        """Encode `x` + decay * before into `out`, as `compress` does, and store the error in `after`."""
 
 
 @runtime_checkable
 class FusedSum(Protocol):
-    """A compressor that adds the messages of several ranks in one pass over the sum."""
+    """A compressor that sums the messages of several ranks in one pass over the output."""
 
     def decompress_sum(self, payloads: Sequence[Tensor], out: Tensor, scale: float, add: bool) -> None:
-        """As `decompress_add` of each of `payloads`, in their order; unless `add`, in place of what is in `out`."""
+        """Apply `decompress_add` to each of `payloads`, in order; if not `add`, overwrite `out` instead."""
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGNMENT`."""
+    """Return `size` rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def random_key(*parts: int) -> int:
-    """A 64-bit key from (seed, step, message, rank, ...): the finalizer of SplitMix64 over the parts.
+    """Return a 64-bit key from (seed, step, message, rank, ...): SplitMix64's finalizer over the parts.
 
-    Equal parts give an equal key on every machine; no global random state takes part.
+    Equal parts give equal keys on every machine. No global random state is involved.
     """
     mask = (1 << 64) - 1
     state = 0
@@ -85,9 +85,9 @@ def random_key(*parts: int) -> int:
 
 
 def random_keys(seed: Tensor, *sizes: int) -> Tensor:
-    """`random_key(seed, i, j ...)` for all i < sizes[0], j < sizes[1] ...: int64 `sizes`, with the bits of the keys.
+    """Return `random_key(seed, i, j, ...)` for all i < sizes[0], j < sizes[1], ... as int64 of shape `sizes`.
 
-    `seed` (int64 []) stays on its device: no host waits for it.
+    `seed` (int64 []) stays on its device, so the host does not wait for it.
     """
     state = _mixed(seed)
     for size in sizes:
@@ -96,8 +96,11 @@ def random_keys(seed: Tensor, *sizes: int) -> Tensor:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """A round of `random_key`: constants are those above as signed numbers, since products wrap around alike, and
-    shifts clear the signs that they bring in."""
+    """Return `state` after one round of `random_key`, in int64 arithmetic.
+
+    The constants are those of `random_key` as signed numbers, because products wrap around alike. The masks clear the
+    sign bits that arithmetic shifts bring in.
+    """
     state = state - 0x61C8864680B583EB
     state = (state ^ (state >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     state = (state ^ (state >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -105,8 +108,9 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def message_key(message: tuple[int, ...], sender: int) -> int:
-    """The key of a message: its upper 32 bits come from `message` (seed, step, ...) alone, so all ranks have the same.
+    """Return the key of a message, whose upper 32 bits are the same on all ranks.
 
-    The lower 32 bits differ from sender to sender, so that their rounding errors are independent.
+    The upper 32 bits depend on `message` (seed, step, ...) alone. The lower 32 bits differ between senders, so that
+    their rounding errors are independent.
     """
     return random_key(*message) >> 32 << 32 | random_key(*message, sender) >> 32

@@ -1,4 +1,4 @@
-"""Structured top-k sparsification: short runs of neighbours are kept or dropped together."""
+"""Structured top-k sparsification: groups of neighboring elements are kept or dropped together."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ __all__ = ["BlockTopK"]
 
 @dataclass(frozen=True)
 class BlockTopK:
-    """The ceil(density * m) groups of largest L2 norm of every m groups of `group` neighbouring elements.
+    """Top-k of groups: of every m groups of `group` neighbors, keeps the ceil(density * m) with the largest L2 norm.
 
-    Source: top-k of Stich et al. (arXiv:1809.07599, definition 2.1), with groups in the place of elements. A block of
-    `block_size` elements, a multiple of `group`, holds m groups, so that log2(m) bits of index serve a whole group of
-    values. NaN counts as largest; of equal norms the first are kept. The last group may be shorter; if it is kept, it
-    is sent with zeros beyond its end.
+    Source: top-k of Stich et al. (arXiv:1809.07599, definition 2.1), with groups in place of elements. A block of
+    `block_size` elements, which is a multiple of `group`, holds m groups, so one index of log2(m) bits serves a whole
+    group of values. NaN counts as the largest norm; of equal norms, the first ones are kept. The last group may be
+    shorter; if it is kept, it is padded with zeros.
 
     Payload: packed indices of groups (see `Selection`), then the payload of the values of all kept groups as one
     vector.
@@ -35,17 +35,17 @@ class BlockTopK:
         assert self.block_size % self.group == 0, f"blocks of {self.block_size} are not whole groups of {self.group}"
 
     def _selection(self, numel: int) -> Selection:
-        """Of groups."""
+        """Return the selection among the groups of a message of `numel` elements."""
         return Selection(-(-numel // self.group), self.block_size // self.group, self.density)
 
     def kept(self, numel: int) -> int:
-        """Elements kept of `numel`; fewer where the shorter last group displaces a longer one."""
+        """Return how many of `numel` elements are kept; fewer if the shorter last group displaces a full one."""
         parts = self._selection(numel).parts
         forced = any(width == kept for _, width, kept in parts[-1:])
         return self._sent(numel) - (-numel % self.group if forced else 0)
 
     def _sent(self, numel: int) -> int:
-        """Values in a payload."""
+        """Return the number of values in a payload."""
         return self._selection(numel).kept * self.group
 
     def payload_bytes(self, numel: int) -> int:
@@ -66,16 +66,19 @@ class BlockTopK:
         out.index_add_(0, elements, values.masked_fill_(~inside, 0.0))
 
     def _norms(self, x: Tensor) -> Tensor:
-        """fp32 [groups]: L2 norms over sqrt(group), by fp64, so that none is beyond the range of fp32."""
+        """Return the L2 norms of the groups over sqrt(group): fp32 [groups].
+
+        They are computed in fp64, and the division keeps them within the range of fp32.
+        """
         whole = x.numel() // self.group * self.group
         parts = (x[:whole].view(-1, self.group), x[whole:].view(1, -1))
         norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in parts if part.numel()]
         return torch.cat(norms or [x.double()]).mul_(self.group**-0.5).to(torch.float32)
 
     def _elements(self, groups: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Indices of the elements of `groups` (int64 [k * group]), and whether each is inside the message.
+        """Return the indices of the elements of `groups` (int64 [k * group]), and a mask of those inside the message.
 
-        Indices outside are replaced by the last one inside.
+        Indices beyond the message are clamped to its last element.
         """
         within = torch.arange(self.group, device=groups.device)
         elements = (groups.unsqueeze(1) * self.group + within).view(-1)

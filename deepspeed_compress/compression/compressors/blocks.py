@@ -1,4 +1,4 @@
-"""What all quantizers share: cutting into blocks, the layout of the payload, scales, symmetric levels."""
+"""Base classes of the quantizers: blocks, payload layout, scales, and symmetric levels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ __all__ = ["BlockQuantizer", "FormQuantizer", "RowQuantizer", "SymmetricQuantize
 
 
 class BlockQuantizer(ABC):
-    """Some numbers (scales) a block of `block_size` elements, and a code of `code_bits` bits an element.
+    """A quantizer with a few numbers (scales) per block of `block_size` elements and a code per element.
 
-    The last block may be shorter; it is quantized by itself, never padded. Payload: the numbers of all blocks,
-    block after block, in `scale_dtype`; then the codes as a little-endian bit string; each part is padded with zeros
-    to a multiple of 4 bytes.
+    The last block may be shorter; it is quantized by itself and never padded. The payload holds the numbers of all
+    blocks, block after block, in `scale_dtype`, and then the codes of `code_bits` bits as a little-endian bit string.
+    Each part is padded with zeros to a multiple of 4 bytes.
     """
 
     block_size: int
     numbers: ClassVar[int] = 1
-    """Numbers that a block needs."""
+    """Numbers per block."""
 
     @property
     def stochastic(self) -> bool:
-        """Whether codes are drawn at random."""
+        """Return True if rounding is stochastic."""
         return False
 
     @property
@@ -38,7 +38,7 @@ class BlockQuantizer(ABC):
     @property
     @abstractmethod
     def code_bits(self) -> int:
-        """Bits of a code: 1 to 8."""
+        """Return the bits per code, 1 to 8."""
 
     def payload_bytes(self, numel: int) -> int:
         return aligned(self._number_bytes(numel)) + aligned(self._code_bytes(numel))
@@ -50,12 +50,12 @@ class BlockQuantizer(ABC):
         return -(-numel * self.code_bits // 8)
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The number bytes and the code bytes of `payload`, both with their padding, as views."""
+        """Return views of the number bytes and the code bytes of `payload`, both with their padding."""
         first = aligned(self._number_bytes(numel))
         return payload[:first], payload[first:]
 
     def _numbers(self, field: Tensor, numel: int) -> Tensor:
-        """Numbers ([blocks, numbers], in `scale_dtype`) in the number bytes, as a view."""
+        """Return the numbers in the number bytes as a view: [blocks, numbers], in `scale_dtype`."""
         return field[: self._number_bytes(numel)].view(self.scale_dtype).view(-1, self.numbers)
 
     def _clear_padding(self, number_field: Tensor, numel: int) -> None:
@@ -71,12 +71,12 @@ class BlockQuantizer(ABC):
 
 
 class FormQuantizer(BlockQuantizer):
-    """A quantizer that is one kernel each way: with the memory of error feedback, and for the messages of all ranks."""
+    """A quantizer with fused kernels: encoding updates the residual, and decoding sums the messages of all ranks."""
 
     @property
     @abstractmethod
     def form(self) -> BlockFormat:
-        """Of blocks, scales and codes."""
+        """Return the format of blocks, scales and codes."""
 
     @property
     def code_bits(self) -> int:
@@ -108,28 +108,36 @@ class FormQuantizer(BlockQuantizer):
         for_device(out.device).dequantize_blocks_sum(messages, self.form, out, scale, add)
 
     def _message(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The numbers ([blocks]) and the codes of `payload`, as views."""
+        """Return views of the numbers ([blocks]) and the codes of `payload`."""
         number_field, code_field = self._split(payload, numel)
         return self._numbers(number_field, numel).view(-1), code_field
 
 
 class RowQuantizer(BlockQuantizer):
-    """A quantizer that says how the rows of a matrix become numbers and codes, and back; a row is a block."""
+    """A quantizer defined on the rows of a matrix, where each row is a block."""
 
     @abstractmethod
     def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Numbers (fp32 [r, numbers], exact in `scale_dtype`) and codes ([r, b], one byte) of `rows` (fp32 [r, b]).
+        """Return the numbers and codes of `rows` (fp32 [r, b]).
 
-        `noise` (fp32 [r, b] in [0, 1)) is given to stochastic quantizers. The upper bits of a code are ignored.
-        A row with a non-finite element gets a non-finite number.
+        Args:
+            rows: fp32 [r, b].
+            noise: fp32 [r, b] in [0, 1) for stochastic quantizers, else None.
+
+        Returns:
+            Numbers (fp32 [r, numbers], exact in `scale_dtype`) and codes ([r, b], one byte each, upper bits ignored).
+            A row with a non-finite element gets a non-finite number.
         """
 
     @abstractmethod
     def _dequantize_add(self, numbers: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-        """`out` (fp32 [r, b]) += `scale` * what `numbers` (fp32 [r, numbers]) and `codes` (uint8 [r, b]) stand for."""
+        """Decode `numbers` (fp32 [r, numbers]) and `codes` (uint8 [r, b]), and add `scale` times the result to `out`.
+
+        `out` is fp32 [r, b].
+        """
 
     def _rows(self, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Views of `flat`: whole blocks [r, block_size], a shorter last one [1, rest]; with which blocks those are."""
+        """Yield (blocks, view) for the whole blocks [r, block_size] of `flat`, and for a shorter last one [1, rest]."""
         whole, rest = divmod(flat.numel(), self.block_size)
         if whole:
             yield slice(whole), flat[: whole * self.block_size].view(whole, self.block_size)
@@ -160,20 +168,20 @@ class RowQuantizer(BlockQuantizer):
 
 
 class SymmetricQuantizer(RowQuantizer):
-    """x is sent as q = round(x / s), an integer of magnitude `levels` at most, in two's complement.
+    """A quantizer that sends x as q = round(x / s), an integer in [-levels, levels], in two's complement.
 
-    Rounding is to nearest even, or if stochastic to floor(x / s + u), u uniform in [0, 1), which is unbiased where
+    Rounding is to nearest even. If stochastic, it is floor(x / s + u) with u uniform in [0, 1), which is unbiased for
     |x| <= `levels` * s (Alistarh et al., QSGD, arXiv:1610.02132, section 3.1). Larger elements are clipped.
     """
 
     @property
     @abstractmethod
     def levels(self) -> int:
-        """The largest code, 127 at most."""
+        """Return the largest code, at most 127."""
 
     @abstractmethod
     def _scales(self, rows: Tensor) -> Tensor:
-        """s of each of `rows` (fp32 [r, b]): fp32 [r], exact in `scale_dtype`, non-finite where the row is."""
+        """Return s for each of `rows` (fp32 [r, b]): fp32 [r], exact in `scale_dtype`, non-finite if the row is."""
 
     def _quantize(self, rows: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         scales = self._scales(rows)

@@ -1,4 +1,4 @@
-"""Sending every element in another dtype; in its own dtype this is the identity."""
+"""Casts: every element is sent in another dtype. With fp32 this is the identity."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ __all__ = ["Cast"]
 
 @dataclass(frozen=True)
 class Cast:
-    """Elements as `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact.
+    """Cast of the elements to `dtype` (fp32, bf16 or fp16), rounded to nearest even; fp32 is exact.
 
-    Finite values beyond the range of `dtype` become its largest one, so that only infinite ones arrive as infinite.
+    Finite values beyond the range of `dtype` saturate, so only infinite values arrive as infinite.
     """
 
     dtype: torch.dtype = torch.float32
@@ -28,7 +28,7 @@ class Cast:
         out[x.numel() * self.dtype.itemsize :].zero_()
 
     def elements(self, payload: Tensor, numel: int) -> Tensor:
-        """The `numel` elements of `payload`: a view of `dtype`."""
+        """Return the `numel` elements of `payload` as a view of `dtype`."""
         return payload[: numel * self.dtype.itemsize].view(self.dtype)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Eight-bit floating point with one scale a block."""
+"""Eight-bit floating point with one scale per block."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"e4m3": torch.float8_e4m3
 
 @dataclass(frozen=True)
 class FP8(RowQuantizer):
-    """x / s in an 8-bit floating-point format, s = max|x| / (its largest finite number) over each block.
+    """x / s in an 8-bit floating-point format, with s = max|x| / (the format's largest finite number) per block.
 
     Source: the formats E4M3 (largest 448) and E5M2 (largest 57344) of Micikevicius et al., "FP8 Formats for Deep
-    Learning" (arXiv:2209.05433, section 3), rounded to nearest even, saturating. Elements far
-    below the largest of their block (of `block_size`) keep 4 or 3 significant bits, where integers would lose them.
+    Learning" (arXiv:2209.05433, section 3), rounded to nearest even, saturating. Elements far below the largest one of
+    their block keep 4 or 3 significant bits; integer codes would lose them.
 
-    Payload: see `BlockQuantizer`. KeyError for a `format` other than "e4m3", "e5m2".
+    Payload: see `BlockQuantizer`.
+
+    Raises:
+        KeyError: `format` is not "e4m3" or "e5m2".
     """
 
     format: str = "e4m3"

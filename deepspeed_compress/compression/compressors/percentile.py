@@ -13,14 +13,15 @@ __all__ = ["Percentile"]
 
 @dataclass(frozen=True)
 class Percentile(SymmetricQuantizer):
-    """q = round(x / s) with s = p / (2**(bits-1) - 1), p the `percentile` of |x| over each block of `block_size`.
+    """Clipped quantization: q = round(x / s) with s = p / (2**(bits-1) - 1), and p a percentile of |x| in the block.
 
-    Source: calibration by percentiles of McKinstry et al. (arXiv:1809.04191), per block. p is the nearest-rank
-    percentile: the smallest magnitude that at least `percentile` percent of the block do not exceed. A larger element
-    is clipped to p in magnitude; error feedback keeps what it loses. Where p is 0 (a block of zeros but for a few) it
-    is the largest magnitude instead, since else those few would never be sent.
+    Source: percentile calibration of McKinstry et al. (arXiv:1809.04191), applied per block. p is the nearest-rank
+    percentile: the smallest magnitude that at least `percentile` percent of the block do not exceed. Larger elements
+    are clipped to p in magnitude, and error feedback keeps what they lose. If p is 0 (a block of zeros with a few
+    exceptions), the largest magnitude is used instead, because those few elements would never be sent otherwise.
 
-    Payload: see `BlockQuantizer`; codes are two's complement. `percentile` is in (0, 100], `bits` 8, 4 or 2 (ternary).
+    Payload: see `BlockQuantizer`; codes are in two's complement. `percentile` is in (0, 100]; `bits` is 8, 4 or 2
+    (ternary).
     """
 
     bits: int = 8
@@ -37,13 +38,16 @@ class Percentile(SymmetricQuantizer):
         return int(2 ** (self.bits - 1)) - 1
 
     def _rank(self, width: int) -> int:
-        """Of a block of `width`, from 1. The slack undoes binary fractions, as in 99.9 % of 1000."""
+        """Return the 1-based rank of the percentile in a block of `width` elements.
+
+        The slack of 1e-9 undoes binary fractions, as in 99.9 % of 1000.
+        """
         return max(1, math.ceil(self.percentile * width / 100 - 1e-9))
 
     def _scales(self, rows: Tensor) -> Tensor:
         magnitudes = rows.abs()
         largest = magnitudes.amax(dim=1)
         clip = magnitudes.kthvalue(self._rank(rows.shape[1]), dim=1).values
-        # Also where an element is infinite or NaN, so that this arrives.
+        # Use the largest magnitude also if an element is infinite or NaN, so that the receiver sees it.
         use_clip = largest.isfinite() & (clip > 0)
         return fitted(torch.where(use_clip, clip, largest).div_(self.levels), torch.float32, self.levels)

@@ -1,4 +1,4 @@
-"""Random-k sparsification with positions that all ranks draw alike, so that no index travels."""
+"""Random-k sparsification: all ranks draw the same positions, so no index is sent."""
 
 import math
 from dataclasses import dataclass
@@ -15,24 +15,23 @@ __all__ = ["RandomK"]
 
 _SEED_BYTES = 4
 _DRAWS = 2
-"""Keys of a part: of its columns, and of its shifts."""
+"""Random keys per part: one for its columns and one for its shifts."""
 
 
 @dataclass(frozen=True)
 class RandomK:
-    """ceil(density * block_size) = k elements of every block of n, drawn without replacement.
+    """Random-k: keeps k = ceil(density * n) of every block of n elements, drawn without replacement.
 
-    Source: Stich et al. (arXiv:1809.07599, definition 2.1): E|x - C(x)|^2 = (1 - k/n) |x|^2, for error feedback.
-    `rescale` multiplies by n/k at the receiver, which makes it unbiased: the subsampling of Konecny et al.
+    Source: Stich et al. (arXiv:1809.07599, definition 2.1): E|x - C(x)|^2 = (1 - k/n) |x|^2, for use with error
+    feedback. With `rescale`, the receiver multiplies by n/k, which makes it unbiased: the subsampling of Konecny et al.
     (arXiv:1610.05492, section 3), for use without error feedback.
 
-    The draw depends on the upper 32 bits of the key alone, which are equal on all ranks of a message. In every block it
-    is a uniformly random set of k columns: one set for all whole blocks, turned by a random shift in each.
-    A non-finite element anywhere makes the first value sent NaN. What `rescale` takes out of the range of fp32 becomes
-    its largest number.
+    The draw depends only on the upper 32 bits of the key, which are the same on all ranks. In every block it is a
+    uniformly random set of k columns: one set for all whole blocks, rotated by a random shift in each. A non-finite
+    element anywhere makes the first value NaN. Values that `rescale` takes beyond the range of fp32 saturate.
 
-    Payload: those 32 bits, then the payload of the values of all blocks as one vector. They are drawn from where they
-    lie, on the device: the host does not wait for a message.
+    Payload: those 32 bits, then the payload of the values of all blocks as one vector. The positions are drawn on the
+    device from the bits in the payload, so the host does not wait for a message.
     """
 
     density: float = 0.01
@@ -44,7 +43,7 @@ class RandomK:
         return Selection(numel, self.block_size, self.density)
 
     def kept(self, numel: int) -> int:
-        """Elements kept of `numel`."""
+        """Return how many of `numel` elements are kept."""
         return self._selection(numel).kept
 
     def payload_bytes(self, numel: int) -> int:
@@ -70,7 +69,7 @@ class RandomK:
         out.index_add_(0, positions, values, alpha=scale)
 
     def _positions(self, like: Tensor, payload: Tensor) -> Tensor:
-        """Indices of the elements of `like` that are kept, by the 32 bits in `payload`: int64 [kept]."""
+        """Return the indices of the kept elements of `like`, drawn from the 32 bits in `payload`: int64 [kept]."""
         selection, kernels = self._selection(like.numel()), for_device(like.device)
         seed = payload[:_SEED_BYTES].view(torch.int32)[0].to(torch.int64) & 0xFFFFFFFF
         columns, keys = [], random_keys(seed, len(selection.parts), _DRAWS).view(-1)

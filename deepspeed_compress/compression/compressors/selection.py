@@ -1,4 +1,4 @@
-"""How many elements a sparsifier keeps, and where: the same number of every block, whatever the values."""
+"""Selections of sparsifiers: how many elements of each block are kept, and how their indices are packed."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,9 +16,10 @@ __all__ = ["Selection"]
 
 @dataclass(frozen=True)
 class Selection:
-    """`numel` elements in blocks of `block_size`, the last one shorter; ceil(density * width) are kept of a block.
+    """Selection of ceil(density * width) elements of every block of width `block_size`, whatever the values.
 
-    Indices are relative to their block, so that they take log2(block_size) bits, rounded up.
+    The last block of the `numel` elements may be shorter. Indices are relative to their block, so they take
+    ceil(log2(block_size)) bits.
     """
 
     numel: int
@@ -27,14 +28,17 @@ class Selection:
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """(blocks, width, kept of each) of the whole blocks and of the shorter last one, where there are any."""
+        """Return (blocks, width, kept per block) for the whole blocks, and for the shorter last one if there is one."""
         whole, rest = divmod(self.numel, self.block_size)
         return [
             (count, width, self._of(width)) for count, width in ((whole, self.block_size), (1, rest)) if count * width
         ]
 
     def _of(self, width: int) -> int:
-        """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
+        """Return how many elements of a block of `width` are kept.
+
+        The slack of 1e-9 undoes binary fractions: 0.07 * 100 keeps 7, not 8.
+        """
         return min(width, max(1, math.ceil(self.density * width - 1e-9)))
 
     @property
@@ -50,13 +54,18 @@ class Selection:
         return aligned(-(-self.kept * self.index_bits // 8))
 
     def columns(self, x: Tensor, select: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Block-relative indices (int64 [kept]) by `select`, which gets rows of `x` and k: int64 [rows, k]."""
+        """Return the block-relative indices (int64 [kept]) that `select` chooses.
+
+        `select` takes rows of `x` and k, and returns int64 [rows, k].
+        """
         found = [select(x[part].view(shape), kept).view(-1) for part, shape, kept in self._rows()]
         return torch.cat(found or [x.new_empty(0, dtype=torch.int64)])
 
     def columns_of_sum(self, x: Tensor, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
-        """Block-relative indices (int64 [kept]) of the largest of `x` + decay * before, and the sum there (fp32
-        [kept]); all of the sum becomes `after`."""
+        """Return the block-relative indices of the largest elements of the sum `x` + decay * before, and their values.
+
+        The whole sum is written to `after`. Indices are int64 [kept], values fp32 [kept].
+        """
         found = [(x.new_empty(0, dtype=torch.int64), x.new_empty(0))]
         for part, shape, kept in self._rows():
             inside = ResidualBuffers(memory.before[part], memory.decay, memory.after[part])
@@ -66,14 +75,14 @@ class Selection:
         return torch.cat(columns), torch.cat(values)
 
     def _rows(self) -> Iterator[tuple[slice, tuple[int, int], int]]:
-        """(elements, their shape [rows, width], kept of each row) of `parts`."""
+        """Yield (slice of the elements, their shape [rows, width], kept per row) for each of `parts`."""
         begin = 0
         for count, width, kept in self.parts:
             yield slice(begin, begin + count * width), (count, width), kept
             begin += count * width
 
     def positions(self, columns: Tensor) -> Tensor:
-        """Absolute indices of the block-relative `columns`, both int64 [kept]."""
+        """Return the absolute indices of the block-relative `columns`, both int64 [kept]."""
         starts, begin = [columns.new_empty(0)], 0
         for count, width, kept in self.parts:
             first = torch.arange(begin, begin + count * width, width, device=columns.device)
@@ -82,9 +91,9 @@ class Selection:
         return columns + torch.cat(starts)
 
     def pack(self, columns: Tensor, out: Tensor) -> None:
-        """`columns` to `out` (uint8 [index_bytes])."""
+        """Pack `columns` into `out` (uint8 [index_bytes])."""
         for_device(columns.device).pack_bits(columns, self.index_bits, out)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The absolute indices of packed columns: int64 [kept]."""
+        """Return the absolute indices of packed columns: int64 [kept]."""
         return self.positions(for_device(packed.device).unpack_bits(packed, self.index_bits, self.kept))

@@ -1,4 +1,4 @@
-"""One bit an element, or with a third level at zero 1.6."""
+"""Sign compression: one bit per element, or 1.6 bits with a third level at zero."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ __all__ = ["Sign"]
 
 @dataclass(frozen=True)
 class Sign(FormQuantizer):
-    """sign(x) times the mean of |x| over each block of `block_size` elements, with sign(0) = 1.
+    """Scaled sign: sign(x) times the mean of |x| over each block of `block_size` elements, with sign(0) = 1.
 
-    Source: scaled sign of Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1), also used
-    by 1-bit Adam (Tang et al., arXiv:2102.02888). The squared error on a block of n elements is
-    ||x||**2 - ||x||_1**2 / n, so it needs error feedback. An element that is 0 becomes the mean, unless all are 0.
+    Source: Karimireddy et al., "Error Feedback Fixes SignSGD" (arXiv:1901.09847, algorithm 1), also used by 1-bit Adam
+    (Tang et al., arXiv:2102.02888). The squared error on a block of n elements is ||x||**2 - ||x||_1**2 / n, so it
+    needs error feedback. An element that is 0 becomes the mean, unless all are 0.
 
-    `levels` 3 adds a level at zero, as the ternary weights of Li and Liu (arXiv:1605.04711) have: s is the mean of the
-    magnitudes that reach 3/4 of the mean of all (one iteration of Lloyd's algorithm, begun at 1.5 times the mean), and
-    elements below half of s become 0. Relative squared errors on normal / Laplace distributed elements: 0.19 / 0.27,
-    against 0.36 / 0.50.
+    `levels=3` adds a level at zero, like the ternary weights of Li and Liu (arXiv:1605.04711): s is the mean of the
+    magnitudes that reach 3/4 of the mean of all (one iteration of Lloyd's algorithm, which starts from 1.5 times the
+    mean), and elements below half of s become 0. The relative squared errors on normal / Laplace distributed elements
+    are 0.19 / 0.27, compared with 0.36 / 0.50 for two levels.
 
-    Payload: see `BlockQuantizer`; a set bit is +1. Three levels: each block begins with a byte of its own, and a byte
-    has five codes, 0, 1 and 2 for -s, 0 and s, as digits, the first the lowest.
+    Payload: see `BlockQuantizer`; a set bit is +1. With three levels, each block starts on a byte boundary, and a byte
+    holds five base-3 digits, the first one lowest: 0, 1 and 2 stand for -s, 0 and s.
     """
 
     block_size: int = 256

@@ -1,4 +1,4 @@
-"""Top-k sparsification, the kept values sent as they are or quantized."""
+"""Top-k sparsification; the kept values are sent exactly or quantized."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,15 +17,16 @@ __all__ = ["TopK"]
 
 @dataclass(frozen=True)
 class TopK:
-    """The ceil(density * n) elements of largest magnitude of every n.
+    """Top-k: keeps the ceil(density * n) elements of largest magnitude of every n.
 
-    Source: top-k sparsification with memory, Stich et al. (arXiv:1809.07599, definition 2.1). `scope` says of what:
-    "block": of every `block_size` elements, which makes indices short; "tensor": of the whole message; "threshold":
-    the same elements as "tensor", found by the sampled threshold of Deep Gradient Compression (Lin et al.,
-    arXiv:1712.01887), which is quicker on long messages. NaN counts as largest; of equal magnitudes the first are kept.
+    Source: top-k sparsification with memory, Stich et al. (arXiv:1809.07599, definition 2.1). `scope` sets n: "block"
+    selects from every `block_size` elements, which makes indices short; "tensor" selects from the whole message;
+    "threshold" selects the same elements as "tensor" with the sampled threshold of Deep Gradient Compression (Lin et
+    al., arXiv:1712.01887), which is faster for long messages. NaN counts as the largest magnitude; of equal magnitudes,
+    the first ones are kept.
 
-    `values` compresses the kept values of the whole message as one vector. Those of a magnitude below
-    `min_magnitude` are sent as zero, so that the size stays what it is.
+    `values` compresses the kept values of the whole message as one vector. Values with a magnitude below
+    `min_magnitude` are sent as zeros, so that the payload size does not depend on the data.
 
     Payload: packed indices (see `Selection`), then the payload of the values.
     """
@@ -38,14 +39,14 @@ class TopK:
 
     @property
     def index_bits(self) -> int:
-        """Bits of an index of scope "block"."""
+        """Return the bits per index with scope "block"."""
         return self._selection(self.block_size).index_bits
 
     def _selection(self, numel: int) -> Selection:
         return Selection(numel, self.block_size if self.scope == "block" else max(numel, 1), self.density)
 
     def kept(self, numel: int) -> int:
-        """Elements kept of `numel`: exact, whatever their values."""
+        """Return exactly how many of `numel` elements are kept, whatever their values."""
         return self._selection(numel).kept
 
     def payload_bytes(self, numel: int) -> int:
@@ -60,7 +61,7 @@ class TopK:
         self._send(x[selection.positions(columns)], out[selection.index_bytes :], key)
 
     def compress_with_feedback(self, x: Tensor, out: Tensor, key: int, memory: ResidualBuffers) -> None:
-        """See `FusedFeedback`: the memory is written once, and again where values were sent."""
+        """See `FusedFeedback`. The residual is written once, and again at the positions that were sent."""
         selection = self._selection(x.numel())
         columns, values = selection.columns_of_sum(x, memory)
         selection.pack(columns, out[: selection.index_bytes])
@@ -72,7 +73,7 @@ class TopK:
         memory.after.index_copy_(0, selection.positions(columns), left)
 
     def _send(self, values: Tensor, out: Tensor, key: int) -> None:
-        """Encode the `values` kept, but the smallest, into `out`."""
+        """Encode the kept `values` into `out`, with those below `min_magnitude` set to zero."""
         self.values.compress(values.masked_fill(values.abs() < self.min_magnitude, 0.0), out, key)
 
     def decompress_add(self, payload: Tensor, out: Tensor, scale: float) -> None:

@@ -1,8 +1,8 @@
-"""A causal LM of transformers as megatron-core's GPTModel, and back. Read from megatron-core 0.16.1.
+"""Transformers causal LMs as megatron-core's GPTModel, and back. Read from megatron-core 0.16.1.
 
-options  what GPTModel is told so that it computes the same
-weights  the same weights in both, whole and cut by tensor and pipeline parallelism
-cpu      what Megatron asks of CUDA, where there is none
+- `options` makes the arguments with which GPTModel computes the same function.
+- `weights` converts weights, whole or divided by tensor and pipeline parallelism.
+- `cpu` replaces Megatron's CUDA calls on machines without CUDA.
 """
 
 from deepspeed_compress.models.megatron.cpu import without_cuda

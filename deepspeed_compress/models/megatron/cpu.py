@@ -1,4 +1,4 @@
-"""Megatron-core without CUDA: what it asks of CUDA is answered for the CPU. Elsewhere nothing changes."""
+"""Megatron-core on machines without CUDA: its CUDA calls are replaced by CPU equivalents inside a context."""
 
 import functools
 import logging
@@ -16,9 +16,9 @@ __all__ = ["without_cuda"]
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Within it Megatron may be imported, made and trained, also where there is no CUDA: its tensors are on the CPU.
+    """Allow Megatron models to be imported, built and trained on the CPU inside this context.
 
-    Other code had better run outside: tensors say there that they are CUDA's.
+    With CUDA, it does nothing. Run other code outside of it, because tensors claim to be CUDA tensors inside.
     """
     with ExitStack() as stack:
         for owner, name, stand_in in () if torch.cuda.is_available() else _stand_ins():
@@ -29,11 +29,11 @@ def without_cuda() -> Iterator[None]:
 @functools.cache
 def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
     with warnings.catch_warnings():
-        # Of Transformer Engine and Apex, which are not installed.
+        # Megatron warns that Transformer Engine and Apex are not installed.
         warnings.simplefilter("ignore")
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
-    # A name that it lacks without Transformer Engine.
+    # Megatron reads this name, which only exists with Transformer Engine.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     makers = ("tensor", "zeros", "empty", "arange", "full")
     return (
@@ -44,7 +44,7 @@ def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
         (torch.cuda, "get_rng_state", torch.get_rng_state),
         (torch.Tensor, "cuda", lambda tensor, *args, **options: tensor),
         (torch.Tensor, "type", _named(torch.Tensor.type)),
-        # There is one state of random numbers, which its log wonders at in every layer.
+        # The CPU has a single random state; Megatron would log this in every layer.
         (logging.getLogger(random.__name__), "disabled", True),
         (random, "_set_cuda_rng_state", lambda state, *args, **options: torch.set_rng_state(state)),
         (random, "_get_cuda_rng_state", lambda *args, **options: torch.get_rng_state()),

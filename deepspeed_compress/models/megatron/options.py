@@ -1,4 +1,4 @@
-"""What megatron-core's GPTModel is told so that it computes what a causal LM of transformers computes."""
+"""Arguments with which megatron-core's GPTModel computes the same function as a transformers causal LM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _TANH = partial(F.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"gelu_new": _TANH, "gelu_pytorch_tanh": _TANH, "gelu": F.gelu, "relu": F.relu}
 )
-"""By the name that transformers has. Not `openai_gelu` of Megatron, which is compiled when it is first called."""
+"""Activations by their names in transformers. Megatron's `openai_gelu` is not used; it is compiled on first use."""
 _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "model_type": ("gpt2",),
@@ -27,20 +27,26 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "add_cross_attention": (False,),
     }
 )
-"""Keys of a config, and the values that GPTModel has something for."""
+"""Keys of a config, and the values that GPTModel supports."""
 
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """Keyword arguments: `transformer` of TransformerConfig, `model` of GPTModel. What they do not say of layout and
-    types is the program's."""
+    """Keyword arguments of TransformerConfig (`transformer`) and GPTModel (`model`).
+
+    Layout and dtypes are left to the program.
+    """
 
     transformer: Mapping[str, Any]
     model: Mapping[str, Any]
 
 
 def gpt_options(config: PretrainedConfig) -> GPTOptions:
-    """Of a model of `config`. UnsupportedError where megatron-core would compute something else."""
+    """Return the options for a model of `config`.
+
+    Raises:
+        UnsupportedError: megatron-core would compute another function.
+    """
     problems = [
         f'/{key} is "{getattr(config, key)}" (allowed: {", ".join(map(str, allowed))})'
         for key, allowed in _ALLOWED.items()
@@ -50,7 +56,7 @@ def gpt_options(config: PretrainedConfig) -> GPTOptions:
         problems.append(f"/embd_pdrop is {config.embd_pdrop} (allowed: {config.resid_pdrop}, as /resid_pdrop)")
     if problems:
         text = "; ".join(problems)
-        raise UnsupportedError(f"config.json cannot be one of megatron-core's GPTModel: {text}. Use another model")
+        raise UnsupportedError(f"megatron-core's GPTModel cannot represent config.json: {text}. Use another model")
     return GPTOptions(
         {
             "num_layers": config.n_layer,

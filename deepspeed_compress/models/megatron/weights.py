@@ -1,7 +1,7 @@
-"""The weights of a causal LM of transformers in megatron-core's GPTModel, and back.
+"""Conversion of weights between a transformers causal LM and megatron-core's GPTModel.
 
-Matrices of GPT-2 stand the other way round there (`Conv1D`), and queries, keys and values of all heads one after the
-other; Megatron has them head by head, so that tensor parallelism may cut its rows anywhere between heads.
+GPT-2 in transformers stores transposed matrices (`Conv1D`), and the queries of all heads, then the keys, then the
+values. Megatron stores them head by head, so tensor parallelism can cut the rows between any two heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ def _turned(value: Tensor, heads: int) -> Tensor:
 
 
 def _by_head(value: Tensor, heads: int) -> Tensor:
-    """Rows: queries of all heads, keys, values, to those of one head after the other."""
+    """Reorder rows from queries, keys and values of all heads to queries, keys and values of each head in turn."""
     return value.reshape(3, heads, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
 
@@ -46,7 +46,7 @@ def _by_kind(value: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor changes on its way to Megatron, and back; both are also told the number of heads."""
+    """Conversions of a tensor to Megatron and back; both functions also take the number of heads."""
 
     there: Callable[[Tensor, int], Tensor] = _same
     back: Callable[[Tensor, int], Tensor] = _same
@@ -65,7 +65,7 @@ _OUTSIDE: Mapping[str, str] = MappingProxyType(
         "decoder.final_layernorm.bias": "transformer.ln_f.bias",
     }
 )
-"""Names outside of layers: Megatron's, and those of transformers."""
+"""Names of parameters outside of layers: Megatron's name to that of transformers."""
 _IN_LAYER: Mapping[str, tuple[str, Form, Form]] = MappingProxyType(
     {
         "input_layernorm": ("ln_1", _PLAIN, _PLAIN),
@@ -76,12 +76,12 @@ _IN_LAYER: Mapping[str, tuple[str, Form, Form]] = MappingProxyType(
         "mlp.linear_fc2": ("mlp.c_proj", _MATRIX, _PLAIN),
     }
 )
-"""Modules of a layer: Megatron's name, that of transformers, how its weight changes, and how its bias."""
+"""Modules of a layer: Megatron's name to (name in transformers, form of the weight, form of the bias)."""
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter of this rank. `name`: in the model of transformers."""
+    """A parameter of this rank, with its `name` in the transformers model."""
 
     parameter: Parameter
     name: str
@@ -90,19 +90,19 @@ class _Weight:
 
     @property
     def cut_by(self) -> int | None:
-        """The dimension that tensor parallelism divides; None where all of its ranks have the whole."""
+        """Return the dimension that tensor parallelism divides; None if the parameter is replicated."""
         if not getattr(self.parameter, "tensor_model_parallel", False):
             return None
         return int(self.parameter.partition_dim)  # type: ignore[attr-defined]
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """What this rank has of it."""
+        """Return this rank's part of `whole`."""
         if self.cut_by is None:
             return whole
         return whole.tensor_split(self.group.size(), self.cut_by)[self.group.rank()]
 
     def whole(self) -> Tensor:
-        """All of it. Collective in the tensor-parallel group."""
+        """Return the whole parameter. This is a collective call in the tensor-parallel group."""
         own = self.parameter.detach()
         if self.cut_by is None or self.group.size() == 1:
             return own
@@ -113,17 +113,18 @@ class _Weight:
 
 @torch.no_grad()
 def load_weights(chunks: Sequence[Any], path: Path, config: PretrainedConfig, seed: int = 0) -> None:
-    """Give the model chunks of this rank their weights, from the files of the directory `path`, else new ones of
-    `seed`, which are those of a single process.
+    """Load the weights of this rank's model chunks.
 
     Args:
-        chunks: of GPTModel, bare or wrapped, made with `gpt_options(config)`. An optimizer that keeps masters of its
-            own has to be made afterwards.
-        path: a directory of `save_pretrained` of transformers, or the file of a config.
+        chunks: chunks of GPTModel, bare or wrapped, made with `gpt_options(config)`. Create an optimizer that keeps
+            fp32 master weights afterwards.
+        path: a directory written by transformers' `save_pretrained`, or a config file.
+        config: config of the model.
+        seed: seed of new weights if `path` has none; they equal those of a single process.
 
     Raises:
-        ConfigError: a file or a tensor is missing, or is not as the config says.
-        UnsupportedError: the model is no GPTModel of this config.
+        ConfigError: a file or a tensor is missing or does not match the config.
+        UnsupportedError: the model is not a GPTModel of this config.
     """
     gpt_options(config)
     source = open_source(path, build_skeleton(config), seed)
@@ -138,8 +139,8 @@ def load_weights(chunks: Sequence[Any], path: Path, config: PretrainedConfig, se
 def save_pretrained(chunks: Sequence[Any], config: PretrainedConfig, directory: Path) -> None:
     """Write the weights of GPTModel and `config` as transformers' save_pretrained does. All ranks must call it.
 
-    Weights are those that the model computes with, in their type: where they are gathered late or compressed, first
-    `start_param_sync(force_sync=True)` of each chunk and `compression.synchronise()`.
+    The weights are those that the model computes with, in their dtype. If they are gathered late or compressed, call
+    `start_param_sync(force_sync=True)` on each chunk and `compression.synchronise()` first.
     """
     from megatron.core import parallel_state
 
@@ -153,7 +154,7 @@ def save_pretrained(chunks: Sequence[Any], config: PretrainedConfig, directory: 
 
 @torch.no_grad()
 def _whole_weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of what this stage has. Collective in the tensor-parallel group."""
+    """Yield (name, whole tensor) of this stage's weights. This is a collective call in the tensor-parallel group."""
     for weight in _weights(chunks, config):
         yield weight.name, weight.form.back(weight.whole(), config.n_head)
 
@@ -166,25 +167,28 @@ def _weights(chunks: Sequence[Any], config: PretrainedConfig) -> Iterator[_Weigh
 
 
 def _found(name: str, numbers: Mapping[str, int], config: PretrainedConfig) -> tuple[str, Form]:
-    """What transformers calls Megatron's parameter `name`, and its form. `numbers`: of layers in the whole model."""
+    """Return the name in transformers of Megatron's parameter `name`, and its form.
+
+    `numbers` maps the index of a layer in this chunk to its index in the whole model.
+    """
     if name in _OUTSIDE:
         return _OUTSIDE[name], _PLAIN
     if name == "output_layer.weight":
-        # Of the last stage, whose copy of a tied embedding is a parameter of its own.
+        # The last stage has its own copy of a tied embedding.
         return ("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"), _PLAIN
     place, _, rest = name.removeprefix("decoder.layers.").partition(".")
     module, _, kind = rest.rpartition(".")
     if place not in numbers or module not in _IN_LAYER or kind not in ("weight", "bias"):
         known = ", ".join((*_OUTSIDE, *(f"decoder.layers.N.{one}" for one in _IN_LAYER)))
         raise UnsupportedError(
-            f"{name}: GPT-2 has no such parameter (allowed: {known}); make GPTModel with get_gpt_layer_local_spec"
+            f"{name}: GPT-2 has no such parameter (allowed: {known}); build GPTModel with get_gpt_layer_local_spec"
         )
     called, weight, bias = _IN_LAYER[module]
     return f"transformer.h.{numbers[place]}.{called}.{kind}", weight if kind == "weight" else bias
 
 
 def _bare(chunk: Any) -> Any:
-    """GPTModel in its wrappers."""
+    """Return the GPTModel inside the wrappers of `chunk`."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
