@@ -15,14 +15,14 @@ import pytest
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
-from tests.support.rotation import PROCESSORS, is_due, processor_features, processor_of, today
+from tests.support.rotation import environment_of, is_due, processor_features, processor_of, today
 from tests.support.turns import Turns
 
 SLOW = pytest.mark.rotating(3).mark
 DAY = "TESTS_DAY"
 """In the environment: the day by which tests rotate; the processes that run tests must agree on it."""
 PROCESSOR = "TESTS_PROCESSOR"
-"""Environment variable: a processor to compute as (`PROCESSORS`), or a commit, by which one is chosen."""
+"""Environment variable: a processor to compute as (`rotation.PROCESSORS`), or a commit, by which one is chosen."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = processor_of(os.environ.get(PROCESSOR, "native"), processor_features())
     except ValueError as error:
         raise pytest.UsageError(f"{PROCESSOR}: {error}") from None
-    os.environ |= {PROCESSOR: chosen, **PROCESSORS[chosen]}
+    os.environ |= {PROCESSOR: chosen, **environment_of(chosen)}
 
 
 def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.rotation import PROCESSORS, processor_features, processor_of
+from tests.support.rotation import PROCESSORS, environment_of, processor_features, processor_of
 
 COMMITS = [f"{number:040x}" for number in (0x7A0C, 0x7A0D, 0x7A0E)]
 
@@ -30,8 +30,15 @@ def test_what_this_machine_cannot_run_is_refused(asked: str, features: list[str]
 def test_torch_computes_as_it_is_told() -> None:
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     for name in {processor_of(name, processor_features()) for name in COMMITS} - {"native"}:
-        environment = {**os.environ, **PROCESSORS[name]}
+        environment = os.environ | environment_of(name)
         run = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
         )
         assert run.stdout.strip() == name.upper()
+
+
+def test_processors_share_no_compiled_code() -> None:
+    """Code that torch generated for AVX-512 fails to build without vector instructions."""
+    caches = [environment_of(name).get("TORCHINDUCTOR_CACHE_DIR") for name in PROCESSORS]
+    assert caches[0] is None
+    assert len(set(caches)) == len(PROCESSORS)

@@ -180,7 +180,12 @@ def test_a_poisoned_residual_is_cleared_and_training_ends_as_without(kind: str, 
         assert story.events[1].split()[:2] == [str(FAULT + 1), "residuals_cleared"]
         assert story.skipped == 1
         assert story.settings[-1] == "blockwise bits=4"
-    assert Excess.of([story.final for story in stories], [story.final for story in undisturbed]).is_below(0.01)
+    assert Excess.of([late(story) for story in stories], [late(story) for story in undisturbed]).is_below(0.01)
+
+
+def late(story: Story) -> float:
+    """Return a loss in which the rounding of single steps to bf16 averages out."""
+    return sum(story.losses[-10:])
 
 
 @pytest.mark.parametrize("kind", ["zero 0", "zero 2", "zero 3"])

@@ -1,7 +1,9 @@
 """What changes from run to run: which of the rotating tests run, by the day, and as which processor, by the commit."""
 
+import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
 from datetime import date
 from functools import cache
@@ -38,6 +40,18 @@ def processor_of(asked: str, features: Iterable[str]) -> str:
         return usable[int(asked, 16) % len(usable)]
     except ValueError:
         raise ValueError(f"{asked!r} is neither of {usable}, which this machine can run, nor a commit") from None
+
+
+def environment_of(processor: str) -> dict[str, str]:
+    """Return what to set to compute as one of `PROCESSORS`.
+
+    Each but the native one has a cache of its own for what torch compiles: torch looks code up without regard to the
+    instruction set that it was generated for, and cannot build that of another one.
+    """
+    if processor == "native":
+        return {}
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{processor}"
+    return {**PROCESSORS[processor], "TORCHINDUCTOR_CACHE_DIR": str(cache)}
 
 
 def processor_features() -> list[str]:
