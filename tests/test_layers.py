@@ -162,7 +162,7 @@ TABLE = {
     "tools.lint.generate_keys": allow(lazily="deepspeed pydantic torch"),
     "tools.plan": allow("config errors policy tools.plan_islands tools.plots", lazily="matplotlib rich"),
     "tools.plan_islands": allow("config errors", lazily="models rich"),
-    "tools.line_files": allow("errors tools.outputs.printable"),
+    "tools.line_files": allow("errors tools.outputs.printable", lazily="rich"),
     "tools.run_checks": allow("tools.line_files"),
     "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
     "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),

@@ -7,6 +7,7 @@ lines belong to the run. The second pass loads these lines, or a sample of them 
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,8 @@ LONGEST = 1 << 16
 """Maximum bytes of a line; the longest that the package writes have a few hundred."""
 _BUDGET = 1 << 26
 """Maximum bytes of the lines of a sample."""
+_LARGE = 1 << 26
+"""Bytes from which a file takes so long that its reading is shown."""
 _BLOCK = 64
 """Lines that a sample keeps together, because some figures compare a step with the next one."""
 _GROUPS = 64
@@ -135,7 +138,7 @@ def index_lines(file: Path, check: Check) -> LineIndex:
     if not file.is_file():
         raise DataError(f"{file}: not a regular file; give the directory of a run")
     try:
-        with file.open("rb") as stream:
+        with _opened(file) as stream:
             for number, offset, line in _lines(file, stream):
                 problem = _general_problem(line) or check(line)
                 if problem:
@@ -144,6 +147,18 @@ def index_lines(file: Path, check: Check) -> LineIndex:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error}); give the directory of a run") from error
     return index
+
+
+def _opened(file: Path) -> AbstractContextManager[BinaryIO]:
+    """Open `file`, with a progress bar on a terminal if it is large."""
+    if file.stat().st_size < _LARGE:
+        return file.open("rb")
+    from rich import progress
+    from rich.console import Console
+
+    console, text = Console(stderr=True), f"reading {file.name}"
+    hidden = not console.is_terminal
+    return progress.open(file, "rb", description=text, console=console, transient=True, disable=hidden)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

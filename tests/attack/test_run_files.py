@@ -217,3 +217,7 @@ def test_memory_does_not_grow_with_the_number_of_lines(tmp_path: Path) -> None:
     assert run.last_step == 120_000
     assert "of 120,000 measured steps" in run.status
     assert len(run.files.statistics) < 25_000
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        read_doctor(tmp_path / "120000")
+    assert "of 120,000 measured steps" in " ".join(printed.getvalue().split())

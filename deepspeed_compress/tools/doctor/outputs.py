@@ -52,7 +52,10 @@ def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
 def _head(case: Case) -> str:
     steps, times = case.run.steps, case.times
     shown = steps[-1].get("settings") or steps[-1].get("method") or "unknown settings"
-    head = f"{case.run.directory}: {len(steps):,} measured steps, the last one {steps[-1]['step']:,}, with {shown}."
+    count = f"{len(steps):,} measured steps"
+    if len(steps) < case.run.measured:
+        count = f"a sample of {len(steps):,} of {case.run.measured:,} measured steps"
+    head = f"{case.run.directory}: {count}, the last one {steps[-1]['step']:,}, with {shown}."
     if times is None:
         return head
     parts = f"{times.step:.4g} ms: encoding and decoding {times.cost:.3g}, waiting for messages {times.wait:.3g}"

@@ -36,6 +36,8 @@ class Run:
     """Milliseconds, from metrics.jsonl."""
     summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
+    measured: int = 0
+    """Number of measured steps, of which `steps` may be a sample."""
     section: CompressConfig | None = None
     """Of `config`; None where that has none, or none that this version accepts."""
 
@@ -60,6 +62,7 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         tuple(1e3 * line["step_time_s"] for line in found.metrics if "step_time_s" in line),
         found.summary,
         found.ds_config,
+        found.measured,
         _section(found.ds_config),
     )
 
