@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_compress import cli
 from deepspeed_compress.config import check_world, find_notices, find_problems, parse_section
 from deepspeed_compress.errors import CompressWarning
 from deepspeed_compress.models import Layout, check_layout, read_model_config
@@ -63,6 +64,12 @@ def test_nothing_in_it_is_wrong_or_without_effect(name: str) -> None:
     islands = section.islands
     groups = 1 if islands is None or islands.elastic is not None else ranks(name) // (islands.size or 1)
     assert check_world(section, ranks(name), ds_config) * groups == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_linter_finds_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["lint", str(CONFIGS / name), "--world-size", str(ranks(name))])
+    assert code == 0, capsys.readouterr().out
 
 
 def test_the_catalogue_has_a_row_for_every_file() -> None:

@@ -165,6 +165,20 @@ def test_rows_that_methods_refer_to_are_in_the_measured_table() -> None:
     )
 
 
+def test_the_table_of_networks_names_files_and_measured_figures() -> None:
+    """Every file exists, and every number of seconds is in the measurements."""
+    start = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| rate \|.*\n\|[-|]+\n((?:\|.*\n)+)", start, re.MULTILINE)
+    assert table is not None
+    files = set(re.findall(r"`(\w+\.json)`", table[1]))
+    assert {"zero1_int4_overlap.json", "zero1_int3_overlap.json", "islands4_streamed.json"} <= files
+    assert [name for name in sorted(files) if not (ROOT / "configs" / name).is_file()] == []
+    seconds = [figure for row in table[1].splitlines() for figure in re.findall(r"\d+\.\d+", row.split("|")[4])]
+    assert len(seconds) > 20
+    assert [figure for figure in seconds if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", measured)] == []
+
+
 def test_everything_planned_is_listed() -> None:
     words = set(re.findall(r"`(\w+)`", CONFIGURATION.partition("## Planned")[2]))
     assert {word for group in PLANNED_KEYS.values() for word in group} - words == set()
