@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed_compress import INSTALL_TO_TRAIN, NEEDED_TO_TRAIN, __version__
 from deepspeed_compress.errors import CompressError
+from deepspeed_compress.tools.arguments import epilog
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,16 @@ def _separated(given: list[str], command: Command | None) -> list[str]:
 
 def _parser(called: Command | None) -> argparse.ArgumentParser:
     """With the options of the command that is `called`; the others are named alone, which keeps the start short."""
-    examples = [example for command in COMMANDS for example in command.examples]
     parser = argparse.ArgumentParser(
         prog="ds-compress",
         description="Compressed gradients for DeepSpeed: lint, check and tune configurations, start runs, report.",
-        **_epilog(examples),
+        **epilog(EXAMPLES, "\n\nExamples of a command: ds-compress COMMAND --help"),
     )
     parser.add_argument("--version", action="version", version=f"ds-compress {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(
-            command.name, help=command.summary, description=command.summary, **_epilog(command.examples)
+            command.name, help=command.summary, description=command.summary, **epilog(command.examples)
         )
         if command is called:
             _load(command.arguments)(subparser)
@@ -92,10 +92,14 @@ def _parser(called: Command | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _epilog(examples: Sequence[str]) -> dict[str, Any]:
-    lines = "".join(f"\n  ds-compress {example}" for example in examples)
-    return {"epilog": f"examples:{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
-
+EXAMPLES = (
+    "lint ds_config.json --world-size 8",
+    "run --num_gpus 2 train.py --deepspeed ds_config.json",
+    "report runs/int4 --baseline runs/none",
+    "doctor runs/int4 --baseline runs/none",
+    "tune --config ds_config.json --num_gpus 2 train.py --deepspeed ds_config.json",
+)
+"""Examples of `ds-compress --help`, in the order in which a newcomer needs them."""
 
 COMMANDS = (
     Command(
@@ -141,8 +145,12 @@ COMMANDS = (
     ),
     Command(
         "islands",
-        "Coordinate islands that come and go, or ask who is there.",
-        ("islands serve --port 29400 --state islands.json", "islands status localhost:29400"),
+        "Coordinate islands that come and go, show which are connected, or go on without dead ones.",
+        (
+            "islands serve --port 29400 --state islands.json",
+            "islands status localhost:29400",
+            "islands forget localhost:29400 2",
+        ),
         "tools.options:add_islands_arguments",
         "tools.islands:run",
     ),

@@ -1,8 +1,13 @@
+import argparse
 import json
+import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deepspeed_compress import cli
 from deepspeed_compress.cli import COMMANDS, main
 from deepspeed_compress.config import SECTION, json_schema
 from deepspeed_compress.tools import report
@@ -20,12 +25,45 @@ def write(tmp_path: Path):
     return save
 
 
-@pytest.mark.parametrize("arguments", [[], *([command.name] for command in COMMANDS)])
-def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def below(command: cli.Command) -> Iterator[str]:
+    """Names of the commands of the second level."""
+    parser = argparse.ArgumentParser()
+    cli._load(command.arguments)(parser)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices
+
+
+NAMES = [[], *([command.name] for command in COMMANDS)]
+NAMES += [[command.name, name] for command in COMMANDS for name in below(command)]
+
+
+def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Examples that the help of a command shows."""
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--help"])
     assert stop.value.code == 0
-    assert f"examples:\n  ds-compress {' '.join(arguments)}" in capsys.readouterr().out
+    return re.findall(r"^  (ds-compress .*)", capsys.readouterr().out.partition("\nexamples:\n")[2], re.MULTILINE)
+
+
+def test_commands_of_the_second_level_are_found() -> None:
+    for name in (["islands", "forget"], ["plan", "schedule"], ["checkpoint", "verify"], ["bench", "comm"]):
+        assert name in NAMES
+
+
+@pytest.mark.parametrize("arguments", NAMES, ids=" ".join)
+def test_help_shows_examples_that_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    examples = shown(arguments, capsys)
+    assert examples
+    for example in examples:
+        given = shlex.split(example)[1:]
+        assert given[: len(arguments)] == arguments
+        [command] = [command for command in COMMANDS if command.name == given[0]]
+        cli._parser(command).parse_args(cli._separated(given, command))
+
+
+def test_the_first_help_shows_five_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(shown([], capsys)) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,18 @@
-"""Types of arguments for argparse, which says their errors after the name of the option."""
+"""Types of arguments for argparse, which says their errors after the name of the option, and examples in its help."""
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-__all__ = ["integer_from", "port", "positive_integer", "positive_number", "rate", "share"]
+__all__ = ["epilog", "integer_from", "port", "positive_integer", "positive_number", "rate", "share"]
+
+
+def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
+    """Return arguments of a parser whose help ends with `examples`, each without "ds-compress ", and with `more`."""
+    lines = "".join(f"\n  ds-compress {example}" for example in examples)
+    return {"epilog": f"examples:{lines}{more}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def integer_from(least: int, why: str = "") -> Callable[[str], int]:

@@ -1,10 +1,12 @@
 """Options of the commands that have no module of options of their own. Light: `--help` needs no more than this."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from deepspeed_compress.tools.arguments import integer_from, port, positive_integer, positive_number, rate
+from deepspeed_compress.tools.arguments import epilog, integer_from, port, positive_integer, positive_number, rate
 
 __all__ = [
     "add_check_arguments",
@@ -20,6 +22,32 @@ __all__ = [
 CLEAR_LOCKS = "remove locks that killed builds of DeepSpeed's operators have left, which programs would wait for"
 
 
+_CHECKPOINT: Mapping[str, tuple[str, Sequence[str]]] = MappingProxyType(
+    {
+        "list": ("tags, steps, sizes, and which are complete", ["checkpoint list checkpoints"]),
+        "verify": (
+            "compare every file with its digest; the exit code is 1 where one does not fit",
+            ["checkpoint verify checkpoints", "checkpoint verify checkpoints --tag global_step400"],
+        ),
+        "convert": (
+            "write a universal checkpoint, which loads on other tensor and pipeline sizes",
+            ["checkpoint convert checkpoints --tag global_step400 --tensor 2"],
+        ),
+        "prune": (
+            "remove complete checkpoints but the newest ones and the one that `latest` names",
+            ["checkpoint prune checkpoints --keep 3 --dry-run", "checkpoint prune checkpoints --keep 3"],
+        ),
+    }
+)
+"""Summary and examples of each command of `checkpoint`."""
+
+
+def _add(subparsers: Any, name: str, summary: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    """Add the parser of a command of the second level, whose help ends with `examples`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **epilog(examples))
+    return parser
+
+
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks in all, to check the parallelism against")
@@ -27,15 +55,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
-    summaries = {
-        "list": "tags, steps, sizes, and which are complete",
-        "verify": "compare every file with its digest; the exit code is 1 where one does not fit",
-        "convert": "write a universal checkpoint, which loads on other tensor and pipeline sizes",
-        "prune": "remove complete checkpoints but the newest ones and the one that `latest` names",
-    }
-    parsers = {
-        name: subjects.add_parser(name, help=summary, description=summary) for name, summary in summaries.items()
-    }
+    parsers = {name: _add(subjects, name, *row) for name, row in _CHECKPOINT.items()}
     for name, subparser in parsers.items():
         subparser.set_defaults(subject=name)
         subparser.add_argument("directory", type=Path, metavar="DIR", help="as given to save_checkpoint")
@@ -52,7 +72,15 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="WHAT")
-    serve = actions.add_parser("serve", help="be the coordinator, until interrupted")
+    serve = _add(
+        actions,
+        "serve",
+        "be the coordinator, until interrupted",
+        [
+            "islands serve --port 29400 --state islands.json",
+            "islands serve --host 10.0.0.1 --port 29400 --state islands.json --parameter-server",
+        ],
+    )
     serve.set_defaults(action="serve")
     serve.add_argument(
         "--port", type=port, required=True, metavar="N", help="that islands connect to; 0 takes a free one"
@@ -63,11 +91,13 @@ def add_islands_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--state", type=Path, required=True, metavar="FILE", help=what)
     what = "be the parameter server of asynchronous islands in its place; needs the memory of two to four models"
     serve.add_argument("--parameter-server", action="store_true", help=what)
-    status = actions.add_parser("status", help="print which islands are connected, and which are missing")
+    what = "print which islands are connected, and which are missing"
+    status = _add(actions, "status", what, ["islands status localhost:29400", "islands status 10.0.0.1:29400 --json"])
     status.set_defaults(action="status")
     status.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
     status.add_argument("--json", action="store_true", help="print JSON, for programs")
-    forget = actions.add_parser("forget", help="go on without islands that have died and never left")
+    what = "go on without islands that have died and never left"
+    forget = _add(actions, "forget", what, ["islands forget localhost:29400 2", "islands forget 10.0.0.1:29400 2 5"])
     forget.set_defaults(action="forget")
     forget.add_argument("rendezvous", metavar="HOST:PORT", help="address of the coordinator")
     what = "numbers of islands, as status prints them below missing"
@@ -88,12 +118,22 @@ def _add_tls_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="WHAT")
-    schedule = subjects.add_parser("schedule", help="what is in force in which step")
+    schedule = _add(
+        subjects,
+        "schedule",
+        "what is in force in which step",
+        ["plan schedule ds_config.json", "plan schedule ds_config.json --steps 10000 --output schedule.png"],
+    )
     schedule.set_defaults(subject="schedule")
     schedule.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration, such as ds_config.json")
     schedule.add_argument("--steps", type=positive_integer, metavar="N", help="optimizer steps of the whole training")
     schedule.add_argument("--output", type=Path, metavar="PNG", help="draw it as well")
-    islands = subjects.add_parser("islands", help="what exchanges between islands take, and how often they may be")
+    islands = _add(
+        subjects,
+        "islands",
+        "what exchanges between islands take, and how often they may be",
+        ["plan islands ds_config.json --model 124M --hosts 4 --bandwidth 100mbit --step 0.5"],
+    )
     islands.set_defaults(subject="islands")
     islands.add_argument("config", metavar="CONFIG", help="DeepSpeed configuration with islands")
     what = "number of parameters such as 124M, or config.json of a model"

@@ -2,13 +2,12 @@
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from deepspeed_compress.tools.arguments import positive_integer
+from deepspeed_compress.tools.arguments import epilog, positive_integer
 from deepspeed_compress.tools.bench.links import ClusterError, bits_per_second
 
 PEERS = (
@@ -51,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A subparser for each benchmark; its name becomes `benchmark`."""
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
+        examples = [f"bench {name} {example}" for example in benchmark.examples]
         subparser = subparsers.add_parser(
-            name, help=benchmark.summary, description=benchmark.summary, **_epilog(name, benchmark.examples)
+            name, help=benchmark.summary, description=benchmark.summary, **epilog(examples)
         )
         benchmark.arguments(subparser)
 
@@ -61,11 +61,6 @@ def run(options: argparse.Namespace) -> int:
     """Run the benchmark of `options` and return its exit code."""
     code: int = import_module(f"deepspeed_compress.tools.bench.{options.benchmark}").run(options)
     return code
-
-
-def _epilog(name: str, examples: Sequence[str]) -> dict[str, Any]:
-    lines = "".join(f"\n  ds-compress bench {name} {example}" for example in examples)
-    return {"epilog": f"examples:{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
