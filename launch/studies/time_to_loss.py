@@ -61,6 +61,8 @@ FSDP2 = ("fsdp2", "fsdp2-int4", "fsdp2-int4-weights")
 """Alone, and compressed: trained where they are asked for."""
 OURS = (
     *(ROOT / "configs" / f"{name}.json" for name in ("zero0_int4", "zero1_int4_weights", "zero1_wan")),
+    *sorted((ROOT / "configs").glob("*_overlap.json")),
+    *(ROOT / "configs" / f"{name}.json" for name in ("islands4_streamed", "islands20_moments")),
     *sorted((Path(__file__).parent / "configs").glob("*.json")),
 )
 RATE_WARMUP_STEPS, START, WINDOW, EVAL_TOKENS = 20, 0.1, 50, 16384
