@@ -100,7 +100,7 @@ class Place:
     path: Path = ()
     """Path, possibly of a missing key: the nearest object around it is shown then."""
     on: Literal["key", "value"] = "value"
-    """Whether the key or the value at `path` is meant."""
+    """Part at `path` that is meant: its key or its value."""
     span: Span | None = None
     """Characters of `text`. A check sets them if no path exists, as for a syntax error; otherwise the linter does."""
     steps: tuple[int, int] | None = None

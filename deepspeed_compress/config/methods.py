@@ -280,11 +280,11 @@ ValuesConfig = Annotated[
     Field(discriminator="method"),
     BeforeValidator(with_default_method),
 ]
-"""How the values that a sparsifier keeps are compressed in their turn."""
+"""Settings of the compression of the values that a sparsifier keeps."""
 
 
 class SparseConfig(MethodConfig):
-    """Some of the values, chosen anew for every message."""
+    """Some of the values, selected again for every message."""
 
     density: Density = 0.01
     """Fraction of the values that is sent."""

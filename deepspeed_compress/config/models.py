@@ -15,7 +15,7 @@ SECTION = "deepspeed_compress"
 
 
 class Parallelism(Model):
-    """How the ranks are divided. Expands into DeepSpeed's own keys, with which it must agree."""
+    """Division of the ranks. It expands into DeepSpeed's own keys, with which it must agree."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """ZeRO stage, written to `zero_optimization.stage`. Left out or null: DeepSpeed's own setting holds."""

@@ -90,7 +90,7 @@ _OPTIMIZER: Path = ("optimizer", "type")
 
 
 def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Check that Muon gets whole gradient matrices: without ZeRO, every rank steps whole matrices."""
+    """Check that Muon is not used with ZeRO, whose owners do not get the whole gradient matrices that it needs."""
     kind, stage = value_at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
     if str(kind).lower() == "muon" and stage:
         what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"

@@ -53,7 +53,7 @@ def _between_islands(islands: Islands | None) -> list[str]:
 def gradient_texts(
     session: Session, parameters: Parameters, partition: Partition, everywhere: bool, alone: int, times: int = 1
 ) -> list[str]:
-    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps.
+    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
 
     Args:
         session: the session of the run.

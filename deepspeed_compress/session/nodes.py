@@ -21,7 +21,7 @@ def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) ->
     """Return the global ranks of `group` by node, if every node has `ranks_per_node` consecutive ranks of the job.
 
     Raises:
-        ConfigError: unless there are at least two nodes, with the same number of ranks of the group, at least two.
+        ConfigError: unless there are at least two nodes, each with the same number of ranks of the group, two or more.
     """
     nodes = [tuple(ranks) for _, ranks in groupby(sorted(group), lambda rank: rank // ranks_per_node)]
     sizes = {len(node) for node in nodes}

@@ -191,7 +191,7 @@ class Prober:
         if not isinstance(settings, MethodConfig):
             return Trial([0.0] * len(sent), [float(self._itemsize * numel) for numel in sent], 0.0)
         tried = try_messages(settings.compressor(), joined, sent)
-        # One message's error says nothing about a momentum, and these methods have no candidates of other methods.
+        # The error of one message does not describe a momentum, and these methods have no other candidates.
         return Trial([0.0] * len(sent), tried.sizes, tried.seconds) if settings.method in OWN_MOMENTUM else tried
 
     @property

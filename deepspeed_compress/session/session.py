@@ -206,8 +206,8 @@ class Session:
     def early_reducer(self) -> PayloadReducer | None:
         """Return the running step's reducer if reductions may begin before they are certain to be needed.
 
-        Such a reducer leaves buckets unchanged, and its updates of error-feedback buffers can be rolled back. None in
-        steps that are measured, with one rank, and if updates cannot be rolled back.
+        Such a reducer leaves buckets unchanged, and its updates of error-feedback buffers can be rolled back. None with
+        one rank, if updates cannot be rolled back, and in steps that probe candidates or compare with the true sum.
         """
         reducer = self.reducer
         alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1

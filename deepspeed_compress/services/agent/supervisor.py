@@ -18,7 +18,10 @@ from deepspeed_compress.services.agent.placement import Host, Placement, place
 __all__ = ["LOST_AFTER", "Supervisor", "Terms"]
 
 LOST_AFTER = 10.0
-"""Seconds of silence after which a host is considered lost. Agents end their ranks after half of it."""
+"""Seconds of silence after which a host is considered lost.
+
+Agents that receive nothing for half of this time end their ranks.
+"""
 FAILED, SIGNALLED = 1, 128
 """Exit code of a failed job, and the offset that is added to the number of a signal that ended it."""
 

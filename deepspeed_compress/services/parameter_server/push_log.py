@@ -1,8 +1,8 @@
 """Persistent state of a parameter server: its tensors in a safetensors file, and a log of the later calls.
 
 A call is on disk, in the log, before anybody is told of it, and replaying calls gives the same results; so a server
-that was killed resumes exactly where it was. When the log is longer than the tensors that it changes, they are written
-again, under a temporary name, and a new log begins.
+that was killed resumes in exactly the state in which it was. When the log is longer than the tensors that it changes,
+they are written again, under a temporary name, and a new log begins.
 """
 
 import json
