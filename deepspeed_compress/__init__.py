@@ -44,9 +44,9 @@ __version__ = "0.1.0"
 _LOADED_ON_USE = MappingProxyType(
     {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.initialize", "install": "integrations"}
 )
-"""Entry points, and the modules that they are in."""
+"""Entry points, and the modules that define them."""
 _ADAPTERS = frozenset({"ddp", "fsdp2", "megatron"})
-"""Modules of `adapters` that are public, each for an engine other than DeepSpeed."""
+"""Public modules of `adapters`, each for an engine other than DeepSpeed."""
 
 NEEDED_EVERYWHERE = ("numpy", "packaging", "safetensors", "torch")
 NEEDED_TO_TRAIN = ("deepspeed", *NEEDED_EVERYWHERE)
@@ -54,7 +54,12 @@ INSTALL_TO_TRAIN = 'pip install "deepspeed-compress[train]"'
 
 
 def __getattr__(name: str) -> Any:
-    """Entry points, imported on first use. ImportError where only what reads files is installed."""
+    """Return an entry point, importing it on first use.
+
+    Raises:
+        AttributeError: if there is no such entry point.
+        ImportError: if only the packages that read files are installed.
+    """
     if name in _LOADED_ON_USE:
         _check_installed(name, NEEDED_TO_TRAIN)
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)

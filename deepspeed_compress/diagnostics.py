@@ -1,6 +1,6 @@
-"""What is wrong with a configuration or a run: the one record of the section's validation, the linter and the doctor.
+"""Diagnostics of a configuration or a run, shared by the section's validation, the linter and the doctor.
 
-Nothing here imports anything but the standard library: the linter starts with it.
+This module imports only the standard library, because the linter starts with it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ __all__ = [
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The gravest first."""
+"""Severities, the most severe first."""
 
 Path = tuple[str | int, ...]
 """Keys and indices from the outermost object of a configuration to a value."""
@@ -45,7 +45,7 @@ def encodable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Characters `start` up to `end` (not included) of a text."""
+    """Characters `start` to `end` (exclusive) of a text."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Puts `text` in the place of `span`."""
+    """Replacement of `span` by `text`."""
 
     span: Span
     text: str
@@ -61,7 +61,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """Edits of a text that carry a remedy out. `safe`: DeepSpeed does afterwards what the user had asked for."""
+    """Edits of a text that carry out a remedy. `safe`: DeepSpeed then does what the user had asked for."""
 
     title: str
     edits: tuple[Edit, ...]
@@ -72,7 +72,7 @@ class LineIndex:
     """Lines and columns of a text.
 
     Line breaks are counted once for each block of the text, so that looking up a position takes the same time
-    wherever it is, also in a text of one long line.
+    everywhere, even in a text of one long line.
     """
 
     _BLOCK = 4096
@@ -86,7 +86,7 @@ class LineIndex:
             self._last_break.append(found if found >= 0 else self._last_break[-1])
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Return the line and column of a character, both from 1."""
+        """Return the line and column of a character, both 1-based."""
         block, start = offset // self._BLOCK, offset // self._BLOCK * self._BLOCK
         found = self._text.rfind("\n", start, offset)
         last_break = found if found >= 0 else self._last_break[block]
@@ -95,35 +95,35 @@ class LineIndex:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is wrong: in a configuration, or in steps of a run."""
+    """Location of a problem: in a configuration, or in steps of a run."""
 
     path: Path = ()
-    """May lead to a key that is missing: the nearest object around it is shown then."""
+    """Path, possibly of a missing key: the nearest object around it is shown then."""
     on: Literal["key", "value"] = "value"
-    """Which of the two at `path` is meant."""
+    """Part at `path` that is meant: its key or its value."""
     span: Span | None = None
-    """Characters of `text`. A check gives them where no path leads, as for a syntax error; the linter adds the rest."""
+    """Characters of `text`. A check sets them if no path exists, as for a syntax error; otherwise the linter does."""
     steps: tuple[int, int] | None = None
-    """The first and the last optimizer step that the evidence is of."""
+    """First and last optimizer step of the evidence."""
     file: str = ""
     text: str = field(default="", repr=False)
-    """What is in the file."""
+    """Content of the file."""
     lines: LineIndex | None = field(default=None, repr=False, compare=False)
     """Index of the lines of `text`, shared by all places in it. Without one, each lookup reads the whole text."""
 
     @property
     def region(self) -> Span:
-        """The characters of `span`, else the beginning of the text."""
+        """Return the characters of `span`, or else the beginning of the text."""
         return self.span or Span(0, 0)
 
     @property
     def start(self) -> tuple[int, int]:
-        """Line and column of the first character, from 1."""
+        """Return the line and column of the first character, 1-based."""
         return self._position(self.region.start)
 
     @property
     def end(self) -> tuple[int, int]:
-        """Line and column behind the last character, from 1."""
+        """Return the line and column after the last character, 1-based."""
         return self._position(self.region.end)
 
     def _position(self, offset: int) -> tuple[int, int]:
@@ -131,56 +131,59 @@ class Place:
 
 
 def at(*path: str | int, span: Span | None = None) -> Place:
-    """The value at `path`, or the characters of `span`."""
+    """Return the place of the value at `path`, or of the characters of `span`."""
     return Place(path, span=span)
 
 
 def at_key(*path: str | int, span: Span | None = None) -> Place:
-    """The key at the end of `path`."""
+    """Return the place of the key at the end of `path`."""
     return Place(path, "key", span)
 
 
 def at_steps(first: int, last: int) -> Place:
-    """Optimizer steps of a run."""
+    """Return the place of the optimizer steps `first` to `last` of a run."""
     return Place(steps=(first, last))
 
 
 def write(instead: str) -> str:
-    """The usual remedy: `Write "stage": 3.` or `Write nothing: remove the key.`"""
+    """Return the usual remedy, such as `Write "stage": 3.` or `Write nothing: remove the key.` as text."""
     return f"Write {instead}."
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One thing that is wrong.
+    """One problem.
 
-    A check gives the first fields; what runs the rules adds the code, the name and the severity of the rule.
+    A check sets the first fields; the code that runs the rules adds the code, name and severity of the rule.
 
     Example: `Diagnostic(at("zero_optimization", "stage"), "4 is no stage (allowed: 0 to 3)", write("0, 1, 2 or 3"))`.
     """
 
     place: Place
     message: str
-    """What is wrong, with the value and what is allowed, without a full stop at its end."""
+    """Problem, with the value and what is allowed, without a period at its end."""
     remedy: str
-    """What to do about it: a sentence, or several."""
+    """Fix in words: one or several sentences."""
     fix: Fix | None = None
-    """Edits of the file that carry the remedy out."""
+    """Edits of the file that carry out the remedy."""
     patch: Mapping[str, Any] | None = None
-    """A JSON merge patch (RFC 7396) of the configuration that does."""
+    """JSON merge patch (RFC 7396) of the configuration that carries out the remedy."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """Figures that show it, by what they are."""
+    """Figures that show the problem, by name."""
     severity: Severity = "error"
     meant: str | int | None = None
     """Key (if `place` is one) or value that was probably meant."""
     weight: float = 1.0
-    """What part of a step, of the bytes or of the memory it is about, up to 1: of equals the heavier comes first."""
+    """Share of a step, of the bytes or of the memory that is affected, up to 1.
+
+    Heavier problems come first among equals.
+    """
     code: str = ""
     name: str = ""
 
     @property
     def pointer(self) -> str:
-        """JSON pointer of the place; empty for syntax errors and for what is missing at the top."""
+        """Return the JSON pointer of the place; empty for syntax errors and for keys missing at the top level."""
         return pointer(self.place.path)
 
     def __str__(self) -> str:

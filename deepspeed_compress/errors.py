@@ -1,4 +1,4 @@
-"""Everything that the package raises or warns about.
+"""Errors and warnings of the package.
 
 CompressError
 ├── ConfigError         the configuration is unreadable, unknown, contradictory or out of range
@@ -8,7 +8,7 @@ CompressError
 ├── StateError          saved compression state is missing, damaged or of another run
 └── DataError           a corpus or tokenizer cannot be found or read
 
-CompressWarning (a UserWarning)   a setting has no effect, or costs more than it gives
+CompressWarning (a UserWarning)   a setting has no effect, or costs more than it gains
 """
 
 __all__ = [
@@ -24,32 +24,32 @@ __all__ = [
 
 
 class CompressError(Exception):
-    """Base of every error of this package."""
+    """Base class of every error of this package."""
 
 
 class ConfigError(CompressError, ValueError):
-    """The configuration is unreadable, unknown, contradictory or out of range."""
+    """Unreadable, unknown, contradictory or out-of-range configuration."""
 
 
 class SeamError(CompressError, RuntimeError):
-    """The installed DeepSpeed lacks a method that the package attaches to."""
+    """Library version that the package cannot attach to, or a patch that other code has replaced."""
 
 
 class UnsupportedError(CompressError, ValueError):
-    """A valid configuration that cannot be right for this engine."""
+    """Valid configuration that cannot be right for this engine."""
 
 
 class IslandError(CompressError, RuntimeError):
-    """An island has lost the others, or the coordinator, for longer than it may wait."""
+    """Island that has lost the others, or the coordinator, for longer than it may wait."""
 
 
 class StateError(CompressError, RuntimeError):
-    """Saved compression state is missing, damaged or belongs to another run."""
+    """Saved compression state that is missing, damaged or belongs to another run."""
 
 
 class DataError(CompressError, ValueError):
-    """A corpus, token cache or tokenizer cannot be found or read."""
+    """Corpus, token cache or tokenizer that cannot be found or read."""
 
 
 class CompressWarning(UserWarning):
-    """A setting has no effect, or costs more than it gives."""
+    """Setting that has no effect, or costs more than it gains."""

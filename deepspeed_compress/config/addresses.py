@@ -1,4 +1,4 @@
-"""Addresses of services as people write them: "head.example.org:29400"."""
+"""Addresses of services as users write them: "head.example.org:29400"."""
 
 import re
 from typing import Annotated

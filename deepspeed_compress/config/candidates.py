@@ -1,6 +1,6 @@
-"""What an adaptive choice is made of: candidates for gradients and for weights, and which settings cannot be any.
+"""Candidates of an adaptive choice, for gradients and for weights, and the settings that cannot be candidates.
 
-A candidate must be able to take over in mid-run from every other one, and what its steps are worth must be known.
+A candidate must be able to replace every other one during a run, and the value of its steps must be known.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,22 +40,22 @@ USUAL: tuple[Patch, ...] = (
     {"method": "sign"},
     *({"method": "topk", "density": part, "values": {"method": "blockwise", "bits": 4}} for part in (0.1, 0.01)),
 )
-"""Candidates for gradients where the section has none."""
+"""Candidates for gradients if the section has none."""
 USUAL_RANKS = (8, 4, 2, 1)
-"""Of PowerSGD, which are among them where it can take turns with the others."""
+"""PowerSGD ranks that are also candidates, if PowerSGD can alternate with the written settings."""
 _SMALL_BLOCKS: Patch = MappingProxyType({"block_size": 128, "scale_dtype": "bf16"})
 USUAL_WEIGHTS: tuple[Patch, ...] = (
     {"method": "none"},
     *({"method": "blockwise", "bits": bits} for bits in (8, 4, 3)),
     *({"method": "sign", "levels": levels, **_SMALL_BLOCKS} for levels in (3, 2)),
 )
-"""Candidates for weights where the section has none."""
+"""Candidates for weights if the section has none."""
 
 
 def gradient_candidates(section: CompressConfig, low_rank: bool = True) -> tuple[GradientsConfig, ...]:
-    """What is written first, then no compression, then the others; what is written alone for methods with a momentum.
+    """Return the written settings, then no compression, then the others; only the written ones if they have a momentum.
 
-    `low_rank`: whether PowerSGD is among the usual candidates.
+    `low_rank` adds PowerSGD to the usual candidates.
     """
     written = section.gradients
     assert section.adaptive is not None
@@ -72,14 +72,14 @@ def _usual(written: GradientsConfig, low_rank: bool) -> Iterator[GradientsConfig
         try:
             settings = patched(written, {"method": "powersgd", "rank": rank})
         except ValidationError:
-            # Its memory has no decay, for instance, and what is written has one.
+            # For example, its residual settings have no decay, and the written ones have one.
             return
         if _why_not(written, settings) is None:
             yield settings
 
 
 def chooses_weights(section: CompressConfig) -> bool:
-    """Whether the settings of weights may be chosen, where they travel as differences."""
+    """Return True if the settings of weights may be chosen, provided that weights are sent as differences."""
     weights = section.weights
     return (
         section.adaptive is not None and isinstance(weights, CompressedWeights) and not isinstance(weights, TopKWeights)
@@ -87,7 +87,10 @@ def chooses_weights(section: CompressConfig) -> bool:
 
 
 def weight_candidates(section: CompressConfig, differences: bool) -> tuple[WeightsConfig, ...]:
-    """What is written first, then the others; alone where weights do not travel as `differences` (ZeRO 1 and 2)."""
+    """Return the written settings first, then the others; only the written ones unless weights are `differences`.
+
+    ZeRO 1 and 2 send weights as differences.
+    """
     written, adaptive = section.weights, section.adaptive
     if not differences or not chooses_weights(section):
         return (written,)
@@ -97,7 +100,7 @@ def weight_candidates(section: CompressConfig, differences: bool) -> tuple[Weigh
 
 
 def find_unchosen(section: CompressConfig) -> Iterator[Diagnostic]:
-    """What `adaptive` of `section` cannot choose from."""
+    """Yield the settings that `adaptive` of `section` cannot choose from."""
     if section.adaptive is None:
         return
     yield from _gradients(section)
@@ -118,7 +121,7 @@ def _gradients(section: CompressConfig) -> Iterator[Diagnostic]:
     assert adaptive is not None
     own = written.method in OWN_MOMENTUM
     for index, patch in enumerate(adaptive.candidates or ()):
-        # Keys that may not change are told of by themselves.
+        # Keys that may not change are reported separately.
         changed = {key: value for key, value in patch.items() if key not in FIXED}
         path, settings = ("adaptive", "candidates", index), patched(written, changed)
         reason = _why_momentum_stays(written) if own else _why_not(written, settings)
@@ -148,7 +151,7 @@ def _why_momentum_stays(written: GradientsConfig) -> tuple[str, str]:
 
 
 def _why_not(written: GradientsConfig, settings: GradientsConfig) -> tuple[str, str] | None:
-    """Why `settings` cannot take turns with those written, and what to write instead; None where they can."""
+    """Return why `settings` cannot alternate with the written ones, and what to write instead; None if they can."""
     if settings.method in OWN_MOMENTUM:
         what = "cannot take over in mid-run: it needs an optimizer without a momentum, and keeps a momentum of its own"
         return f"{what} (allowed: all but {listed(sorted(OWN_MOMENTUM))})", '"powersgd", which sends as little'
@@ -175,7 +178,7 @@ def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
         yield problem(("adaptive", "weights"), what, '"weights": {"bits": 4}, and {"method": "none"} as a candidate')
         return
     places: list[tuple[Path, WeightsConfig]] = [(("weights",), section.weights)]
-    # An empty patch says that weights stay as they are.
+    # An empty patch means that weights stay as they are.
     for index, patch in ((index, patch) for index, patch in enumerate(adaptive.weights) if patch):
         places.append((("adaptive", "weights", index), patched_weights(section.weights, patch)))
     for path, settings in places if any(adaptive.weights) else ():
@@ -185,7 +188,7 @@ def _weights(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def find_nothing_to_choose(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """What cannot be chosen at the ZeRO stage of the file: under ZeRO 3 no rank keeps the weights that it gathers."""
+    """Yield what cannot be chosen at the file's ZeRO stage: under ZeRO 3 no rank keeps the weights that it gathers."""
     parallelism, adaptive = section.parallelism or Parallelism(), section.adaptive
     stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
     if stage != 3 or adaptive is None or isinstance(section.weights, NoCompression):

@@ -1,4 +1,4 @@
-"""Settings of checkpoints: written beside training, how often, how many are kept."""
+"""Settings of checkpoints that are written in the background: how often, and how many are kept."""
 
 from typing import Annotated, Literal
 
@@ -11,8 +11,10 @@ __all__ = ["Checkpointing", "MemoryCheckpoints"]
 
 
 class MemoryCheckpoints(Model):
-    """Checkpoints in the memory of each host (`/dev/shm`), which outlive the processes that train. The newest that is
-    whole is loaded in place of an older one in `directory`."""
+    """Checkpoints in the memory of each host (`/dev/shm`), which outlive the training processes.
+
+    The newest complete one is loaded instead of an older one in `directory`.
+    """
 
     every: Annotated[int, Field(ge=1)] | Duration
     """Optimizer steps, or a time such as "30 s", after which one is saved."""
@@ -23,7 +25,7 @@ class MemoryCheckpoints(Model):
 
 
 class Checkpointing(Model):
-    """`save_checkpoint` keeps what is to be saved in memory, and another process writes it while training goes on."""
+    """Checkpoints: `save_checkpoint` copies the state to memory, and another process writes it during training."""
 
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written; false waits until it is whole."""

@@ -1,4 +1,4 @@
-"""Settings of what this package sends, whatever it is."""
+"""Settings of everything that this package sends."""
 
 from deepspeed_compress.config.durations import BitRate
 from deepspeed_compress.config.methods import Model
@@ -7,7 +7,7 @@ __all__ = ["Communication"]
 
 
 class Communication(Model):
-    """How messages of gradients and weights are sent."""
+    """Settings of messages of gradients and weights."""
 
     max_rate: BitRate | None = None
     """How fast all processes of a host together may send what this package exchanges, such as "200 Mbit/s", so that

@@ -1,4 +1,4 @@
-"""Settings that are valid one by one and cannot be right together, or with the rest of the file."""
+"""Settings that are valid one by one, but contradict each other or the rest of the file."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,14 +25,14 @@ from deepspeed_compress.diagnostics import Diagnostic, Path, at, pointer, write
 
 
 def find_contradictions(section: CompressConfig) -> list[Diagnostic]:
-    """What contradicts itself within `section`."""
+    """Return the contradictions within `section`."""
     return [found for check in _CHECKS for found in check(section)]
 
 
 def find_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
 ) -> list[Diagnostic]:
-    """Methods of `section` that cannot be right with the rest of the file, or with `world_size` ranks in all."""
+    """Return the settings of `section` that contradict the rest of the file, or `world_size` ranks in total."""
     problems = [
         *_weights_that_no_one_gathers(ds_config, section),
         *_second_momentum(ds_config, section),
@@ -47,7 +47,7 @@ def find_mismatches(
 
 
 def sparse_places(section: CompressConfig) -> Iterator[tuple[Path, SparseConfig]]:
-    """Every method of `section` that has a density, with its place."""
+    """Yield every method of `section` that has a density, with its place."""
     places: list[tuple[Path, Model]] = [(("gradients",), section.gradients), (("weights",), section.weights)]
     for path, method in [*places, *override_places(section)]:
         if isinstance(method, SparseConfig):
@@ -55,14 +55,14 @@ def sparse_places(section: CompressConfig) -> Iterator[tuple[Path, SparseConfig]
 
 
 def override_places(section: CompressConfig) -> Iterator[tuple[Path, Override]]:
-    """Every override of `section`, with its place."""
+    """Yield every override of `section`, with its place."""
     gradients = section.gradients
     for index, override in enumerate(gradients.overrides if isinstance(gradients, CompressedGradients) else ()):
         yield ("gradients", "overrides", index), override
 
 
 def _collected_and_lost(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Delayed gradients wait in the memory of error feedback, which must keep them until they are sent."""
+    """Check that error feedback keeps delayed gradients until they are sent; they wait in its residuals."""
     for path, override in override_places(section):
         forgets = _forgets(section.gradients, override.every) if override.every > 1 else None
         if forgets:
@@ -72,9 +72,9 @@ def _collected_and_lost(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def _forgets(gradients: GradientsConfig, every: int) -> tuple[str, str] | None:
-    """The setting by which no memory keeps gradients for `every` steps, and what to write in its place."""
+    """Return the setting that loses gradients within `every` steps, and what to write instead; None if none does."""
     if not isinstance(gradients, FeedbackGradients | PowerSGDGradients):
-        # Other methods have a momentum, which always keeps.
+        # Other methods have a momentum, which always keeps them.
         return None
     feedback = gradients.error_feedback
     if feedback is None:
@@ -97,7 +97,7 @@ def _group_beyond_block(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Checkpoints that are saved without being asked for need a place; without them, keys about them say nothing."""
+    """Check that automatic checkpoints have a directory, and that no key about them is without effect."""
     settings = section.checkpointing
     if settings is None:
         return
@@ -118,7 +118,7 @@ def _saving(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def _capped(section: CompressConfig) -> Iterator[Diagnostic]:
-    """A cap needs something to be sent by us, and an adaptation that measures a link without one."""
+    """Check that a rate cap applies to something, and that no adaptation measures the link as if uncapped."""
     rate = section.communication.max_rate
     if rate is None:
         return
@@ -142,8 +142,11 @@ _CHECKS = (
 
 
 def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights, of which differences are sent; ZeRO 3
-    gathers weights that no rank keeps, so that they are rounded themselves, which takes bits."""
+    """Check that compressed weights are gathered, and in a way that the method supports.
+
+    ZeRO 1 and 2, and the bf16 optimizer of pipelines, gather updated weights, whose differences are sent. ZeRO 3
+    gathers weights of which no rank keeps a copy, so the weights themselves are rounded, which needs more bits.
+    """
     parallelism, weights = section.parallelism or Parallelism(), section.weights
     stage = STAGE.effective(ds_config, parallelism)
     place, what = pointer(STAGE.place(parallelism)), f'method "{weights.method}" cannot be combined with '
@@ -169,7 +172,10 @@ def _weights_that_no_one_gathers(ds_config: Mapping[str, Any], section: Compress
 
 
 def _overlap_of_others(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """ZeRO 3 fetches weights ahead by itself, and tied layers of pipelines compute without being called."""
+    """Check that `overlap` applies.
+
+    It does not to ZeRO 3, which prefetches weights itself, or to pipelines, whose tied layers run without being called.
+    """
     weights, parallelism = section.weights, section.parallelism or Parallelism()
     stage, place = STAGE.effective(ds_config, parallelism), pointer(STAGE.place(parallelism))
     if not isinstance(weights, CompressedWeights) or not weights.overlap:
@@ -192,11 +198,11 @@ def _guard_without_norms(ds_config: Mapping[str, Any], section: CompressConfig) 
 
 
 _OTHER_ORDERS = ("round_robin_gradients", "elastic_checkpoint", "parameter_alignment")
-"""Keys of `zero_optimization` by which DeepSpeed orders, pads or saves its flat buffers in another way."""
+"""Keys of `zero_optimization` with which DeepSpeed orders, pads or saves its flat buffers differently."""
 
 
 def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Ownership is that of gradients and weights in the flat buffers of ZeRO 1 and 2, in DeepSpeed's own layout."""
+    """Check that `ownership` applies: only to the flat buffers of ZeRO 1 and 2, in DeepSpeed's default layout."""
     if section.ownership == "contiguous":
         return
     what, parallelism = f'"{section.ownership}" cannot be combined with ', section.parallelism or Parallelism()
@@ -217,20 +223,20 @@ def _ownership_that_is_not_ours(ds_config: Mapping[str, Any], section: CompressC
 
 
 def _bf16(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the model may be in bf16, so that a pipeline has an optimizer that gathers weights under ZeRO 0 too."""
+    """Return True if the model may be in bf16, so that a pipeline's optimizer gathers weights under ZeRO 0 too."""
     found = ds_config.get("bf16", ds_config.get("bfloat16"))
     return isinstance(found, dict) and bool(found.get("enabled", False))
 
 
 WITH_TRAINER = '; with Hugging Face Trainer "betas": "auto", and give the script --adam_beta1 0'
-"""Trainer fills in its own betas, and stops where those of the file are others."""
+"""Trainer fills in its own betas, and stops if those of the file differ."""
 
 _BETAS = frozenset({"adam", "adamw", "lamb", "lion", "muadam", "muadamw", "adamax", "nadam", "radam", "sparseadam"})
-"""Optimizers that have a first moment, of factor 0.9, unless `params.betas` says otherwise."""
+"""Optimizers that have a first moment, with factor 0.9 unless `params.betas` sets another."""
 
 
 def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """DGC and DeMo give gradients a momentum, so the optimizer must not add another."""
+    """Check that the optimizer adds no momentum to the one that DGC and DeMo give the gradients."""
     optimizer = ds_config.get("optimizer")
     if section.gradients.method not in OWN_MOMENTUM or not isinstance(optimizer, dict):
         return
@@ -251,9 +257,9 @@ def _second_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> I
 
 
 def find_unknown_momentum(ds_config: Mapping[str, Any], section: CompressConfig) -> Diagnostic | None:
-    """What the file leaves to the program, where a method of `section` needs an optimizer without a first moment.
+    """Return a diagnostic if the file does not show whether the optimizer has a first moment, and `section` needs none.
 
-    Trainer's Adam has one of 0.9, for "auto" and where the file has no optimizer.
+    Trainer's Adam has one of 0.9, both for "auto" and without an optimizer in the file.
     """
     optimizer, method = ds_config.get("optimizer"), section.gradients.method
     if method not in OWN_MOMENTUM:

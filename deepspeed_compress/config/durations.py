@@ -1,4 +1,4 @@
-"""Times and rates as people write them: "30 s", "10 min", "50 MB/s", "200 Mbit/s"."""
+"""Times and rates as users write them: "30 s", "10 min", "50 MB/s", "200 Mbit/s"."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,10 @@ _BITS: Mapping[str, float] = MappingProxyType({"kbit/s": 1e3, "Mbit/s": 1e6, "Gb
 
 @dataclass(frozen=True)
 class _Range:
-    """Amounts from `least` to `most`, with a text for people and examples. Clocks, sockets and locks take no longer
-    times, and no larger rates are known."""
+    """Amounts from `least` to `most`, with a text for users and examples.
+
+    Clocks, sockets and locks accept no longer times, and no higher rates are known.
+    """
 
     least: float
     most: float

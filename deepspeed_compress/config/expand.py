@@ -1,4 +1,4 @@
-"""The section's parallelism in DeepSpeed's own keys, and its agreement with what stands there."""
+"""Expansion of the section's parallelism into DeepSpeed's own keys, and its agreement with their values."""
 
 import copy
 import warnings
@@ -14,10 +14,13 @@ from deepspeed_compress.errors import CompressWarning
 
 
 def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, Any]:
-    """A copy of `ds_config` that carries the section's parallelism in DeepSpeed's own keys.
+    """Return a copy of `ds_config` with the section's parallelism in DeepSpeed's own keys.
 
-    The section itself stays. Raises ConfigError when a value given in both places differs, when pipeline parallelism
-    meets ZeRO stage 2 or 3, and when a method cannot be right with the rest of the file (see `find_mismatches`).
+    The section itself stays.
+
+    Raises:
+        ConfigError: if a value given in both places differs, if pipeline parallelism is combined with ZeRO stage 2 or
+            3, or if a method contradicts the rest of the file (see `find_mismatches`).
     """
     parallelism = section.parallelism or Parallelism()
     problems = find_conflicts(ds_config, parallelism) + find_mismatches(ds_config, section)
@@ -34,9 +37,9 @@ def expand(ds_config: Mapping[str, Any], section: CompressConfig) -> dict[str, A
 
 
 def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
-    """Whether DeepSpeed's streams can reduce during backward and every program stays right.
+    """Return True if DeepSpeed's streams can reduce during backward and every program stays correct.
 
-    Not under ZeRO 1: there `overlap_comm` reduces nothing but what the last micro-step has gradients of, each once.
+    Not under ZeRO 1: there `overlap_comm` reduces only what the last micro-step has gradients of, each once.
     """
     zero, pipeline = ds_config.get("zero_optimization"), (section.parallelism or Parallelism()).pipeline
     return (
@@ -51,16 +54,21 @@ def _may_overlap(ds_config: Mapping[str, Any], section: CompressConfig) -> bool:
 
 
 def _splits_by_itself(parallelism: Parallelism) -> bool:
-    """Whether DeepSpeed is to know of tensor parallelism: it takes 1 for more, and a pipeline for a plain model."""
+    """Return True if DeepSpeed must be told of tensor parallelism.
+
+    DeepSpeed would treat a size of 1 as tensor parallelism, and a pipeline as a plain model.
+    """
     return parallelism.tensor > 1 and parallelism.pipeline == 1
 
 
 def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str, Any] | None = None) -> int:
-    """Data-parallel size of `world_size` ranks.
+    """Return the data-parallel size of `world_size` ranks.
 
-    DeepSpeed's own tensor-parallel size in `ds_config` counts where the section gives none. Raises
-    ConfigError when tensor x pipeline does not divide `world_size`; warns when one rank remains, with which
-    there is nothing to exchange.
+    DeepSpeed's own tensor-parallel size in `ds_config` is used if the section gives none. Issues a CompressWarning if
+    one rank remains, which has nothing to exchange.
+
+    Raises:
+        ConfigError: if tensor x pipeline does not divide `world_size`.
     """
     parallelism = section.parallelism or Parallelism()
     problems = list(_indivisible(ds_config or {}, parallelism, world_size))
@@ -77,14 +85,14 @@ def check_world(section: CompressConfig, world_size: int, ds_config: Mapping[str
 
 
 def tensor_size(ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
-    """Ranks that share each layer, by `parallelism` or by DeepSpeed's own key."""
+    """Return the number of ranks that share each layer, from `parallelism` or from DeepSpeed's own key."""
     return TENSOR.effective(ds_config, parallelism)
 
 
 def find_conflicts(
     ds_config: Mapping[str, Any], parallelism: Parallelism, world_size: int | None = None
 ) -> list[Diagnostic]:
-    """Where the parallelism contradicts DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
+    """Return contradictions of the parallelism with DeepSpeed's keys, DeepSpeed's rules, or the number of ranks."""
     problems = [p for native in NATIVES for p in _disagreement(native, ds_config, parallelism)]
     problems += _pipeline_with_partition(ds_config, parallelism)
     problems += _pipeline_with_autotp(ds_config, parallelism)
@@ -121,7 +129,7 @@ def _pipeline_with_partition(ds_config: Mapping[str, Any], parallelism: Parallel
 
 
 def _pipeline_with_autotp(ds_config: Mapping[str, Any], parallelism: Parallelism) -> Iterator[Diagnostic]:
-    """DeepSpeed would make its groups for tensor parallelism without regard to the stages."""
+    """Check that DeepSpeed's own tensor parallelism is off, because its groups would ignore pipeline stages."""
     size = TENSOR.native(ds_config)
     if parallelism.pipeline > 1 and isinstance(size, int) and size > 1:
         what = (

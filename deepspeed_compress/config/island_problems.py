@@ -1,4 +1,4 @@
-"""What islands cannot be together with: settings of their own, the rest of the section, and the rest of the file."""
+"""Settings that contradict islands: their own, those of the rest of the section, and those of the rest of the file."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from deepspeed_compress.diagnostics import Diagnostic, at, write
 
 
 def find_island_contradictions(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Settings of islands that contradict each other."""
+    """Yield settings of islands that contradict each other."""
     islands = section.islands
     if islands is None:
         return
@@ -41,7 +41,7 @@ def _of_exchange(islands: Islands) -> Iterator[Diagnostic]:
 
 
 def _of_all_ranks(section: CompressConfig) -> Iterator[Diagnostic]:
-    """An island decides by itself, but nothing that moves weights which it shares with the others."""
+    """Check settings that would let one island alone change weights that it shares with the others."""
     rollback = None if section.guard is None else section.guard.rollback
     if rollback is not None and rollback.checkpoint:
         what = "true takes the weights of one island back, and the others go on (allowed with islands: false)"
@@ -63,7 +63,7 @@ def _islands_of_a_job(islands: Islands) -> Iterator[Diagnostic]:
 
 
 _OF_ONE_JOB = {"size": None, "by_host": False, "fragments": 1, "delay": 0, "warmup_steps": 0}
-"""What islands that come and go do not have, with the value that means nothing."""
+"""Keys that islands that join and leave do not have, with the value that has no effect."""
 
 
 def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
@@ -86,14 +86,17 @@ def _elastic_islands(islands: Islands) -> Iterator[Diagnostic]:
 
 
 _WITH_SECOND_MOMENTS = frozenset({"adam", "adamw", "fusedadam", "lamb", "fusedlamb", "nadam", "radam", "muon"})
-"""Types of a ds_config's optimizer, lower-case, that keep what Adam divides by of every weight that Adam steps."""
+"""Lower-case optimizer types that keep Adam's second moment for every weight that Adam steps."""
 
 
 def find_island_mismatches(
     ds_config: Mapping[str, Any], section: CompressConfig, world_size: int | None = None
 ) -> Iterator[Diagnostic]:
-    """The optimizer; masters that are not known; tensor parallelism, which both the section and DeepSpeed's own key may
-    ask for; and `world_size` ranks in all."""
+    """Yield contradictions of islands with the rest of the file, or with `world_size` ranks in total.
+
+    They concern the optimizer, fp32 master weights that cannot be found, and tensor parallelism, which both the section
+    and DeepSpeed's own key may request.
+    """
     islands, parallelism = section.islands, section.parallelism or Parallelism()
     if islands is None:
         return
@@ -117,7 +120,7 @@ def find_island_mismatches(
 
 
 def _unknown_masters(ds_config: Mapping[str, Any], stage: int) -> Iterator[Diagnostic]:
-    """As `engine.weights.masters` refuses them, when there is an engine."""
+    """Check that there are fp32 master weights, as `engine.weights.masters` does once there is an engine."""
     for key in ("bf16", "bfloat16", "fp16"):
         if stage == 0 and value_at(ds_config, (key, "enabled")) is True:
             what = "true without ZeRO leaves no fp32 masters for islands to exchange (allowed: with ZeRO 1 to 3)"
@@ -135,7 +138,7 @@ _OF_THE_WHOLE_JOB = (
         "deals out data by the ranks of one island alone",
     ),
 )
-"""Keys of DeepSpeed that are not together with islands of one job where they are true, and why."""
+"""DeepSpeed's keys that must not be true with islands of one job, and why."""
 
 
 def _of_the_whole_job(ds_config: Mapping[str, Any]) -> Iterator[Diagnostic]:

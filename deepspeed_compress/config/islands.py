@@ -1,4 +1,4 @@
-"""Settings of islands: groups of ranks that train by themselves and exchange now and then."""
+"""Settings of islands: groups of ranks that train independently and exchange weights from time to time."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,7 +16,7 @@ __all__ = ["PRESETS", "Asynchronous", "Elastic", "Islands", "Outer", "SecondMome
 
 
 class Outer(Model):
-    """What is done with the mean of what the islands moved since they met."""
+    """Outer optimizer: what is done with the mean of the islands' weight changes since the last exchange."""
 
     optimizer: Literal["average", "nesterov"] = "average"
     """`average` moves everybody by `lr` times that mean; `nesterov` by a momentum of such means."""
@@ -27,21 +27,21 @@ class Outer(Model):
 
 
 class SecondMoments(Model):
-    """The second moments of Adam, which islands bring to the same mean, block by block, whenever they exchange."""
+    """Second moments of Adam, which islands bring to the same mean, block by block, at every exchange."""
 
     block_size: int = Field(default=128, ge=1)
     """Elements whose second moments are scaled together: 4 bytes are sent for each block."""
 
 
 class Asynchronous(Model):
-    """Asynchronous islands push and pull when they are ready (`ds-compress islands serve --parameter-server`)."""
+    """Asynchronous islands, which push and pull when ready (`ds-compress islands serve --parameter-server`)."""
 
     max_staleness: int = Field(default=64, ge=1)
     """Pushes of others since an island took the anchor, beyond which what it has moved from there is dropped."""
 
 
 class Elastic(Model):
-    """Islands that come and go: each is a job of its own, and they meet at a coordinator (`ds-compress islands`)."""
+    """Islands that join and leave: each is a separate job, and they find each other through a coordinator."""
 
     rendezvous: Address
     """"host:port" of the coordinator."""
@@ -78,12 +78,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "sparseloco": {"sync_every": 30, "exchange": _SPARSE},
     }
 )
-"""What each preset writes where the file is silent. Local SGD with averaging: Stich, arXiv:1805.09767. DiLoCo:
-Douillard et al., arXiv:2311.08105, section 2. SparseLoCo: Sarfi et al., arXiv:2508.15706, section 3."""
+"""Values that each preset sets unless the file does.
+
+Local SGD with averaging: Stich, arXiv:1805.09767. DiLoCo: Douillard et al., arXiv:2311.08105, section 2. SparseLoCo:
+Sarfi et al., arXiv:2508.15706, section 3.
+"""
 
 
 class Islands(Model):
-    """Groups of ranks that train by themselves; every `sync_every` steps they exchange what their weights moved."""
+    """Groups of ranks that train independently and exchange their weight changes every `sync_every` steps."""
 
     preset: Literal["local_sgd", "diloco", "sparseloco"] | None = None
     """Values for the keys that are not written."""
@@ -114,7 +117,7 @@ class Islands(Model):
 
     @property
     def sync_steps(self) -> int | None:
-        """`sync_every` as a number of steps; None where it is a time."""
+        """Return `sync_every` as a number of steps; None if it is a time."""
         return self.sync_every if isinstance(self.sync_every, int) else None
 
     @property
@@ -130,7 +133,7 @@ class Islands(Model):
 
 
 def _within(preset: Any, given: Any) -> Any:
-    """What is `given` of an object that a preset writes, unless it is of another kind."""
+    """Return `given` completed by the preset's object, unless it is of another method or optimizer."""
     if not (isinstance(preset, BaseModel) and isinstance(given, dict)):
         return given
     written = preset.model_dump(exclude_unset=True)
@@ -139,6 +142,8 @@ def _within(preset: Any, given: Any) -> Any:
 
 
 def island_directory(number: int) -> str:
-    """Where island `number` has files of its own, below the directory of the job, in which those of the first one are.
-    Empty for that."""
+    """Return the directory for files of island `number`, relative to the directory of the job.
+
+    Empty for island 0, whose files are in the job's directory.
+    """
     return f"island_{number:04d}" if number else ""

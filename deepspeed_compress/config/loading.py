@@ -16,10 +16,11 @@ from deepspeed_compress.errors import ConfigError
 
 
 def read_ds_config(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The configuration in `source`: a dict, the path of an HJSON (or JSON) file, or base64 of its text.
+    """Return the configuration in `source`: a dict, the path of an HJSON (or JSON) file, or base64 of its text.
 
-    Raises ConfigError, naming the path, for a missing or unreadable file, a syntax error (with line and
-    column), a duplicate key, and an outermost value that is not an object.
+    Raises:
+        ConfigError: naming the path, for a missing or unreadable file, a syntax error (with line and column), a
+            duplicate key, or an outermost value that is not an object.
     """
     if isinstance(source, dict):
         return dict(source)
@@ -50,7 +51,7 @@ def _decode_base64(text: str) -> str | None:
         decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
         return None
-    # A file name may happen to be base64, but hardly of something that looks like an object.
+    # A file name may happen to be valid base64, but hardly of text that looks like an object.
     return decoded if "{" in decoded or ":" in decoded else None
 
 
@@ -58,7 +59,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     duplicates: list[tuple[dict[str, Any], list[str]]] = []
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Build one object, and remember the keys that it holds twice."""
+        """Build one object, and record the keys that it holds twice."""
         built = dict(pairs)
         if len(built) < len(pairs):
             counts = collections.Counter(key for key, _ in pairs)
@@ -74,7 +75,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{name}: objects and lists are nested too deep. Write the keys of DeepSpeed.") from error
-    except ValueError as error:  # such as a number of more digits than Python reads
+    except ValueError as error:  # such as a number with more digits than Python reads
         raise ConfigError(f"{name}: {error}. Correct the value.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{name}: the outermost value is {type(config).__name__}. Write an object {{...}}.")
@@ -83,7 +84,10 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _decode(text: str, build: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
-    """hjson makes an integer of 0.0, which PyTorch refuses beside other betas: what is JSON is read as JSON."""
+    """Decode JSON as JSON, and everything else as HJSON.
+
+    hjson turns 0.0 into an integer, which PyTorch refuses next to float betas.
+    """
     try:
         return json.loads(text, object_pairs_hook=build)
     except ValueError:
@@ -101,7 +105,7 @@ def _refuse(duplicates: list[tuple[dict[str, Any], list[str]]], config: dict[str
 
 
 def _find(value: object, wanted: dict[str, Any]) -> Iterator[KeyPath]:
-    """The path from `value` to the very object `wanted`."""
+    """Yield the path from `value` to the object `wanted`, compared by identity."""
     if value is wanted:
         yield ()
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -1,8 +1,8 @@
-"""Settings of every method, wherever it is used, and what they build. The text under a field is its description in the
-JSON Schema.
+"""Settings of every method in every place, and the parts that they build.
 
-A method is added here: its settings, and `compressor`, which says what makes its messages. Compressors are loaded when
-one is first asked for, so that configurations are read without torch.
+The text under a field is its description in the JSON Schema. To add a method, define its settings here, with a
+`compressor` that makes its messages. Compressors are imported when one is first requested, so that configurations can
+be read without torch.
 """
 
 import math
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "blockwise"
 SCALE_BITS: Mapping[str, int] = MappingProxyType({"fp32": 32, "bf16": 16, "fp16": 16})
-"""Bits of a scale, or of a value that is sent as it is."""
+"""Bits of a scale, or of a value that is sent unchanged."""
 LONG_MESSAGE = 2**20
-"""Elements of the message whose size `bits_per_element` tells."""
+"""Elements of the message for which `bits_per_element` is computed."""
 
 
 class Model(BaseModel):
+    """Base class of all settings: immutable, strict about types, and without unknown keys."""
+
     # strict: "8", 8.0 and true are not 8, so a file means the same to every program that reads it.
-    # defer_build: a program that never uses a model does not wait for it.
+    # defer_build: a program does not spend time on models that it never uses.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, defer_build=True)
 
 
@@ -34,7 +36,7 @@ def _demand_method(schema: dict[str, Any]) -> None:
     schema["required"] = ["method", *(key for key in schema.get("required", ()) if key != "method")]
 
 
-# Only the default method may be left out; in the JSON Schema the other variants demand it.
+# Only the default method may be left out; the JSON Schema requires the key in all other variants.
 NAMED = ConfigDict(json_schema_extra=_demand_method)
 
 
@@ -45,7 +47,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _powers(low: int, high: int) -> Any:
-    """A field for a power of two from `low` to `high`, spelled out in the schema."""
+    """Return a field for a power of two from `low` to `high`, enumerated in the schema."""
     sizes: list[JsonValue] = [1 << n for n in range(low.bit_length() - 1, high.bit_length())]
     return Field(ge=low, le=high, json_schema_extra={"enum": sizes})
 
@@ -60,29 +62,31 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 def with_default_method(value: object) -> object:
-    """A union's value with the default method where none is written."""
+    """Return the value of a union, with the default method if none is written."""
     return {"method": DEFAULT_METHOD, **value} if isinstance(value, dict) else value
 
 
 class MethodConfig(Model):
-    """A method that makes messages."""
+    """Settings of a method that makes messages."""
 
     @abstractmethod
     def compressor(self, step: int | None = None) -> "Compressor":
-        """What makes the messages of optimizer step `step` (0-based); None: when warm-ups are over."""
+        """Return the compressor of optimizer step `step` (0-based); None means after all warm-ups."""
 
     @abstractmethod
     def bits_per_element(self) -> float:
-        """Bits that an element of a long message takes when warm-ups are over."""
+        """Return the bits per element of a long message, after all warm-ups."""
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether the seed means anything."""
+        """Return True if the method uses the seed."""
         return False
 
     def softer(self) -> dict[str, JsonValue] | None:
-        """The keys to change for a little less loss, {"bits": 8} for instance; None: nothing is softer but no
-        compression."""
+        """Return the keys to change for a little less loss, such as {"bits": 8}.
+
+        None means that only no compression is softer.
+        """
         return None
 
 
@@ -276,11 +280,11 @@ ValuesConfig = Annotated[
     Field(discriminator="method"),
     BeforeValidator(with_default_method),
 ]
-"""How the values that a sparsifier keeps are compressed in their turn."""
+"""Settings of the compression of the values that a sparsifier keeps."""
 
 
 class SparseConfig(MethodConfig):
-    """Some of the values, chosen anew for every message."""
+    """Some of the values, selected again for every message."""
 
     density: Density = 0.01
     """Fraction of the values that is sent."""
@@ -290,37 +294,40 @@ class SparseConfig(MethodConfig):
     @property
     @abstractmethod
     def choices(self) -> int | None:
-        """What is chosen from: values of a block, or groups of them; None for those of a whole message."""
+        """Return the number of candidates to choose from: values of a block, or groups of them.
+
+        None means those of a whole message.
+        """
 
     def density_at(self, step: int | None) -> float:
-        """The density of optimizer step `step` (0-based); None: when warm-ups are over."""
+        """Return the density of optimizer step `step` (0-based); None means after all warm-ups."""
         return self.density
 
     def values_compressor(self) -> "Compressor":
-        """What the values sent are compressed with."""
+        """Return the compressor of the values that are sent."""
         from deepspeed_compress.compression.compressors import Cast
 
         return Cast() if self.values is None else self.values.compressor()
 
     def value_bits(self) -> float:
-        """Bits of a value that is sent, its place left out."""
+        """Return the bits of a value that is sent, without its index."""
         return SCALE_BITS["fp32"] if self.values is None else self.values.bits_per_element()
 
     def softer(self) -> dict[str, JsonValue] | None:
-        # Four times the density, up to a quarter; beyond that indices cost more than they save.
+        # Four times the density, up to a quarter; beyond that, indices cost more than they save.
         return {"density": min(0.25, 4 * self.density)} if self.density < 0.25 else None
 
 
 class DensityWarmUp(SparseConfig):
-    """A density that begins high."""
+    """Density that starts high."""
 
     density_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the density falls from 25 % to `density`, by factors of 4 or less."""
 
     def density_at(self, step: int | None) -> float:
-        """25 %, 6.25 %, 1.56 % ... in stages of a quarter of the warm-up, never below `density`.
+        """Return 25 %, 6.25 %, 1.56 % ... in stages of a quarter of the warm-up, never below `density`.
 
-        Deep Gradient Compression (arXiv:1712.01887, section 3.3) falls by the same factor each epoch.
+        Deep Gradient Compression (arXiv:1712.01887, section 3.3) reduces it by the same factor each epoch.
         """
         if step is None or step >= self.density_warmup_steps:
             return self.density
@@ -329,7 +336,7 @@ class DensityWarmUp(SparseConfig):
 
 
 class LargestConfig(SparseConfig):
-    """The largest magnitudes, and where they were, under any name."""
+    """The largest magnitudes and their indices, under any method name."""
 
     block_size: SelectionBlock = 4096
     """Values from which the largest are chosen, a power of two; read by `scope` `block` alone."""
@@ -353,7 +360,7 @@ class LargestConfig(SparseConfig):
 
 
 class TopKConfig(LargestConfig):
-    """The largest magnitudes, and where they were."""
+    """The largest magnitudes and their indices."""
 
     model_config = NAMED
     method: Literal["topk"]
@@ -361,7 +368,7 @@ class TopKConfig(LargestConfig):
 
 
 class RandomKConfig(SparseConfig):
-    """Values at random places that all ranks draw alike, so that no index is sent."""
+    """Values at random positions that all ranks draw alike, so that no index is sent."""
 
     model_config = NAMED
     method: Literal["randomk"]
@@ -389,7 +396,7 @@ class RandomKConfig(SparseConfig):
 
 
 class BlockTopKConfig(SparseConfig):
-    """Whole groups of neighbours, those of the largest L2 norm."""
+    """Groups of neighboring values with the largest L2 norm."""
 
     model_config = NAMED
     method: Literal["block_topk"]
@@ -413,12 +420,15 @@ class BlockTopKConfig(SparseConfig):
 
 
 def largest_bits(width: int, density: float, value_bits: float) -> float:
-    """Bits an element, where of each `width` elements the largest are sent, each as an index and `value_bits`."""
+    """Return the bits per element if the largest of each `width` are sent, with an index and `value_bits` each."""
     return kept_of(width, density) / width * (value_bits + (width - 1).bit_length())
 
 
 def kept_of(width: int, density: float) -> int:
-    """Elements kept of a block of `width`. The slack undoes binary fractions: 0.07 * 100 keeps 7, not 8."""
+    """Return how many elements of a block of `width` are kept.
+
+    The slack cancels errors of binary fractions: 0.07 * 100 keeps 7, not 8.
+    """
     return min(width, max(1, math.ceil(density * width - 1e-9)))
 
 
@@ -432,7 +442,7 @@ class HadamardConfig(Model):
     """Values of a block, a power of two."""
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
-        """The change of basis; `widths`: row length of each matrix, by the name of its parameter."""
+        """Return the change of basis; `widths` has the row length of each matrix, by the name of its parameter."""
         from deepspeed_compress.compression.transforms import Hadamard
 
         return Hadamard(self.block_size)
@@ -448,7 +458,7 @@ class DCTConfig(Model):
     """Rows and columns of a tile, a power of two."""
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
-        """The change of basis; `widths`: row length of each matrix, by the name of its parameter."""
+        """Return the change of basis; `widths` has the row length of each matrix, by the name of its parameter."""
         from deepspeed_compress.compression.transforms import DCT
 
         return DCT(widths, self.tile)

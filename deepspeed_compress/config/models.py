@@ -15,7 +15,7 @@ SECTION = "deepspeed_compress"
 
 
 class Parallelism(Model):
-    """How the ranks are divided. Expands into DeepSpeed's own keys, with which it must agree."""
+    """Division of the ranks. It expands into DeepSpeed's own keys, with which it must agree."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """ZeRO stage, written to `zero_optimization.stage`. Left out or null: DeepSpeed's own setting holds."""
@@ -39,7 +39,7 @@ defaults."""
 
 
 class Ramp(Model):
-    """The way from uncompressed to the chosen settings, after the warm-up."""
+    """Transition from uncompressed to the chosen settings, after the warm-up."""
 
     steps: int = Field(ge=1)
     """Optimizer steps that the ramp takes."""
@@ -53,7 +53,7 @@ class Ramp(Model):
 
 
 class Phase(Model):
-    """A part of training with settings of its own."""
+    """Part of training with its own settings."""
 
     until: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of `total_steps` at which the phase ends. Three phases may leave it out: 0.2, 0.8 and 1.0."""
@@ -64,7 +64,7 @@ class Phase(Model):
 
 
 class Schedule(Model):
-    """What changes over the steps of training."""
+    """Changes over the steps of training."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps at the start that are sent uncompressed."""
@@ -77,7 +77,7 @@ class Schedule(Model):
 
 
 class RollBack(Model):
-    """Back to the last settings with which training went well."""
+    """Rollback to the last settings with which training went well."""
 
     behind: float = Field(default=0.05, gt=0)
     """How far the smoothed loss may be above its best, as a fraction of it."""
@@ -88,7 +88,7 @@ class RollBack(Model):
 
 
 class Guard(Model):
-    """Watches gradients, loss and residuals, and softens compression when something is wrong."""
+    """Guard that watches gradients, loss and residuals, and softens compression when something is wrong."""
 
     on_anomaly: Literal["disable", "soften", "report"] = "disable"
     """`disable`: send uncompressed; `soften`: one step softer each time; `report`: only write it down."""
@@ -119,7 +119,7 @@ class Guard(Model):
 
 
 class Adaptive(Model):
-    """Chooses the settings that are predicted to be soonest at a loss, on this network and of these gradients."""
+    """Adaptive choice of the settings that are predicted to reach a loss soonest with this network and gradients."""
 
     candidates: Annotated[tuple[Patch, ...], Field(strict=False, min_length=1)] | None = None
     """Settings to choose from: keys of `gradients` that differ; null has a usual list. What is written in `gradients`,
@@ -139,7 +139,7 @@ class Adaptive(Model):
 
 
 class Monitor(Model):
-    """What is measured, how often, and where it is written."""
+    """Measurements: what is measured, how often, and where it is written."""
 
     every: int = Field(default=1, ge=1)
     """Optimizer steps between measurements."""
@@ -154,15 +154,17 @@ class Monitor(Model):
 
 
 class Lint(Model):
-    """Read by the linter alone; training ignores it."""
+    """Settings that only the linter reads; training ignores them."""
 
     ignore: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of lint rules that do not apply to this file."""
 
 
 class CompressConfig(Model):
-    """Compressed communication for DeepSpeed. Every key has a default: `{}` is 8-bit blockwise gradients
-    with error feedback."""
+    """Compressed communication for DeepSpeed.
+
+    Every key has a default: `{}` is 8-bit blockwise gradients with error feedback.
+    """
 
     parallelism: Parallelism | None = None
     """Degrees of parallelism; null leaves them to DeepSpeed's own keys."""

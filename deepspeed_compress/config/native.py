@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed: what a file says at one, and those that say the same as keys of the section's `parallelism`."""
+"""DeepSpeed's own keys: reading their values, and those that correspond to keys of the section's `parallelism`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from deepspeed_compress.diagnostics import Path
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A field of Parallelism and the key of DeepSpeed that says the same."""
+    """Field of `Parallelism` and the corresponding key of DeepSpeed."""
 
     field: str
     section: str
     key: str
     off: int  # smaller values mean this one: DeepSpeed's autotp_size is 0 by default
-    on: int | None = None  # what `true` in place of DeepSpeed's section means
+    on: int | None = None  # value if DeepSpeed's whole section is `true`
 
     @property
     def ours(self) -> Path:
@@ -27,12 +27,12 @@ class Native:
         return self.section, self.key
 
     def given(self, parallelism: Parallelism) -> int | None:
-        """The value that the user wrote into our section; a default is not given."""
+        """Return the value that the user wrote into our section; None for a default."""
         value: int | None = getattr(parallelism, self.field)
         return value if self.field in parallelism.model_fields_set else None
 
     def native(self, ds_config: Mapping[str, Any]) -> object:
-        """The value in DeepSpeed's own key; None when absent or "auto", which DeepSpeed drops."""
+        """Return the value of DeepSpeed's own key; None if it is absent or "auto", which DeepSpeed drops."""
         section = ds_config.get(self.section)
         if section is True:
             return self.on
@@ -40,18 +40,18 @@ class Native:
         return None if value == "auto" else value
 
     def effective(self, ds_config: Mapping[str, Any], parallelism: Parallelism) -> int:
-        """The value that holds; what is not a number is left for DeepSpeed to refuse."""
+        """Return the effective value. A value that is not a number is left for DeepSpeed to refuse."""
         given, native = self.given(parallelism), self.native(ds_config)
         value = _number(native) if given is None else given
         return max(value, self.off) if isinstance(value, int) else self.off
 
     def place(self, parallelism: Parallelism) -> Path:
-        """The key that decides."""
+        """Return the place of the key that decides."""
         return self.theirs if self.given(parallelism) is None else self.ours
 
 
 def _number(value: object) -> object:
-    """DeepSpeed takes "2" and 2.0 for 2."""
+    """Convert "2" and 2.0 to 2, as DeepSpeed does."""
     try:
         number = float(value) if isinstance(value, str | float) else 0.5
     except ValueError:
@@ -65,7 +65,7 @@ NATIVES = (STAGE, TENSOR)
 
 
 def value_at(ds_config: Mapping[str, Any], path: Path) -> Any:
-    """What stands there; None where nothing does."""
+    """Return the value at `path`; None if there is none."""
     found: Any = ds_config
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""Settings that are valid and have no effect, or cost more than they give."""
+"""Settings that are valid, but have no effect or cost more than they gain."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from deepspeed_compress.config.places import CompressedGradients, GradientsConfi
 from deepspeed_compress.config.problems import notice, show
 from deepspeed_compress.diagnostics import Diagnostic
 
-# A pattern that is found in all of these is found in every name.
+# A pattern that matches all of these matches every name.
 _ANY_NAMES = ("", "a", "0.b_1")
 
 
 def find_notices(section: CompressConfig) -> list[Diagnostic]:
-    """What `section` sets to no effect; empty for the defaults."""
+    """Return the settings of `section` without effect; empty for the defaults."""
     return [found for check in _CHECKS for found in check(section)]
 
 
@@ -60,7 +60,7 @@ def _seed_unused(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def _parts(node: object) -> Iterator[object]:
-    """`node` and every model inside it."""
+    """Yield `node` and every model inside it."""
     if isinstance(node, Model):
         yield node
         for name in type(node).model_fields:
@@ -112,7 +112,7 @@ def _remembers(gradients: GradientsConfig) -> bool:
 
 
 def _biased_alone(section: CompressConfig) -> Iterator[Diagnostic]:
-    """Methods that lose most of the gradient need a memory."""
+    """Check that methods that lose most of the gradient have error feedback."""
     methods = [section.gradients, *(override for _, override in override_places(section))]
     lossy = [m.method for m in methods if m.method in _LOSSY or (isinstance(m, RandomKConfig) and not m.rescale)]
     if lossy and not _remembers(section.gradients):
@@ -128,7 +128,10 @@ def _rescaled_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def _noisy_feedback(section: CompressConfig) -> Iterator[Diagnostic]:
-    """The error of QSGD is up to sqrt(block_size) / levels times what is sent: fed back, it may grow for ever."""
+    """Check QSGD with error feedback, whose residuals may grow without bound.
+
+    Its error is up to sqrt(block_size) / levels times the values sent.
+    """
     method = section.gradients
     if isinstance(method, QSGDGradients) and method.error_feedback and method.block_size**0.5 > method.levels:
         what = f"with {method.levels} levels for blocks of {method.block_size} the residuals may grow (allowed: null)"

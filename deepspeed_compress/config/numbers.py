@@ -1,4 +1,4 @@
-"""Numbers as people read them, everywhere in one form: sizes, times, ratios, shares, counts."""
+"""Consistent formats of numbers for readers: sizes, times, ratios, shares, counts."""
 
 import math
 from typing import Any
@@ -18,11 +18,11 @@ __all__ = [
 ]
 
 UNKNOWN = "-"
-"""In place of a number that is not there."""
+"""Text in place of a missing number."""
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can express it: None for what is not finite, in lists and objects too."""
+    """Return `value` as JSON can express it: None for non-finite numbers, also in lists and objects."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -31,12 +31,12 @@ def finite(value: Any) -> Any:
 
 
 def shown(value: float | None, form: str, scale: float = 1.0, suffix: str = "") -> str:
-    """`value` times `scale` in a table, before `suffix`; `UNKNOWN` where it is None or not finite."""
+    """Format `value` times `scale` for a table, with `suffix`; `UNKNOWN` if it is None or not finite."""
     return UNKNOWN if value is None or not math.isfinite(value) else format(scale * value, form) + suffix
 
 
 def size(count: float) -> str:
-    """Bytes in a sentence: "1,024 bytes", "1.250 MB", "250 MB"."""
+    """Format a number of bytes for a sentence: "1,024 bytes", "1.250 MB", "250 MB"."""
     if count < 1e5:
         return f"{count:,.0f} bytes"
     return megabytes(count) if count < 1e7 else f"{count / 1e6:,.0f} MB"
@@ -55,17 +55,17 @@ def milliseconds(value: float) -> str:
 
 
 def change(share: float | None) -> str:
-    """A difference to what it is compared with: 0.01 is "+1.00%"."""
+    """Format a relative difference: 0.01 is "+1.00%"."""
     return shown(share, "+.2%")
 
 
 def span(first: int, last: int) -> str:
-    """Steps `first` to `last`."""
+    """Format the steps `first` to `last`."""
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def short(value: float) -> str:
-    """Four digits, on an axis: "12.5k", "3M"."""
+    """Format `value` with four digits for an axis: "12.5k", "3M"."""
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= factor:
             return f"{value / (1e3 if letter == 'k' else factor):.4g}{letter}"
@@ -73,7 +73,7 @@ def short(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """Any figure in a sentence: "1,234", "0.01235"."""
+    """Format any figure for a sentence: "1,234", "0.01235"."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Parameters that are treated differently: every method that messages can have, and whom it is for."""
+"""Overrides: parameters that are treated differently, with every method that messages can have."""
 
 import re
 from typing import Annotated
@@ -36,12 +36,12 @@ class OverrideConfig(Model):
 
     @property
     def is_uncompressed(self) -> bool:
-        """Whether these parameters go uncompressed in every step."""
+        """Return True if these parameters are sent uncompressed in every step."""
         return isinstance(self, methods.NoCompression) and self.every == 1
 
 
 class NoneOverride(OverrideConfig, methods.NoCompression):
-    """Parameters that go uncompressed."""
+    """Parameters that are sent uncompressed."""
 
 
 class CastOverride(OverrideConfig, methods.CastConfig):

@@ -1,4 +1,4 @@
-"""Settings that stand in for the chosen ones for a while: keys that differ, merged into the others."""
+"""Settings that temporarily replace the chosen ones: keys that differ, merged into the others."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -33,36 +33,36 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Keys of every method."""
 _SHARED = frozenset({"overrides", "min_numel", "chunk_bytes", "hierarchy", "error_feedback", "rotation"})
-"""Keys that stay when the method changes, where the new one has them."""
+"""Keys that are kept when the method changes, if the new method has them."""
 _SHARED_BY_WEIGHTS = frozenset({"min_numel", "overlap"})
-"""The same of weights; uncompressed ones have none of them."""
+"""The same for weights; uncompressed weights have none of them."""
 _SHOWN = ("bits", "levels", "density", "rank")
 _SAID: Mapping[str, Mapping[str, int]] = MappingProxyType({"sign": {"levels": 2}})
-"""What the name of a method says already."""
+"""Values that the name of a method already implies."""
 
 
 def patched(gradients: GradientsConfig, patch: Mapping[str, Any]) -> GradientsConfig:
-    """`gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
+    """Return `gradients` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
     return _adapter().validate_python(merged(gradients, patch)) if patch else gradients
 
 
 def patched_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> WeightsConfig:
-    """The same of settings of `weights`."""
+    """Return `weights` with the keys of `patch` in place of its own. Raises pydantic's ValidationError."""
     return weights_of(_merged_weights(weights, patch))
 
 
 def written(settings: GradientsConfig | Override | WeightsConfig) -> dict[str, Any]:
-    """Settings of gradients, of an override, or of weights, as a section would have them."""
+    """Return settings of gradients, of an override, or of weights as a section would contain them."""
     return {"method": settings.method, **settings.model_dump(mode="json", exclude_unset=True)}
 
 
 def settings_of(text: Mapping[str, Any]) -> GradientsConfig:
-    """The settings of `gradients` that `written` gave. Raises pydantic's ValidationError."""
+    """Return the settings of gradients from the result of `written`. Raises pydantic's ValidationError."""
     return _adapter().validate_python(text)
 
 
 def weights_of(text: Mapping[str, Any]) -> WeightsConfig:
-    """The same of settings of `weights`."""
+    """Return the settings of weights from the result of `written`. Raises pydantic's ValidationError."""
     return _weights_adapter().validate_python(text)
 
 
@@ -73,12 +73,12 @@ def _weights_adapter() -> TypeAdapter[WeightsConfig]:
 
 @cache
 def _adapter() -> TypeAdapter[GradientsConfig]:
-    """Made when first needed: the linter starts without."""
+    """Return the adapter of gradient settings. It is built on first use, because the linter starts without it."""
     return TypeAdapter(GradientsConfig)
 
 
 def merged(gradients: GradientsConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`gradients` with `patch`, as they would be written, and not validated."""
+    """Return `gradients` with `patch` as they would be written, not validated."""
     kept = written(gradients)
     method = patch.get("method", gradients.method)
     if method != gradients.method:
@@ -96,7 +96,7 @@ def _merged_weights(weights: WeightsConfig, patch: Mapping[str, Any]) -> dict[st
 
 
 def merged_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], str, dict[str, Any]]]:
-    """Every patch in `section`: its place, the key that it is of, and the settings that come of it, not validated."""
+    """Yield every patch in `section`: its place, the key that it patches, and the merged settings, not validated."""
     for path, patch in patch_places(section):
         yield path, "gradients", merged(section.gradients, patch)
     for path, patch in weight_places(section) if isinstance(section.weights, CompressedWeights) else ():
@@ -104,7 +104,7 @@ def merged_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], str, di
 
 
 def weight_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Every patch of weights in `section` that says something, with its place."""
+    """Yield every non-empty patch of weights in `section`, with its place."""
     for index, phase in enumerate(section.schedule.phases):
         if phase.weights:
             yield ("schedule", "phases", index, "weights"), phase.weights
@@ -114,7 +114,7 @@ def weight_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping
 
 
 def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Every patch of gradients in `section`, with its place."""
+    """Yield every patch of gradients in `section`, with its place."""
     schedule = section.schedule
     for index, stage in enumerate((schedule.ramp.stages or ()) if schedule.ramp else ()):
         yield ("schedule", "ramp", "stages", index), stage
@@ -125,7 +125,7 @@ def patch_places(section: Any) -> Iterator[tuple[tuple[str | int, ...], Mapping[
 
 
 def brief(settings: GradientsConfig | WeightsConfig | ValuesConfig) -> str:
-    """A method and what it depends on most: "topk density=0.01 values=blockwise bits=4"."""
+    """Return a method and its most important keys: "topk density=0.01 values=blockwise bits=4"."""
     known = settings.model_dump(include=set(_SHOWN))
     said = _SAID.get(settings.method, {})
     parts = [f"{key}={known[key]:.3g}" for key in _SHOWN if key in known and known[key] != said.get(key)]

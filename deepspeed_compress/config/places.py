@@ -1,4 +1,4 @@
-"""Where methods are used (gradients, inside a node, weights), what each place adds, and what it builds of it."""
+"""Settings of methods by place (gradients, inside a node, weights), and the parts that each place builds from them."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MemoryConfig(Model):
-    """What a method remembers between steps, an element for every gradient that this rank sends."""
+    """Values that a method keeps between steps: one for every gradient element that this rank sends."""
 
     dtype: Literal["fp32", "bf16", "int8"] = "bf16"
     """Type in which it is stored: 4, 2 or about 1 bytes an element."""
@@ -39,7 +39,7 @@ class MemoryConfig(Model):
 
 
 class ErrorFeedbackConfig(MemoryConfig):
-    """Keeps what compression dropped (the residual) and adds it to the next step's gradient."""
+    """Error feedback: keeps what compression dropped (the residual) and adds it to the next step's gradient."""
 
     decay: float = Field(default=1.0, gt=0, le=1)
     """Factor of the residual in the next step; below 1 it is forgotten by and by."""
@@ -71,7 +71,7 @@ class Hierarchy(Model):
 
 
 class CompressedGradients(Model):
-    """What every method that compresses gradients can be told."""
+    """Keys of every method that compresses gradients."""
 
     # strict=False: JSON has lists, not tuples.
     overrides: Annotated[tuple[Override, ...], Field(strict=False)] = ()
@@ -85,20 +85,23 @@ class CompressedGradients(Model):
     @property
     @abstractmethod
     def residuals(self) -> MemoryConfig | None:
-        """How residuals (with some methods: momenta) are stored; None: there are none."""
+        """Return how residuals (with some methods, momenta) are stored; None if there are none."""
 
     def transform(self, widths: Mapping[str, int]) -> "Transform":
-        """The change of basis before compression; `widths`: row length of each matrix, by the name of its parameter."""
+        """Return the change of basis before compression.
+
+        `widths` has the row length of each matrix, by the name of its parameter.
+        """
         from deepspeed_compress.compression.transforms import Identity
 
         return Identity()
 
     def gradient_feedback(self, stores: "ResidualStores") -> "Feedback":
-        """What the sender of a gradient keeps of it."""
+        """Return the feedback of the sender of a gradient."""
         return self.residual_feedback(stores, "gradients")
 
     def residual_feedback(self, stores: "ResidualStores", name: str) -> "Feedback":
-        """Error feedback with residuals in the store `name`; none where it is switched off."""
+        """Return error feedback with residuals in the store `name`, or no feedback if it is switched off."""
         from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
 
         kept = self.residuals
@@ -208,8 +211,10 @@ class DGCGradients(LayeredGradients, methods.DensityWarmUp, methods.LargestConfi
 
 
 class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfig):
-    """Decoupled momentum: the largest DCT coefficients of a momentum that each rank keeps. The optimizer must have
-    none."""
+    """Decoupled momentum: the largest DCT coefficients of a momentum that each rank keeps.
+
+    The optimizer must have none.
+    """
 
     model_config = NAMED
     method: Literal["demo"]
@@ -246,7 +251,7 @@ class DeMoGradients(LayeredGradients, methods.DensityWarmUp, methods.SparseConfi
         return ErrorFeedback(momentum, self.momentum, own_exact=False)
 
     def bits_per_element(self) -> float:
-        # Of whole tiles, which matrices mostly are cut into.
+        # Counted for whole tiles, into which most matrices are cut.
         return methods.largest_bits(self.choices, self.density, self.value_bits())
 
 
@@ -268,11 +273,11 @@ class PowerSGDGradients(CompressedGradients):
         return self.error_feedback
 
     def softer(self) -> dict[str, JsonValue] | None:
-        """As of `MethodConfig`."""
+        """Return the keys to change for a little less loss, as `MethodConfig.softer` does."""
         return {"rank": min(16, 4 * self.rank)} if self.rank < 16 else None
 
     def factor_compressor(self) -> "Compressor":
-        """What the messages of factors are made with."""
+        """Return the compressor of the messages of factors."""
         from deepspeed_compress.compression.compressors import Cast
 
         return Cast() if self.factors is None else self.factors.compressor()
@@ -293,7 +298,7 @@ AnyCompressedGradients = (
     | DeMoGradients
     | PowerSGDGradients
 )
-"""Settings of gradients with any method but "none"."""
+"""Settings of gradients with any method except "none"."""
 GradientsConfig = Annotated[
     NoneGradients | AnyCompressedGradients,
     Field(discriminator="method"),
@@ -302,7 +307,7 @@ GradientsConfig = Annotated[
 
 
 class CompressedWeights(methods.MethodConfig):
-    """What every method that compresses weights can be told."""
+    """Keys of every method that compresses weights."""
 
     min_numel: int = Field(default=0, ge=0)
     """Parameters with fewer elements go uncompressed, in the same messages."""

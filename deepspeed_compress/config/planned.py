@@ -1,6 +1,6 @@
-"""What the section will hold in later versions: recognised, and refused rather than ignored.
+"""Keys of the section that are planned for later versions: recognized, and refused instead of ignored.
 
-One walk over the raw section finds these, and every scalar "auto", before the models look at it.
+One walk over the raw section finds them, and every scalar "auto", before the models validate it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from deepspeed_compress.config.problems import listed, problem
 from deepspeed_compress.config.schema import SchemaView
 from deepspeed_compress.diagnostics import Diagnostic, Path
 
-# Keys by the place where they may stand.
+# Keys by the place in which they may stand.
 PLANNED_KEYS: Mapping[Path, frozenset[str]] = MappingProxyType(
     {
         (): frozenset({"activations", "tensor_collectives"}),
@@ -23,7 +23,7 @@ _AUTO = (
 
 
 def find_planned(section: object) -> Iterator[Diagnostic]:
-    """Problems for every planned key and scalar "auto" of a raw section."""
+    """Yield a problem for every planned key and scalar "auto" of a raw section."""
     view = SchemaView(section)
     for path, value in _walk(section, ()):
         if path and path[-1] in PLANNED_KEYS.get(path[:-1], ()):

@@ -10,23 +10,23 @@ from deepspeed_compress.errors import ConfigError
 
 
 def show(value: object) -> str:
-    """Return a value as it stands in JSON, shortened to one line of a message."""
+    """Return a value as JSON, shortened to fit one line of a message."""
     text = encodable(json.dumps(value, default=repr, ensure_ascii=False))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def listed(values: Iterable[object]) -> str:
-    """Values as in JSON, separated by commas."""
+    """Return values as JSON, separated by commas."""
     return ", ".join(show(value) for value in values)
 
 
 def problem(path: Path, message: str, instead: str) -> Diagnostic:
-    """What is wrong at `path` of the section, and what to write instead."""
+    """Return a diagnostic of what is wrong at `path` of the section, and what to write instead."""
     return Diagnostic(at(SECTION, *path), message, write(instead))
 
 
 def notice(path: Path, message: str, instead: str) -> Diagnostic:
-    """What is valid at `path` of the section, and has no effect or costs more than it gives."""
+    """Return a warning about a valid setting at `path` that has no effect or costs more than it gains."""
     return Diagnostic(at(SECTION, *path), message, write(instead), severity="warning")
 
 

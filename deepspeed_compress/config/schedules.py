@@ -1,4 +1,4 @@
-"""Whether a schedule can be followed: its patches, its ramp, and where its phases end."""
+"""Checks that a schedule can be followed: its patches, its ramp, and the ends of its phases."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,15 +14,15 @@ __all__ = ["FIXED", "OWN_MOMENTUM", "THIRDS", "find_unscheduled", "find_without_
 OWN_MOMENTUM = frozenset({"dgc", "demo"})
 """Methods that give gradients a momentum before they are sent."""
 THIRDS = (0.2, 0.8, 1.0)
-"""Where three phases end that do not say it."""
+"""Ends of three phases that leave out `until`."""
 FIXED = ("error_feedback", "hierarchy", "memory")
-"""What is made once for a whole run."""
+"""Keys of gradients that are fixed for a whole run."""
 FIXED_OF_WEIGHTS = frozenset({"min_numel", "overlap"})
-"""The same of weights."""
+"""Keys of weights that are fixed for a whole run."""
 
 
 def phase_ends(schedule: Schedule) -> tuple[float | None, ...]:
-    """The fraction of training at which each phase ends; None where it is not known."""
+    """Return the fraction of training at which each phase ends; None if unknown."""
     ends = [phase.until for phase in schedule.phases]
     if len(ends) == len(THIRDS) and not any(ends):
         return THIRDS
@@ -30,7 +30,7 @@ def phase_ends(schedule: Schedule) -> tuple[float | None, ...]:
 
 
 def total_steps(ds_config: Mapping[str, Any], schedule: Schedule) -> int | None:
-    """Optimizer steps of the whole training, from the section or the learning-rate schedule; None if not known."""
+    """Return the optimizer steps of the whole training, from the section or the scheduler; None if unknown."""
     if schedule.total_steps is not None:
         return schedule.total_steps
     found = _scheduler_params(ds_config).get("total_num_steps")
@@ -44,7 +44,7 @@ def _scheduler_params(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
-    """What in the schedule of `section` cannot be done."""
+    """Yield problems of the schedule of `section`."""
     yield from _ramp_of_nothing(section)
     yield from _phases_in_disorder(section)
     yield from _weights_made_once(section)
@@ -57,7 +57,10 @@ def find_unscheduled(section: CompressConfig) -> Iterator[Diagnostic]:
 
 
 def find_without_length(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Phases are fractions of a training whose length must be known; "auto" is filled in before training."""
+    """Check that the length of training is known if there are phases, which are fractions of it.
+
+    "auto" is accepted, because it is filled in before training.
+    """
     auto = "auto" in _scheduler_params(ds_config).values()
     if section.schedule.phases and total_steps(ds_config, section.schedule) is None and not auto:
         what = "null, and /scheduler/params/total_num_steps is not there, so no one knows when a phase ends"
@@ -109,7 +112,7 @@ def _made_once(section: CompressConfig, path: Path, patch: Mapping[str, Any]) ->
             what = f"{show(patch[key])} cannot change in mid-run, because memories and groups are made once"
             yield problem((*path, key), f"{what} (allowed: keys other than {listed(FIXED)})", "it in gradients")
     method = patched(section.gradients, {k: v for k, v in patch.items() if k not in FIXED}).method
-    # Of candidates of adaptive it is told with all other reasons.
+    # For candidates of `adaptive` this is reported with all other reasons.
     if (
         path[0] == "schedule"
         and "none" != method != section.gradients.method

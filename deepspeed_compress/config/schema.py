@@ -1,4 +1,4 @@
-"""The JSON Schema of the section, and questions that error messages ask of it."""
+"""JSON Schema of the section, and the queries that error messages need."""
 
 import ast
 import inspect
@@ -20,13 +20,16 @@ Node = dict[str, Any]
 
 
 def json_schema() -> Node:
-    """JSON Schema (draft 2020-12) of the section, with descriptions, defaults and allowed values."""
+    """Return the JSON Schema (draft 2020-12) of the section, with descriptions, defaults and allowed values."""
     schema = CompressConfig.model_json_schema(schema_generator=_Described)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 class _Described(GenerateJsonSchema):
-    """Describes each key by the text under its field. Pydantic could, but would read the sources at every start."""
+    """Schema generator that describes each key by the text under its field.
+
+    Pydantic could do the same, but would read the sources at every start.
+    """
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         node = super().model_schema(schema)
@@ -38,7 +41,7 @@ class _Described(GenerateJsonSchema):
 
 @cache
 def _texts(model: type) -> Node:
-    """The string below each field that `model` itself has."""
+    """Return the string below each field that `model` itself defines."""
     if not issubclass(model, Model):
         return {}
     [definition] = ast.parse(dedent(inspect.getsource(model))).body
@@ -54,12 +57,12 @@ def _texts(model: type) -> Node:
     }
 
 
-# Made once: it takes longer than everything else that reading a configuration needs.
+# Cached: generating it takes longer than everything else that reading a configuration needs.
 _generated = cache(json_schema)
 
 
 class SchemaView:
-    """The schema as seen by one section: unions resolve to the variant that its `method` chooses."""
+    """Schema as seen by one section: unions resolve to the variant that its `method` selects."""
 
     def __init__(self, section: object) -> None:
         self._section = section
@@ -69,7 +72,7 @@ class SchemaView:
         return _generated()
 
     def at(self, path: Path) -> Node:
-        """The schema of the value at `path`, references resolved; {} where there is none."""
+        """Return the schema of the value at `path`, with references resolved; {} if there is none."""
         node, value = self._resolve(self._schema), self._section
         for part in path:
             node = self._child(node, part, value)
@@ -77,20 +80,20 @@ class SchemaView:
         return node
 
     def keys(self, path: Path) -> list[str]:
-        """The keys that the object at `path` may have."""
+        """Return the keys that the object at `path` may have."""
         return sorted(self._variant(self.at(path), value_at(self._section, path)).get("properties", {}))
 
     def places(self, path: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
         """Yield every place that may hold the last key of `path`: (place, methods with it, methods without).
 
-        Of the items of a list it is the one that `path` goes through, or else the first.
+        In a list, the place is in the item that `path` goes through, or else in the first one.
         """
         for place, having, lacking in self._by_key.get(path[-1], ()):
             yield _with_indices(place, path), having, lacking
 
     @cached_property
     def _by_key(self) -> dict[str | int, list[tuple[Path, list[str], list[str]]]]:
-        """Places by their last key. -1 stands for the index of any item of a list."""
+        """Return places by their last key. -1 stands for the index of any item of a list."""
         found: dict[str | int, list[tuple[Path, list[str], list[str]]]] = {}
         for place, having, lacking in self._places(self._resolve(self._schema), (), set()):
             found.setdefault(place[-1], []).append((place, having, lacking))
@@ -138,8 +141,10 @@ class SchemaView:
         return variants[method] if known else variants.get(DEFAULT_METHOD, next(iter(variants.values())))
 
     def _resolve(self, node: Node) -> Node:
-        """Follow `$ref`, and take what is not null of an optional value; siblings such as defaults win. Of a value of
-        several types it has what any of them has, and all of them as `variants`."""
+        """Follow `$ref`, and take the non-null option of an optional value; siblings such as defaults win.
+
+        A value of several types gets the keys that any of them has, and all of them as `variants`.
+        """
         if "$ref" in node:
             target = self._schema["$defs"][node["$ref"].removeprefix("#/$defs/")]
             return self._resolve({**target, **{k: v for k, v in node.items() if k != "$ref"}})
@@ -162,26 +167,26 @@ def _with_indices(place: Path, wanted: Path) -> Path:
 
 
 def value_at(value: object, path: Path) -> object:
-    """Return what stands at `path` of `value`; None if nothing does."""
+    """Return the value at `path` inside `value`; None if there is none."""
     for part in path:
         value = _inside(value, part)
     return value
 
 
 def _inside(value: object, part: str | int) -> object:
-    """What `value`, a part of the section, holds under a key or an index; None if it holds nothing there."""
+    """Return what `value`, a part of the section, holds under a key or an index; None if nothing."""
     if isinstance(value, dict):
         return value.get(part)
     return value[part] if isinstance(value, list | tuple) and isinstance(part, int) else None
 
 
 def choices(node: Node) -> list[Any]:
-    """The values that a schema lists one by one, else []."""
+    """Return the values that a schema enumerates, or []."""
     return list(node.get("enum", [node["const"]] if "const" in node else []))
 
 
 def describe(node: Node) -> str:
-    """What a schema allows, in words."""
+    """Describe in words what a schema allows."""
     values = choices(node)
     if "variants" in node:
         text = ", or ".join(describe(variant) for variant in node["variants"])

@@ -1,4 +1,4 @@
-"""A configuration without what nobody else may see: passwords, tokens and keys of services that a run reports to."""
+"""Copies of a configuration without secrets: passwords, tokens and keys of services that a run reports to."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 """Words of "apiKey", "API_KEY", "api-key" and "apikey2"."""
 _ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"})
 _TEXT = frozenset({"key", "keys", "apikey", "token", "tokens", "auth", "authorization", "bearer", "cookie", "cookies"})
-"""These may as well name numbers, which stay."""
+"""Words that may also name numbers, which are not masked."""
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _ASSIGNED = re.compile(r"(?i)\b([\w.-]*(?:key|token|secret|passw(?:or)?d|credential|signature)[\w.-]*=)[^&;,\s]+")
-"""In the query of an address, and in NAME=value."""
+"""Secret in the query of an address, or in NAME=value."""
 
 
 def masked(config: Any) -> Any:
-    """`config` with `MASK` in place of what its key calls a secret, at any depth, and of credentials inside texts."""
+    """Return `config` with `MASK` in place of values under secret keys, at any depth, and of credentials in texts."""
     if isinstance(config, Mapping):
         return {key: _hidden(value, str(key)) if _secret(str(key)) else masked(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
@@ -27,8 +27,10 @@ def masked(config: Any) -> Any:
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Words of a command line with `MASK` in place of secrets: of what follows "--api-key", of "KEY=value", and of
-    credentials inside addresses."""
+    """Return the words of a command line with `MASK` in place of secrets.
+
+    They are values after options such as "--api-key", values of "KEY=value", and credentials inside addresses.
+    """
     pairs = zip(["", *arguments], arguments, strict=False)
     return [_hidden_word(option, word) for option, word in pairs]
 
@@ -49,7 +51,7 @@ def _secret(key: str) -> bool:
 
 
 def _hidden(value: Any, key: str) -> Any:
-    """All that stands below a secret key."""
+    """Mask everything below a secret key."""
     if isinstance(value, Mapping):
         return {inner: _hidden(below, key) for inner, below in value.items()}
     if isinstance(value, list | tuple):

@@ -22,15 +22,18 @@ from deepspeed_compress.config.unsupported import find_unsupported
 from deepspeed_compress.diagnostics import Diagnostic, Path, at, at_key, pointer
 from deepspeed_compress.errors import CompressWarning
 
-# Places that a message names at most.
+# Most places that a message names.
 _PLACES = 3
 
 
 def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
     """Validate `ds_config["deepspeed_compress"]`.
 
-    Warns (CompressWarning) of settings without effect. Raises ConfigError that lists every problem: unknown
-    keys, wrong values, "auto", what is not available in this version, and settings that contradict each other.
+    Issues a CompressWarning for every setting without effect.
+
+    Raises:
+        ConfigError: listing every problem: unknown keys, wrong values, "auto", keys that are not available in this
+            version, and settings that contradict each other.
     """
     problems = _section_problems(ds_config)
     if problems:
@@ -42,9 +45,9 @@ def parse_section(ds_config: Mapping[str, Any]) -> CompressConfig:
 
 
 def find_problems(ds_config: Mapping[str, Any], world_size: int | None = None) -> list[Diagnostic]:
-    """All problems of the section and of its agreement with the rest of the file, in order of their place.
+    """Return all problems of the section, and of its agreement with the rest of the file.
 
-    With `world_size` (ranks in all) also whether the parallelism divides it. Raises nothing.
+    With `world_size` (the total number of ranks), also check whether the parallelism divides it. Raises nothing.
     """
     problems = _section_problems(ds_config)
     prefix = pointer((SECTION, "parallelism"))
@@ -72,7 +75,7 @@ def _section_problems(ds_config: Mapping[str, Any]) -> list[Diagnostic]:
 
 
 def _patch_problems(section: CompressConfig) -> list[Diagnostic]:
-    """What is wrong in settings that stand in for those written for a while, told at their own place."""
+    """Return problems in settings that temporarily replace the written ones, each at its own place."""
     problems = []
     for path, key, settings in merged_places(section):
         raw = {key: settings}
@@ -86,12 +89,12 @@ def _patch_problems(section: CompressConfig) -> list[Diagnostic]:
 
 
 def find_missing(ds_config: Mapping[str, Any]) -> Diagnostic | None:
-    """That there is no section, and what was probably meant by it; None where there is one."""
+    """Return a diagnostic for a missing section, with the likely typo; None if there is a section."""
     return None if SECTION in ds_config else _missing_section(ds_config)
 
 
 def is_misspelled(ds_config: Mapping[str, Any]) -> bool:
-    """Return True if there is no section, but a key that can hardly be anything else, or a section inside another."""
+    """Return True if there is no section, but an obvious typo of it, or a section inside another one."""
     inside = any(isinstance(value, dict) and SECTION in value for value in ds_config.values())
     close = difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8)
     return SECTION not in ds_config and (inside or bool(close))
@@ -110,7 +113,7 @@ def _missing_section(ds_config: Mapping[str, Any]) -> Diagnostic:
 
 
 def _without_those_inside(found: list[Diagnostic], others: Iterator[Diagnostic]) -> list[Diagnostic]:
-    """The problems that do not lie at or below a place already reported."""
+    """Return the problems that do not lie at or below a place already reported."""
     places = [one.pointer for one in found]
     return [p for p in others if not any(f"{p.pointer}/".startswith(f"{place}/") for place in places)]
 
@@ -120,7 +123,7 @@ def _translate(error: ValidationError, raw: object) -> Iterator[Diagnostic]:
     found = [(_path(detail["loc"], view), detail) for detail in error.errors(include_url=False)]
     seen, around = set[Path](), {path[:-1] for path, _ in found}
     for path, detail in found:
-        # A value that may have several types is wrong once for each of them; the innermost place says most.
+        # A value of a union gets an error for each type; the innermost place is the most specific.
         if "variants" not in view.at(path) or (path not in seen and path not in around):
             yield _BUILDERS.get(detail["type"], _bad_value)(path, detail, view)
         seen.add(path)
@@ -153,7 +156,7 @@ def _nearest(node: dict[str, Any], value: object) -> str | int | None:
 
 
 def _path(location: Path, view: SchemaView) -> Path:
-    """The place in the file: without the tags that pydantic puts after the place of a union."""
+    """Return the place in the file, without the tags that pydantic inserts after the place of a union."""
     path: Path = ()
     parts = iter(location)
     for part in parts:
@@ -176,7 +179,7 @@ def _instead(node: dict[str, Any], value: object) -> str:
     meant = _nearest(node, value)
     if meant is not None:
         return f"{show(meant)}, if you meant that"
-    # A place whose default is no compression has another default within {}.
+    # A key whose default is no compression has another default inside {}.
     off = node.get("default") == {"method": "none"}
     if (isinstance(node.get("default"), dict) and not off) or (node.get("type") == "object" and "required" not in node):
         return "{} for its defaults"
@@ -211,8 +214,10 @@ def _unknown_key(path: Path, detail: ErrorDetails, view: SchemaView) -> Diagnost
 
 
 def _elsewhere(path: Path, view: SchemaView) -> str:
-    """Where a key that is unknown here would be known: in the same object with other methods, else in other places,
-    those within the object first."""
+    """Return a suggestion for a key that is unknown here, naming the places in which it is known.
+
+    Prefer the same object with other methods; then other places, those inside the object first.
+    """
     places = {pointer((SECTION, *found)): _methods(having, lacking) for found, having, lacking in view.places(path)}
     here = pointer((SECTION, *path))
     inside = here.removesuffix(str(path[-1]))
@@ -223,7 +228,7 @@ def _elsewhere(path: Path, view: SchemaView) -> str:
 
 
 def _methods(having: list[str], lacking: list[str]) -> str:
-    """Which methods have a key, by the shorter list; nothing where there is no choice."""
+    """Return the methods that have a key, by the shorter list; "" if there is no choice."""
     if not having or not lacking:
         return ""
     return f" (method {listed(having)})" if len(having) <= len(lacking) else f" (any method but {listed(lacking)})"

@@ -1,6 +1,6 @@
-"""Features of DeepSpeed that the file asks for, and that compression cannot be right with.
+"""Features of DeepSpeed that the file requests, and that compression does not support.
 
-The engine would be refused when it is attached to (`engine.limits`): this says so before there is one.
+The engine would be refused when compression is attached (`engine.limits`); this reports it before there is one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,9 @@ __all__ = ["find_unsupported"]
 
 
 def find_unsupported(ds_config: Mapping[str, Any], section: CompressConfig | None) -> list[Diagnostic]:
-    """Features of DeepSpeed in the file that reduce gradients or gather weights on ways that cannot be compressed.
+    """Return the requested DeepSpeed features that reduce gradients or gather weights in incompressible ways.
 
-    An engine with them is refused when it is attached to. Nothing where `section` compresses nothing; None is one that
-    is not valid, and is taken for the defaults.
+    Empty if `section` compresses nothing. None stands for an invalid section, and is treated as the defaults.
     """
     section = CompressConfig() if section is None else section
     if section.gradients.method == section.weights.method == "none":
@@ -83,7 +82,7 @@ _UNSUPPORTED: tuple[_Unsupported, ...] = (
         "false",
     ),
 )
-"""Places, whether a value there is meant, why not, and what to write."""
+"""Place of each feature, predicate on its value, reason, and what to write instead."""
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
@@ -91,7 +90,7 @@ _OPTIMIZER: Path = ("optimizer", "type")
 
 
 def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """Without ZeRO every rank steps whole matrices, by gradients that are whole."""
+    """Check that Muon is not used with ZeRO, whose owners do not get the whole gradient matrices that it needs."""
     kind, stage = value_at(ds_config, _OPTIMIZER), STAGE.effective(ds_config, section.parallelism or Parallelism())
     if str(kind).lower() == "muon" and stage:
         what = f"{show(kind)} needs whole gradient matrices, which owners of ZeRO {stage} do not get"
@@ -100,7 +99,7 @@ def _muon(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Dia
 
 
 def _scaled_outside(ds_config: Mapping[str, Any], section: CompressConfig) -> Iterator[Diagnostic]:
-    """The gradient scaler of torch works outside of DeepSpeed without ZeRO."""
+    """Check that torch's gradient scaler is not used without ZeRO, because it then works outside of DeepSpeed."""
     dtype, stage = value_at(ds_config, _AUTOCAST), STAGE.effective(ds_config, section.parallelism or Parallelism())
     on = (
         value_at(ds_config, ("torch_autocast", "enabled")) is True

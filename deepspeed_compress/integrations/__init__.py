@@ -1,6 +1,6 @@
-"""Hugging Face Trainer, Accelerate, TRL, and the launchers: compression in training code that stays as it is.
+"""Compression in unchanged training code: Hugging Face Trainer, Accelerate, TRL, and the launchers.
 
-Importing this is light: transformers and accelerate are loaded when a program has them, or when `hf` is imported.
+Importing this is light: transformers and accelerate are imported when a program does so, or when `hf` is imported.
 """
 
 from deepspeed_compress.integrations.install import install

@@ -1,7 +1,7 @@
-"""A last look when a program ends: engines with the section that nobody has attached to.
+"""Check at the end of a program for engines with the section that nothing has attached to.
 
-`import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. To hear of
-an engine when it is made, DeepSpeed would have to be loaded and changed; at the end it can be looked for, at no cost.
+`import deepspeed_compress` alone compresses nothing, and DeepSpeed ignores sections that it does not know. To notice an
+engine when it is made, DeepSpeed would have to be imported and changed; at the end, engines can be found at no cost.
 """
 
 import atexit
@@ -14,20 +14,20 @@ from deepspeed_compress.errors import CompressWarning
 __all__ = ["warn_at_exit"]
 
 SECTION = "deepspeed_compress"
-"""As in `config`, which need not be loaded for this."""
+"""Same as `config.SECTION`, which need not be imported for this."""
 
 
 def warn_at_exit() -> None:
-    """Warn (CompressWarning) at the end of a program that has made engines, and never used an entry point of ours."""
+    """Issue a CompressWarning at exit if engines have the section, but no entry point of ours was ever used."""
     atexit.register(_look)
 
 
 def _look() -> None:
     made = vars(sys.modules.get("deepspeed.runtime.engine", object)).get("DeepSpeedEngine")
-    # Whoever has loaded this has used an entry point, and is told by it.
+    # If this module is loaded, the program has used an entry point, which reports its own problems.
     if made is None or "deepspeed_compress.engine" in sys.modules:
         return
-    # Not isinstance, which asks an object for its class: some load modules when they are asked.
+    # Not isinstance, which asks an object for its class: some objects import modules then.
     engines = [one for one in gc.get_objects() if issubclass(type(one), made)]
     if any(SECTION in getattr(vars(engine).get("_config"), "_param_dict", ()) for engine in engines):
         text = (

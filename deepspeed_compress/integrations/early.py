@@ -1,7 +1,7 @@
-"""The section is checked where Accelerate reads a DeepSpeed configuration: before a model is loaded.
+"""Check of the section when Accelerate reads a DeepSpeed configuration, before a model is loaded.
 
 `TrainingArguments`, `DeepSpeedPlugin` and the `HfDeepSpeedConfig` of scripts all go through one method,
-`accelerate.utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload`: when the file has been read, and again when the
+`accelerate.utils.deepspeed.HfDeepSpeedConfig.set_stage_and_offload`: after the file has been read, and again when the
 values that were "auto" are filled in from the training arguments.
 """
 
@@ -22,8 +22,11 @@ __all__ = ["check_early"]
 
 
 def check_early() -> Callable[[], None]:
-    """Check and expand the section of every configuration that is read from now on, and follow the Trainers that use
-    one; returns what undoes it."""
+    """Check and expand the section of every configuration that is read from now on, and follow Trainers that use one.
+
+    Returns:
+        A function that undoes it.
+    """
     undo: list[Callable[[], None]] = []
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,10 +48,13 @@ def check_early() -> Callable[[], None]:
 
 
 def checked(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """`ds_config` with the section's parallelism in DeepSpeed's own keys, where these libraries look for it.
+    """Return `ds_config` with the section's parallelism in DeepSpeed's own keys, which these libraries read.
 
-    "auto" outside the section stays. Raises ConfigError as `expand` and `check_world` do, and UnsupportedError for a
-    pipeline. Warnings are left to the engine, which gives them once.
+    "auto" outside the section stays. Warnings are left to the engine, which issues them once.
+
+    Raises:
+        ConfigError: as `expand` and `check_world` do.
+        UnsupportedError: for a pipeline.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompressWarning)
@@ -72,12 +78,15 @@ INSTEAD_OF_PIPELINE = (
 
 
 def _meant(ds_config: dict[str, Any]) -> bool:
-    """Whether the section is there, or something that is hardly anything else."""
+    """Return True if the section is present, or a key that is almost certainly a typo of it."""
     return SECTION in ds_config or bool(difflib.get_close_matches(SECTION, map(str, ds_config), n=1, cutoff=0.8))
 
 
 def _follow_trainers() -> list[Callable[[], None]]:
-    """Whoever makes a Trainer has made its arguments before; others need not wait for the import."""
+    """Follow Trainers if the program uses them, and return the functions that undo it.
+
+    A program that makes a Trainer has imported its arguments before; others need not wait for the import.
+    """
     if "transformers.training_args" not in sys.modules:
         return []
     from deepspeed_compress.integrations.hf import follow_trainers

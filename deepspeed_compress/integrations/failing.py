@@ -1,8 +1,8 @@
-"""What the ranks of an agent say when their program fails: the rank that has the reason says it, and nobody hides it.
+"""Messages of an agent's ranks when their program fails, arranged so that the actual reason stays visible.
 
-When one rank fails, all others lose their connections to it, and each raises an error of its own. Such tracebacks
-go to a file, so that the reason is not lost among them. An error of the configuration, which no restart can
-help, is one line.
+When one rank fails, all others lose their connections to it, and each raises an error of its own. Such tracebacks go to
+a file, so that the reason is not lost among them. An error of the configuration, which no restart can help, is one
+line.
 """
 
 import os
@@ -28,15 +28,17 @@ _LOST = (
     "socket closed",
     "remote process exited",
 )
-"""In messages of gloo, NCCL and the store of torch, from a rank whose peer has gone."""
+"""Texts in messages of gloo, NCCL and torch's store, on a rank whose peer has gone."""
 _AFTER_FIRST = 1.0
-"""Seconds for which other ranks leave the word to the first one of the job."""
+"""Seconds that other ranks wait for rank 0 to print first."""
 
 
 @contextmanager
 def tell_failures() -> Iterator[None]:
-    """Tell on standard error why the program that runs in this context has failed, if an agent has started it. Anything
-    else that it raises is passed on."""
+    """Report on standard error why the program in this context has failed, if an agent has started it.
+
+    All other exceptions are passed on.
+    """
     try:
         yield
     except (ConfigError, SeamError, UnsupportedError) as error:

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations that a command names and that have no section: said before anything is started."""
+"""Check of the DeepSpeed configurations that a command names, before anything is started."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from deepspeed_compress.errors import CompressWarning, ConfigError
 __all__ = ["check_configurations", "find_configurations", "find_uncompressed"]
 
 OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--deepspeed-config")
-"""By which scripts and launchers are given the file."""
+"""Options with which scripts and launchers receive the file."""
 
 
 def find_uncompressed(arguments: Sequence[str]) -> list[str]:
-    """For each file that `arguments` give as a DeepSpeed configuration, what is missing.
+    """Return a message for each DeepSpeed configuration in `arguments` that has no section.
 
-    Nothing for what is no file, or cannot be read: the program itself will speak of it.
+    Arguments that are not files, or cannot be read, are left for the program itself to report.
     """
     missing = ((file, find_missing(ds_config)) for file, ds_config in _read(arguments))
     return [f"{file}: nothing will be compressed: {problem}" for file, problem in missing if problem is not None]
@@ -26,8 +26,11 @@ def find_uncompressed(arguments: Sequence[str]) -> list[str]:
 def check_configurations(arguments: Sequence[str], allow_uncompressed: bool) -> None:
     """Check the sections of the DeepSpeed configurations that `arguments` name.
 
-    Raises ConfigError for a section that is wrong, and for one that seems to be misspelled, which would train
-    uncompressed, unless `allow_uncompressed`. A file without anything like a section is fine.
+    A file without anything like a section is accepted.
+
+    Raises:
+        ConfigError: for an invalid section, and, unless `allow_uncompressed`, for a file whose section seems to be
+            misspelled, which would train uncompressed.
     """
     for file, ds_config in _read(arguments):
         if SECTION in ds_config:
@@ -40,7 +43,7 @@ def check_configurations(arguments: Sequence[str], allow_uncompressed: bool) -> 
 def _check_section(file: Path, ds_config: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
-            # The ranks tell of what has no effect.
+            # The ranks report settings without effect.
             warnings.simplefilter("ignore", CompressWarning)
             parse_section(ds_config)
     except ConfigError as error:
@@ -58,7 +61,7 @@ def _read(arguments: Sequence[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def find_configurations(arguments: Sequence[str]) -> Iterator[Path]:
-    """Files that `arguments` give as DeepSpeed configurations."""
+    """Yield the files that `arguments` pass as DeepSpeed configurations."""
     before = ""
     for argument in arguments:
         option, _, value = argument.partition("=")

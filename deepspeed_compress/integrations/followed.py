@@ -1,7 +1,7 @@
-"""Models without DeepSpeed that are attached to when they are trained, and what Hugging Face checkpoints hold of them.
+"""Models without DeepSpeed that are attached to when they are trained, and their state in Hugging Face checkpoints.
 
-A model does not tell which optimizer steps it and which scaler scales its loss: optimizers and scalers are remembered
-as they are made. A model is attached to at its first forward pass in training, when all of them are there.
+A model does not know which optimizer steps it and which scaler scales its loss, so optimizers and scalers are recorded
+when they are made. A model is attached to at its first forward pass in training, when all of them exist.
 """
 
 import gc
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 __all__ = ["FirstForward", "Models"]
 
 _FOLDER = "deepspeed_compress"
-"""Folder below a checkpoint of Trainer or Accelerate: it holds a folder for each model of that checkpoint."""
+"""Folder below a checkpoint of Trainer or Accelerate, with one folder for each model of that checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """An engine: what its models are called, and the function that attaches to them."""
+    """Engine: the name of its models, and the function that attaches to them."""
 
     name: str
     attach: "Callable[[Any, Config, Optimizer, Any], Attached]"
     call: str
 
 
-# Adapters load much of torch, which a program must not have imported before it has set its environment.
+# Adapters import much of torch, which must not happen before a program has set its environment.
 
 
 def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
@@ -59,7 +59,7 @@ _OF_FSDP2 = _Kind("a model of fully_shard", _attach_fsdp2, "deepspeed_compress.f
 
 @dataclass(frozen=True, eq=False)
 class _Followed:
-    """A model that will be attached to by its `hook`."""
+    """Model that its `hook` will attach to."""
 
     kind: _Kind
     model: "weakref.ref[nn.Module]"
@@ -68,8 +68,11 @@ class _Followed:
 
 @dataclass(frozen=True)
 class FirstForward:
-    """Forward pre-hook that attaches to its model. `copied`: a copy of a model, such as one of averages, need not be
-    trained, and is left alone as long as no optimizer steps it."""
+    """Forward pre-hook that attaches to its model.
+
+    With `copied`, the model is a copy, such as one of averages. It need not be trained, and is left alone until an
+    optimizer steps it.
+    """
 
     models: "Models"
     kind: _Kind
@@ -80,7 +83,7 @@ class FirstForward:
 
 
 class Models:
-    """The models of one program, and what is attached to them."""
+    """Models of one program, and the compression that is attached to them."""
 
     def __init__(self, config: "Config") -> None:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -89,7 +92,7 @@ class Models:
         self._models: list[_Followed] = []
         self._attached: weakref.WeakKeyDictionary[nn.Module, Attached] = weakref.WeakKeyDictionary()
         self._to_load: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
-        """Folders that models load when they are attached to."""
+        """Folders from which models load their state once they are attached to."""
 
     def follow(self, model: nn.Module, kind: _Kind = _OF_DDP, copied: bool = False) -> None:
         """Attach to `model` when it is trained."""
@@ -97,7 +100,7 @@ class Models:
         hook = model.register_forward_pre_hook(FirstForward(self, kind, copied), prepend=True)
         self._models.append(_Followed(kind, weakref.ref(model), hook))
         if kind is _OF_DDP:
-            # Those of fully_shard cannot be copied.
+            # Modules of fully_shard cannot be copied.
             leave_out_of_copies(model)
 
     def follow_copy(self, model: nn.Module) -> None:
@@ -114,7 +117,7 @@ class Models:
             self.follow(module, _OF_FSDP2)
 
     def follow_accelerator(self, accelerator: Any) -> None:
-        """Have the checkpoints of `accelerator` hold what is remembered of its models."""
+        """Include residuals and momenta of its models in the checkpoints of `accelerator`."""
         accelerator.register_save_state_pre_hook(
             lambda models, weights, directory: self.save(accelerator._models, Path(directory))
         )
@@ -130,13 +133,16 @@ class Models:
             self.load([trainer.model_wrapped], Path(directory))
 
     def save(self, models: Sequence[nn.Module], directory: Path) -> None:
-        """Write what is remembered of `models`. Collective, between steps."""
+        """Write the residuals and momenta of `models`. Collective, between steps."""
         for number, model in enumerate(self._followed(models)):
             if model in self._attached:
                 self._attached[model].save(_folder(directory, number))
 
     def load(self, models: Sequence[nn.Module], directory: Path) -> None:
-        """Load the same. Models that have not been trained yet load when they are, after their optimizers."""
+        """Load the residuals and momenta of `models`.
+
+        Models that have not been trained yet load them when they are, after their optimizers.
+        """
         found = self._followed(models)
         for model, folder in zip(found, _saved(directory, len(found)), strict=True):
             if model in self._attached:
@@ -145,8 +151,11 @@ class Models:
                 self._to_load[model] = folder
 
     def _followed(self, models: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return the followed models that `models` are, or are wrapped in: Accelerate lists what a program has given
-        it. Of several around one module the newest counts."""
+        """Return the followed models that `models` are, or are wrapped in.
+
+        Accelerate lists the models that a program has passed to it. If there are several around one module, the newest
+        is returned.
+        """
         living = [model for followed in reversed(self._models) if (model := followed.model()) is not None]
         found = (next((one for one in living if _inside(model) & _inside(one)), None) for model in models)
         return [one for one in found if one is not None]
@@ -164,7 +173,7 @@ class Models:
         object.__setattr__(model, "compression", attached)
         for number, hook in list(model._forward_pre_hooks.items()):
             if number not in known:
-                # This pass has begun, and does not call what is new.
+                # This pass has begun, and does not call new hooks.
                 hook(model, inputs)
         if model in self._to_load:
             attached.load(self._to_load.pop(model))
@@ -180,7 +189,7 @@ class Models:
         if kind is _OF_FSDP2:
             _divide_again(model)
         if len(self._stepping(model)) > 1 or len(self._scaling()) > 1:
-            # Those of a training that is over, as of the fold before, may be waiting for the collector of garbage.
+            # Optimizers of a finished training, such as the previous fold, may not have been collected yet.
             gc.collect()
         optimizer = _only(
             self._stepping(model), kind, "optimizers step its parameters", "one optimizer, with several groups"
@@ -195,7 +204,7 @@ class Models:
         return [one for one in self.scalers if one.is_enabled()]
 
     def _check_whole(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise UnsupportedError if `model` is one part of several that are trained together."""
+        """Raise UnsupportedError if `model` is one of several parts that are trained together."""
         stepped = _stepped(optimizer)
         divided = [one.model() for one in self._models if one.kind is _OF_FSDP2]
         parts = [one for one in divided if one is not None and _identities(one) & stepped]
@@ -211,24 +220,27 @@ def _folder(directory: Path, number: int) -> Path:
 
 
 def _inside(model: nn.Module) -> set[int]:
-    """Return the identities of `model`, and of the modules that it is only a wrapper of."""
+    """Return the identities of `model`, and of the modules that it only wraps."""
     found = {id(model)}
     for name in ("_orig_mod", "module", "_orig_mod"):
-        # Of torch.compile, of DistributedDataParallel, and of torch.compile inside that.
+        # Attributes of torch.compile, of DistributedDataParallel, and of torch.compile inside that.
         model = getattr(model, name, model)
         found.add(id(model))
     return found
 
 
 def _saved(directory: Path, count: int) -> list[Path]:
-    """Return the folders of `count` models. A program that had made other models before wrote a higher number than 0
-    for its only one, with the first version of this package."""
+    """Return the folders of `count` models.
+
+    In the first version of this package, a program that had made other models before wrote a number above 0 for its
+    only one.
+    """
     found = list((directory / _FOLDER).glob("model_*"))
     return found if len(found) == count == 1 else [_folder(directory, number) for number in range(count)]
 
 
 def _divide_again(model: nn.Module) -> None:
-    """Divide the weights of FSDP2 again, which may be whole after an evaluation: the optimizer steps the parts."""
+    """Reshard the weights of FSDP2, which may be whole after an evaluation: the optimizer steps the shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -245,7 +257,7 @@ def _stepped(optimizer: Optimizer) -> set[int]:
 
 
 def _only(found: Iterable[Any], kind: _Kind, what: str, instead: str) -> Any:
-    """Return the only one of `found`. Raises UnsupportedError if there are more, or none."""
+    """Return the only element of `found`. Raises UnsupportedError if there are several, or none."""
     every = list(found)
     if len(every) != 1:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: compression in its logs and its progress bar, and what it cannot do, said at once."""
+"""Hugging Face Trainer: compression in its logs and progress bar, and early errors for what it cannot do."""
 
 import functools
 import inspect
@@ -34,10 +34,13 @@ __all__ = ["CompressionCallback", "attach", "follow_trainers"]
 
 
 def attach(trainer: Trainer) -> Trainer:
-    """Compress what `trainer` trains, and log it; returns the trainer. Call it before `trainer.train()`.
+    """Compress what `trainer` trains, and log it; return the trainer. Call it before `trainer.train()`.
 
-    Not needed after `deepspeed_compress.install()`, which does it for every Trainer. Raises ConfigError when the
-    trainer has no DeepSpeed configuration or no valid section in it, UnsupportedError for a PipelineModule.
+    It is not needed after `deepspeed_compress.install()`, which does it for every Trainer.
+
+    Raises:
+        ConfigError: if the trainer has no DeepSpeed configuration or no valid section in it.
+        UnsupportedError: for a PipelineModule.
     """
     ds_config = _configuration(trainer)
     if ds_config is None:
@@ -53,8 +56,13 @@ def attach(trainer: Trainer) -> Trainer:
 
 
 def follow_trainers() -> Callable[[], None]:
-    """Add a `CompressionCallback` to every Trainer to come whose configuration has the section, and have it go on from
-    its own checkpoints (`_going_on`); returns the undoing."""
+    """Add a `CompressionCallback` to every later Trainer whose configuration has the section.
+
+    Such Trainers also resume from their own checkpoints (`_going_on`).
+
+    Returns:
+        A function that undoes it.
+    """
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
@@ -77,8 +85,11 @@ def follow_trainers() -> Callable[[], None]:
 
 
 def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`train`, which goes on from the newest whole checkpoint of Trainer where that is asked for and the program does
-    not say another one. Where SIGTERM has ended it the program ends too, before it takes the model for trained."""
+    """Return a `train` that resumes from the newest complete checkpoint of Trainer on request.
+
+    It does so if resuming is requested and the program names no other checkpoint. If SIGTERM has ended training, the
+    program ends too, before it mistakes the model for a trained one.
+    """
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         section = (_configuration(self) or {}).get(SECTION)
@@ -87,7 +98,7 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
         with resuming_by_trainer(section) as asked:
             chosen = resume_from_checkpoint
             if chosen is True and section.get("checkpointing") is not None:
-                # The newest may have been on its way when training was ended. Trainer says where there is none at all.
+                # The newest may have been incomplete when training was ended. Trainer reports if there is none at all.
                 chosen = last_whole(Path(self.args.output_dir)) or True
             elif chosen is None and asked:
                 chosen = last_whole(Path(self.args.output_dir))
@@ -102,8 +113,10 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def resuming_by_trainer(section: dict[str, Any]) -> Iterator[bool]:
-    """Whether the section, or the environment, asks to go on. Meanwhile the engine does not do so by itself: its own
-    checkpoints have nothing of Trainer's state."""
+    """Yield True if the section, or the environment, requests to resume.
+
+    In this context the engine does not resume by itself, because its own checkpoints have nothing of Trainer's state.
+    """
     settings = section.get("checkpointing")
     said = settings.get("resume") if isinstance(settings, dict) else None
     if isinstance(settings, dict):
@@ -116,7 +129,7 @@ def resuming_by_trainer(section: dict[str, Any]) -> Iterator[bool]:
 
 
 def last_whole(output: Path) -> str | None:
-    """The newest checkpoint of Trainer in `output` of which all is there, the same on all ranks; None without any."""
+    """Return the newest complete checkpoint of Trainer in `output`, the same on all ranks; None if there is none."""
     found = [_newest(output) if not dist.is_initialized() or dist.get_rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
@@ -137,7 +150,7 @@ def _newest(output: Path) -> str | None:
 
 
 def _configuration(trainer: Trainer) -> dict[str, Any] | None:
-    """The DeepSpeed configuration, given to the arguments or to `accelerate launch`; None without DeepSpeed."""
+    """Return the DeepSpeed configuration from the arguments or `accelerate launch`; None without DeepSpeed."""
     plugin = trainer.args.deepspeed_plugin
     return None if plugin is None else plugin.hf_ds_config.config
 
@@ -151,17 +164,18 @@ def _refuse_pipeline(model: object) -> None:
 
 
 def _add_callback(trainer: Trainer) -> None:
-    """In front of all others: reporters send what they find in the logs, so it must be there before."""
+    """Add the callback in front of all others, because reporters send what they find in the logs."""
     callbacks = trainer.callback_handler.callbacks
     if not any(isinstance(callback, CompressionCallback) for callback in callbacks):
         callbacks.insert(0, CompressionCallback(trainer))
 
 
 class CompressionCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds `compression_*` to the training logs of `trainer`: means over the steps measured since the log before.
+    """Callback that adds `compression_*` to the training logs of `trainer`.
 
-    Names are those of DeepSpeed's monitors (`monitor.writer`); reporters put `train/` in front. How often is measured
-    says `monitor.every` of the section. Only rank 0 measures, and it alone reports.
+    The values are means over the steps measured since the previous log. Names are those of DeepSpeed's monitors
+    (`monitor.writer`); reporters prefix them with `train/`. `monitor.every` of the section sets how often steps are
+    measured. Only rank 0 receives figures, and it alone reports.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -171,7 +185,7 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         self._leaves = False
 
     def leave_if_asked(self) -> None:
-        """Where SIGTERM has ended training: SystemExit, when all that was saved is written. Collective."""
+        """Raise SystemExit if SIGTERM has ended training, after everything saved is written. Collective."""
         if self._leaves and self._session is not None and self._session.saving is not None:
             self._session.saving.wait()
             raise SystemExit(128 + signal.SIGTERM)
@@ -180,13 +194,13 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         self._leaves = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All ranks have agreed in this step on whether they leave."""
+        """Stop if all ranks have agreed in this step to leave."""
         if self._leaves:
             control.should_save = control.should_training_stop = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The engine exists, and a checkpoint has been loaded."""
-        # The engine hands unknown names on to the model, so getattr would not tell.
+        """Subscribe to the engine's figures. The engine exists now, and a checkpoint has been loaded."""
+        # The engine forwards unknown attributes to the model, so getattr would be ambiguous.
         session = vars(self._trainer.model_wrapped).get("compression")
         if session is None:
             raise UnsupportedError(
@@ -202,12 +216,15 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
                 session.saving.leave_by(self._leave)
             if self._session is None:
                 self._trainer._save_checkpoint = self._exactly(self._trainer._save_checkpoint)
-            # Of the newest engine alone: every trial of a search has one.
+            # Only the newest engine matters: every trial of a hyperparameter search has one.
             self._session = session
         self._print_readably()
 
     def _exactly(self, save: Callable[..., None]) -> Callable[..., None]:
-        """`save`, which all ranks call, with exact weights: it collects those of the model before DeepSpeed saves."""
+        """Return a `save` that makes weights exact first, because it collects them before DeepSpeed saves.
+
+        All ranks call it.
+        """
 
         @functools.wraps(save)
         def save_exactly(*args: Any, **options: Any) -> None:
@@ -220,14 +237,16 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _one_more(self, saving: Saving | None) -> Iterator[None]:
-        """Where checkpoints are written beside training Trainer keeps one more than `save_total_limit`: it removes old
-        ones at once, and the newest is not whole yet."""
+        """Make Trainer keep one more checkpoint than `save_total_limit` if checkpoints are written in the background.
+
+        Trainer removes old ones at once, while the newest is not complete yet.
+        """
         args = self._trainer.args
         limit = args.save_total_limit
         if saving is None or not limit:
             yield
             return
-        # Those before are whole then, whatever the disk does.
+        # Earlier checkpoints are complete then, however slow the disk is.
         saving.wait()
         args.save_total_limit = limit + 1
         try:
@@ -236,12 +255,12 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
             args.save_total_limit = limit
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All ranks are here: what is saved from now on is exact, by whichever of them."""
+        """Make weights exact, as all ranks are here, so that any rank may save them from now on."""
         if self._session is not None:
             self._session.synchronise()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Only logs of training have a loss of this name; those of evaluation and of the end get nothing."""
+        """Add the figures to logs of training, which alone have `loss`; other logs get nothing."""
         if "loss" not in logs or not self._measured:
             return
         figures = log_entries(self._measured)
@@ -251,7 +270,7 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
         self._show(figures)
 
     def _print_readably(self) -> None:
-        """Have what prints the logs print megabytes; reporters and `trainer_state.json` have bytes."""
+        """Make callbacks that print logs print megabytes; reporters and `trainer_state.json` get bytes."""
         for one in self._trainer.callback_handler.callbacks:
             if isinstance(one, PrinterCallback | ProgressCallback) and "on_log" not in vars(one):
                 one.on_log = partial(_printing_readably, one.on_log)
@@ -265,8 +284,10 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def read_by_itself(session: Session, loader: Any) -> None:
-    """An island that is a job of its own reads data in an order that no other one has. CompressWarning where the
-    sampler of `loader` is not known."""
+    """Make an island that is a separate job read data in an order of its own.
+
+    Issues a CompressWarning if the sampler of `loader` is not known.
+    """
     islands = session.config.islands
     if islands is None or islands.elastic is None or session.islands is None:
         return
@@ -285,17 +306,20 @@ def read_by_itself(session: Session, loader: Any) -> None:
 _SHOWN: Mapping[str, str] = MappingProxyType(
     {"compressed": "compression_total_ratio", "gradients": "compression_ratio"}
 )
-"""In the progress bar: of all traffic first, since uncompressed weights may be most of it."""
+"""Labels in the progress bar: all traffic first, because uncompressed weights may be most of it."""
 
 
 _LAST: Mapping[str, Callable[[StepStatistics], float | None]] = MappingProxyType(
     {"residual_norm": lambda step: step.residual_norm, "cosine": lambda step: step.cosine}
 )
-"""Figures of which the newest is shown; of all others the mean."""
+"""Figures whose newest value is logged; for all others it is the mean."""
 
 
 def log_entries(measured: list[StepStatistics]) -> dict[str, float]:
-    """What a log says about the steps `measured`, at least one; kinds of traffic without any are left out."""
+    """Return the log entries for the steps `measured`, at least one.
+
+    Kinds of traffic without any bytes are left out.
+    """
     sent, alone = (sum(getattr(step, name) for step in measured) for name in ("bytes_sent", "bytes_uncompressed"))
     found: dict[str, float] = _total(measured) | ({"ratio": alone / sent} if sent else {})
     for kind in KINDS:
@@ -313,7 +337,7 @@ def _printing_readably(on_log: Callable[..., Any], *given: Any, logs: Mapping[st
 
 
 def readable(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `logs` with megabytes, as `compression_MB_sent`, in the place of bytes, as `compression_bytes_sent`."""
+    """Return `logs` with megabytes, as `compression_MB_sent`, in place of bytes, as `compression_bytes_sent`."""
     return dict(map(_in_megabytes, logs.items()))
 
 
@@ -328,7 +352,7 @@ _BYTES, _MEGABYTES = "compression_bytes_", "compression_MB_"
 
 
 def _total(measured: list[StepStatistics]) -> dict[str, float]:
-    """How many times fewer bytes are sent in all than DeepSpeed alone sends."""
+    """Return the ratio of the bytes that plain DeepSpeed sends to all bytes that are sent."""
     known = [(step.total_ratio, sum(getattr(step, kind) or 0 for kind in KINDS)) for step in measured]
     pairs = [(ratio, sent) for ratio, sent in known if ratio is not None]
     sent = sum(sent for _, sent in pairs)

@@ -1,6 +1,6 @@
 """Actions that run when a program imports a library.
 
-A library that is imported before a program begins has read its environment too early: HF_HOME, HF_HUB_OFFLINE and
+A library that is imported before a program begins reads its environment too early: HF_HOME, HF_HUB_OFFLINE and
 CUDA_VISIBLE_DEVICES are often set in the first lines of a script. So nothing is imported for the sake of a patch: a
 finder in front of `sys.meta_path` waits until the program itself imports the module.
 """
@@ -20,7 +20,8 @@ def after_import(name: str, action: Callable[[], Undo]) -> Undo:
     """Run `action` when the module `name` has been imported, or at once if it already has been.
 
     Returns:
-        What undoes it: it drops an action that still waits, and calls what one that ran has returned.
+        A function that undoes it: it drops an action that still waits, and calls the function that a completed one
+            returned.
     """
     hook = _Hook(name, action)
     if name in sys.modules:
@@ -36,7 +37,10 @@ def is_waiting(kind: type) -> bool:
 
 
 class _Hook(MetaPathFinder):
-    """Waits for one module. `sys.meta_path` holds it until the module has been executed, or the hook is undone."""
+    """Finder that waits for one module.
+
+    It is in `sys.meta_path` until the module has been executed, or it is undone.
+    """
 
     def __init__(self, name: str, action: Callable[[], Undo]) -> None:
         self.action = action
@@ -48,7 +52,7 @@ class _Hook(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        # Those before this one have not found it, or are asking this one.
+        # The finders before this one have not found it, or are asking this one.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
@@ -72,7 +76,7 @@ class _Hook(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The loader `wrapped`, which calls `then` after the module has been executed."""
+    """Loader that wraps `wrapped`, and calls `then` after the module has been executed."""
 
     def __init__(self, wrapped: Loader, then: Callable[[], None]) -> None:
         self._wrapped, self._then = wrapped, then
@@ -81,7 +85,7 @@ class _Loader(Loader):
         return self._wrapped.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module, and whoever looks for its source or its data, sees the loader that it has without us.
+        # The module, and code that looks for its source or data, sees its original loader.
         module.__loader__ = self._wrapped
         if module.__spec__ is not None:
             module.__spec__.loader = self._wrapped

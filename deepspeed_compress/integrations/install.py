@@ -1,4 +1,4 @@
-"""`install`: attach to every engine to come, and have Hugging Face libraries check the section early.
+"""`install`: attach to all later engines, and make Hugging Face libraries check the section early.
 
 Nothing is imported here before the program imports it, so that libraries read the environment that the program sets.
 """
@@ -19,20 +19,20 @@ __all__ = ["install"]
 def install(section: str | Path | dict[str, Any] | None = None) -> Callable[[], None]:
     """Attach to every engine that `deepspeed.initialize` makes from now on, if its configuration has the section.
 
-    For code that calls DeepSpeed by itself: HF Trainer, Accelerate, TRL, scripts that cannot be edited. Configurations
-    without the section go to DeepSpeed untouched, and so do engines without an optimizer, which have no gradients.
-    Where Accelerate is installed the section is checked when the configuration is read, before there is a model, and
-    Trainers log what compression does (`integrations.hf`). A second call changes nothing. Imports no library by
-    itself: each is changed when the program imports it.
+    For code that calls DeepSpeed itself: HF Trainer, Accelerate, TRL, and scripts that cannot be edited. Configurations
+    without the section are passed to DeepSpeed unchanged, and engines without an optimizer, which have no gradients,
+    are left alone. If Accelerate is installed, the section is checked when the configuration is read, before there is a
+    model, and Trainers log compression figures (`integrations.hf`). A second call changes nothing. This imports no
+    library: each is changed when the program imports it.
 
     Args:
-        section: a file, or a dict, with the section, for programs without DeepSpeed: every model of
-            `DistributedDataParallel` or `fully_shard` (FSDP2) is attached to at its first forward pass in training
-            (`ddp.attach`, `fsdp2.attach`), and its memories are in the checkpoints of Trainer and Accelerate. None
-            leaves such models alone.
+        section: a file or a dict with the section, for programs without DeepSpeed. Compression is attached to every
+            model of `DistributedDataParallel` or `fully_shard` (FSDP2) at its first forward pass in training
+            (`ddp.attach`, `fsdp2.attach`), and its residuals and momenta are saved in the checkpoints of Trainer and
+            Accelerate. None leaves such models alone.
 
     Returns:
-        A function that undoes all of it, for engines to come.
+        A function that undoes all of it, for engines made later.
 
     Examples:
         >>> uninstall = deepspeed_compress.install()
@@ -55,7 +55,7 @@ def _follow_deepspeed() -> Undo:
 
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **options: Any) -> Any:
-        # Loads the compiler of torch, which reads its environment, so the program must have come this far.
+        # This imports torch's compiler, which reads its environment, so it must not run before the program gets here.
         from deepspeed_compress.engine.initialize import initialize_if_asked
 
         return initialize_if_asked(original, args, options)
@@ -80,4 +80,4 @@ _ACTIONS: tuple[tuple[str, Callable[[], Undo]], ...] = (
     ("accelerate.utils.deepspeed", _check_early),
     ("accelerate.accelerator", _warn_of_inexact),
 )
-"""Modules, and what is done once a program has imported them."""
+"""Modules, and the action after a program has imported each."""

@@ -1,4 +1,4 @@
-"""The command that `ds-compress run` starts: a launcher's own, with our runner in front of the script."""
+"""Command that `ds-compress run` starts: a launcher's own, with our runner in front of the script."""
 
 import argparse
 import sys
@@ -18,8 +18,14 @@ RUNNER = "deepspeed_compress.integrations.run"
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher: the `module` that is started ("" for the script itself), and its `parse`, which tells its options
-    from the script's. `script` and `rest` are the names that its parser gives to the script and to what follows it."""
+    """Launcher of training processes.
+
+    Attributes:
+        module: module that is started; "" for the script itself.
+        parse: separates the launcher's options from those of the script.
+        script: name that its parser gives to the script.
+        rest: name that its parser gives to the script's arguments.
+    """
 
     module: str
     parse: Callable[[Sequence[str]], Any]
@@ -64,7 +70,7 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
 
 
 def _starts_here(parsed: Any) -> bool:
-    """Return False if DeepSpeed's launcher has a file of hosts, which may have other files than this one."""
+    """Return False if DeepSpeed's launcher has a hostfile: its hosts may have other files than this one."""
     return not Path(getattr(parsed, "hostfile", None) or "").is_file()
 
 
@@ -72,12 +78,19 @@ _MODULE_SWITCHES = ("-m", "--module")
 
 
 def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER, own: Sequence[str] = ()) -> list[str]:
-    """The command for `arguments` of `launcher`, a key of `LAUNCHERS`: its options, a script, the script's arguments.
+    """Return the command for `arguments` of `launcher`, a key of `LAUNCHERS`.
 
-    Everything is passed on as it stands, the launcher's switch for modules excepted, which ours takes the place of.
-    `runner` is the module that runs the script in every process, and `own` are its options. Raises ConfigError when
-    accelerate or the script is missing, or the program is none for Python. What the launcher's own parser refuses ends
-    as there, with SystemExit.
+    Everything is passed on unchanged, except the launcher's switch for modules, which ours replaces.
+
+    Args:
+        launcher: key of `LAUNCHERS`.
+        arguments: the launcher's options, a script, and the script's arguments.
+        runner: module that runs the script in every process.
+        own: options of the runner.
+
+    Raises:
+        ConfigError: if the launcher or the script is missing, or the program is not a Python program.
+        SystemExit: if the launcher's own parser refuses the arguments.
     """
     chosen = LAUNCHERS[launcher]
     if chosen.module and find_spec(chosen.module.partition(".")[0]) is None:
@@ -89,7 +102,7 @@ def launch_command(launcher: str, arguments: Sequence[str], runner: str = RUNNER
     if not parsed.module and _starts_here(parsed) and not Path(script).is_file():
         raise ConfigError(f"{script}: no such file (allowed: a Python script, or -m and a module); write its path")
     begin = len(arguments) - len(getattr(parsed, chosen.rest)) - 1
-    # argparse takes a "--" away that comes right after the script.
+    # argparse removes a "--" that comes right after the script.
     begin -= arguments[begin] != script
     options = [option for option in arguments[:begin] if option not in _MODULE_SWITCHES]
     start = ["-m", chosen.module, *options, "--module", runner] if chosen.module else ["-m", runner]

@@ -1,8 +1,7 @@
-"""Programs without DeepSpeed: attach to every model of `DistributedDataParallel` or `fully_shard`, as if the program
-called `ddp.attach` or `fsdp2.attach`.
+"""Compression of programs without DeepSpeed, as if they called `ddp.attach` or `fsdp2.attach` for every model.
 
-What is made is followed from here; what becomes of it is in `followed`. Each library is changed when the program has
-imported it.
+Models of `DistributedDataParallel` and `fully_shard` are tracked here when they are made; `followed` attaches to them.
+Each library is changed after the program has imported it.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +26,14 @@ __all__ = ["attach_to_all"]
 def attach_to_all(config: "Config") -> Undo:
     """Compress every model of `DistributedDataParallel` or `fully_shard` from now on, by the section in `config`.
 
-    Checkpoints of Trainer and of `Accelerator.save_state` hold what is remembered; other programs call `save` and
-    `load` of `model.compression`, which is there from the first forward pass in training on.
+    Checkpoints of Trainer and of `Accelerator.save_state` include residuals and momenta; other programs call `save` and
+    `load` of `model.compression`, which exists from the first forward pass in training on.
 
     Returns:
-        A function that undoes it, for models to come.
+        A function that undoes it, for models made later.
 
     Raises:
-        ConfigError: it is done already, with a section of its own.
+        ConfigError: if it was called before, with its own section.
     """
     if is_waiting(_FollowTorch):
         raise ConfigError(_TWICE)
@@ -46,7 +45,7 @@ _TWICE = "install has a section already (allowed: one); undo the first install, 
 
 @dataclass(frozen=True)
 class _FollowTorch:
-    """Follows what a program makes of torch, and of libraries that are built on it."""
+    """Action after the import of torch: tracks what a program makes of torch, and of libraries that are built on it."""
 
     config: "Config"
 
@@ -76,7 +75,7 @@ class _FollowTorch:
 def _follow_fsdp2(models: "Models") -> Undo:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    # A program may have imported `fully_shard` by name, so that what it calls is replaced.
+    # A program may have imported `fully_shard` by name, so a function that it calls is replaced.
     return replace_method(FSDPState, "init", partial(_dividing, models.follow_divided))
 
 
@@ -104,7 +103,7 @@ def _leave_uncompiled(models: "Models") -> Undo:
 
     from deepspeed_compress.integrations.followed import FirstForward
 
-    # torch.compile of a model takes its hooks along, and what attaches to a model is not to be compiled.
+    # torch.compile of a model includes its hooks, but attaching to a model must not be compiled.
     return replace_method(FirstForward, "__call__", torch._dynamo.disable)
 
 
@@ -114,11 +113,11 @@ _LATER: tuple[tuple[str, Callable[["Models"], Undo]], ...] = (
     ("accelerate.accelerator", _follow_accelerate),
     ("transformers.trainer", _follow_trainer),
 )
-"""Modules that are imported after torch, and what is done then."""
+"""Modules that are imported after torch, and the action after each import."""
 
 
 def _following(follow: Callable[[Any], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor, or what takes its place for a copy, after which `follow` gets the object."""
+    """Return a constructor, or its substitute for copies, that passes the new object to `follow`."""
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807  (put into a class)
         original(self, *args, **options)
@@ -128,7 +127,7 @@ def _following(follow: Callable[[Any], object], original: Callable[..., None]) -
 
 
 def _dividing(follow: Callable[[Sequence["nn.Module"]], object], original: Callable[..., None]) -> Callable[..., None]:
-    """Return what `fully_shard` calls once for its modules, after which `follow` gets them."""
+    """Return the function that `fully_shard` calls once for its modules, which then passes them to `follow`."""
 
     def init(self: Any, modules: Sequence["nn.Module"], *args: Any, **options: Any) -> None:
         original(self, modules, *args, **options)
@@ -138,7 +137,7 @@ def _dividing(follow: Callable[[Sequence["nn.Module"]], object], original: Calla
 
 
 def _before(action: Callable[[Any, Any], object], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method with one argument, before which `action` gets the object and the argument."""
+    """Return a method with one argument that first passes the object and the argument to `action`."""
 
     def method(self: Any, argument: Any, *args: Any, **options: Any) -> Any:
         action(self, argument)

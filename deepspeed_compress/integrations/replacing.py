@@ -1,4 +1,4 @@
-"""Wrapping one method of a foreign class, or one function of a foreign module, so that it can be undone."""
+"""Wrapping of one method of a foreign class, or one function of a foreign module, in a way that can be undone."""
 
 import functools
 import warnings
@@ -14,14 +14,18 @@ _OURS = "_compress_original"
 
 
 def is_replaced(owner: type | ModuleType, name: str) -> bool:
-    """Whether `replace_method` has wrapped it, and nobody has undone that."""
+    """Return True if `replace_method` has wrapped it, and that has not been undone."""
     return hasattr(getattr(owner, name), _OURS)
 
 
 def replace_method(
     owner: type | ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace the method `name` of `owner` by `wrap(method)`, once; its signature stays. Returns what undoes it."""
+    """Replace the method `name` of `owner` by `wrap(method)`, once, keeping its signature.
+
+    Returns:
+        A function that undoes it.
+    """
     original = getattr(owner, name)
     if is_replaced(owner, name):
         return lambda: None

@@ -1,8 +1,8 @@
-"""`python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] SCRIPT ...`: a program, compressed.
+"""`python -m deepspeed_compress.integrations.run [--local_rank=N] [--section=FILE] SCRIPT ...`: run SCRIPT compressed.
 
-What the processes of `ds-compress run` do. SCRIPT, or `-m MODULE`, runs as `__main__` and sees the arguments that it
-would see without us, a `--local_rank=N` of DeepSpeed's launcher among them. No library is imported before it begins:
-what it sets in its environment holds as it does without us.
+Processes of `ds-compress run` run this. SCRIPT, or `-m MODULE`, runs as `__main__` with the arguments that it would get
+without us, including a `--local_rank=N` of DeepSpeed's launcher. No library is imported before it begins, so that
+environment variables that it sets have the same effect as without us.
 """
 
 import gc
@@ -31,12 +31,12 @@ _SECTION = "--section="
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Install, and run the program that `arguments` name; what it raises, and how it exits, is passed on.
+    """Install compression, and run the program that `arguments` name. Its exceptions and exit status are passed on.
 
-    Warns (CompressWarning) at the end of a program in which nothing was compressed.
+    Issues a CompressWarning at the end of a program in which nothing was compressed.
     """
     given = list(arguments)
-    # DeepSpeed's launcher puts its option first, where it was to come right after the script.
+    # DeepSpeed's launcher puts its option first, but the program expects it right after the script.
     injected = [given.pop(0)] if given[:1] and given[0].startswith("--local_rank=") else []
     section = given.pop(0).removeprefix(_SECTION) if given and given[0].startswith(_SECTION) else None
     module = given[:1] == ["-m"] and bool(given.pop(0))
@@ -60,8 +60,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _leave_gloo() -> None:
-    """Destroy a process group of gloo: a process that ends with its threads alive may be aborted, although its program
-    has done its work."""
+    """Destroy a process group of gloo.
+
+    A process that ends while the threads of the group are alive may be aborted, although its program has done its work.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
         gc.collect()
@@ -81,18 +83,18 @@ def _why_nothing(section: str | None) -> str:
 
 _BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Of MPI and Slurm: processes that run this program."""
+"""Variables of MPI and Slurm with the number of processes that run this program."""
 
 
 def _has_launcher(environment: Mapping[str, str]) -> bool:
-    """Whether somebody has started more processes than this one, or says which it is."""
+    """Return True if a launcher has started several processes, or has set this process's rank."""
     return any(name in environment for name in _BY_LAUNCHERS) or any(
         environment.get(name, "1") != "1" for name in _SIZES
     )
 
 
 def _be_alone(environment: MutableMapping[str, str]) -> None:
-    """Say that this is the only process: DeepSpeed would ask MPI, and end where mpi4py is not installed."""
+    """Declare this the only process. Otherwise DeepSpeed would ask MPI, and fail without mpi4py."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -104,15 +106,16 @@ def _run(program: str, module: bool) -> None:
     if module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        # As Python does for `python SCRIPT`: its neighbours can be imported.
+        # As Python does for `python SCRIPT`: modules next to it can be imported.
         sys.path[0] = str(Path(program).resolve().parent)
         runpy.run_path(program, run_name="__main__")
 
 
 def _watch() -> list[str]:
-    """Return a list that gets the method of every engine that is compressed from now on, by whatever entry point.
+    """Return a list to which the method of every engine that is compressed from now on is appended.
 
-    It does not get the session itself: what holds process groups must end before the program does.
+    The entry point does not matter. The session itself is not kept: objects that hold process groups must end before
+    the program does.
     """
     methods: list[str] = []
     after_import("deepspeed_compress.session.session", partial(_note_methods, methods))

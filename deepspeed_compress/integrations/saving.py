@@ -1,4 +1,4 @@
-"""A word on inexact weights in what Accelerate saves, where they are compressed."""
+"""Warning about inexact weights in what Accelerate saves, if weights are compressed."""
 
 import warnings
 from collections.abc import Callable
@@ -14,17 +14,18 @@ __all__ = ["warn_of_inexact"]
 
 
 def warn_of_inexact() -> Callable[[], None]:
-    """`get_state_dict`, which may be called by one rank, warns where weights are behind. Returns what undoes it.
+    """Make `get_state_dict`, which a single rank may call, warn if weights lag behind.
 
-    Nothing of Accelerate brings them up to date by itself: a program may have other weights in the model just then,
-    such as averages, and mean these to be saved.
+    Returns a function that undoes it.
+    Nothing in Accelerate makes them exact automatically: a program may have placed other weights in the model, such as
+    averages, and intend to save those.
     """
     return replace_method(Accelerator, "get_state_dict", _warning)
 
 
 def _warning(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
-        # The engine hands unknown names on to the model, so getattr would not tell.
+        # The engine forwards unknown attributes to the model, so getattr would be ambiguous.
         session = vars(model).get("compression")
         if session is not None and session.exact is not None and session.exact.behind:
             text = (

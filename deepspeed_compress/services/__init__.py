@@ -1,1 +1,1 @@
-"""Processes beside the ranks: what starts them again, and where islands meet."""
+"""Processes next to the ranks: agents that restart them, and services through which islands find each other."""

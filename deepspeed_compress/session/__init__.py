@@ -1,1 +1,1 @@
-"""What a session is made of, whichever engine trains: reducers in force, memories, figures. No DeepSpeed here."""
+"""Parts of a session that are the same for every engine: reducers in force, residuals, figures. No DeepSpeed here."""

@@ -1,4 +1,4 @@
-"""The line at the start, for any engine: what is compressed, how, and what it is expected to send and to keep."""
+"""Startup line for any engine: what is compressed, how, and what it is expected to send and to keep."""
 
 import sys
 import warnings
@@ -17,15 +17,22 @@ __all__ = ["gradient_texts", "joined", "tell", "weight_text"]
 
 
 def tell(text: Callable[[], str]) -> None:
-    """Write the line to standard error."""
+    """Write the startup line to standard error."""
     try:
         print(f"deepspeed_compress: {text()}", file=sys.stderr, flush=True)
-    except Exception as error:  # what only tells must not stop one rank, for which the others would wait
+    except Exception as error:  # an informational line must not stop one rank while the others wait for it
         warnings.warn(f"what is compressed cannot be told: {error!r}", CompressWarning, stacklevel=3)
 
 
 def joined(config: CompressConfig, where: str, ranks: int, figures: Callable[[], Sequence[str]]) -> str:
-    """The line: settings of `config`, `where`, over how many `ranks`; and `figures`, if there is anything to tell."""
+    """Return the startup line.
+
+    Args:
+        config: the section.
+        where: the engine, such as the ZeRO stage.
+        ranks: number of data-parallel ranks.
+        figures: returns the texts about traffic; called only if there are several ranks.
+    """
     methods = f"gradients {brief(config.gradients)}, weights {brief(config.weights)}"
     first = f"{methods}; {where}, {ranks} data-parallel ranks"
     found = [*(figures() if ranks > 1 else ()), *_between_islands(config.islands)]
@@ -46,8 +53,16 @@ def _between_islands(islands: Islands | None) -> list[str]:
 def gradient_texts(
     session: Session, parameters: Parameters, partition: Partition, everywhere: bool, alone: int, times: int = 1
 ) -> list[str]:
-    """What is exempt, megabytes that rank 0 sends in a step, and keeps: of all parameters in one bucket, cut by
-    `partition` and reduced `times` a step. `alone`: bytes that the engine sends by itself."""
+    """Return texts on excluded parameters, and on the bytes that rank 0 sends in a step and keeps between steps.
+
+    Args:
+        session: the session of the run.
+        parameters: the model's parameters.
+        partition: cut of one bucket with all parameters.
+        everywhere: reduce to all ranks instead of to the owners.
+        alone: bytes that the engine sends without compression.
+        times: reductions per step.
+    """
     total = sum(parameters.numel(name) for name in parameters.shapes)
     raw = uncompressed(session.chosen_reducer(LATE), partition)
     found = mean_cost(session, partition, everywhere)
@@ -61,7 +76,10 @@ def gradient_texts(
 
 
 def weight_text(weights: CompressedWeights, parameters: Parameters, ranks: int, itemsize: int, when: str) -> str:
-    """Megabytes of weights, of `itemsize` bytes an element, that a rank sends `when` they are gathered."""
+    """Return a text on the bytes of weights that a rank sends `when` they are gathered.
+
+    `itemsize` is the bytes of an uncompressed element.
+    """
     numels = {name: parameters.numel(name) for name in parameters.shapes}
     raw = [numels[name] for name in parameters.uncompressed(weights.min_numel) & numels.keys()]
     coded = weights.compressor().payload_bytes(sum(numels.values()) - sum(raw))

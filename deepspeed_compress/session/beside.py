@@ -1,4 +1,4 @@
-"""What stands beside a session, and is none of its work: figures of all ranks, checkpoints and other islands."""
+"""Parts that work next to a session: figures of all ranks, checkpoints, and exchanges with other islands."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,8 +14,13 @@ __all__ = ["Exchanges", "Saving", "Watch"]
 
 @dataclass(frozen=True)
 class Watch:
-    """What a policy that observes needs of all ranks: their losses; from a figure of this one the largest of all; and,
-    where it adapts, the measurements of candidates."""
+    """Figures of all ranks that an observing policy needs.
+
+    Attributes:
+        losses: mean losses of all ranks.
+        largest: returns the largest value of all ranks, from this rank's. Collective.
+        prober: measurements of candidates; None if the policy does not adapt.
+    """
 
     losses: Losses
     largest: Callable[[float], float]
@@ -23,32 +28,32 @@ class Watch:
 
 
 class Saving(Protocol):
-    """Checkpoints that are written beside training."""
+    """Checkpoints that are written in the background."""
 
     client_state: Callable[[], dict[str, Any]]
-    """Gives what the program adds to checkpoints that are saved without being asked for: their `client_state`."""
+    """Returns the `client_state` that the program adds to checkpoints saved automatically."""
 
     @property
     def held(self) -> Callable[[], AbstractContextManager[None]]:
-        """While files of the checkpoint that is being saved get their names."""
+        """Context in which the files of the checkpoint that is being saved get their names."""
 
     def add(self, call: Call) -> None:
         """Have `call` write files of the checkpoint that is being saved."""
 
     def before_step(self) -> None:
-        """Before masters change."""
+        """Prepare for a change of the fp32 master weights."""
 
     def step_ended(self, step: int, applied: bool) -> None:
-        """After each optimizer step."""
+        """Update after each optimizer step."""
 
     def wait(self) -> None:
-        """Until all that was saved is written. Collective; raises StateError as `on_error` says."""
+        """Wait until everything that was saved is written. Collective; raises StateError as `on_error` says."""
 
     def leave_by(self, leave: Callable[[], None]) -> None:
-        """Have `leave` called on all ranks when SIGTERM has come."""
+        """Call `leave` on all ranks after SIGTERM has arrived."""
 
     def listen(self, tell: Callable[[bool], None]) -> None:
-        """Have SIGTERM save from now on, and tell whether it does, now and when that changes."""
+        """Save on SIGTERM from now on, and report to `tell` whether it does, now and whenever that changes."""
 
 
 class Exchanges(Protocol):
@@ -56,7 +61,7 @@ class Exchanges(Protocol):
 
     @property
     def number(self) -> int:
-        """Of this island among all that ever were."""
+        """Return the unique number of this island. Numbers are never reused."""
 
     def step_ended(self, step: int) -> None:
-        """After optimizer step `step`, from 1. Collective."""
+        """Update after optimizer step `step` (1-based). Collective."""

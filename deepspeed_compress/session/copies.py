@@ -1,7 +1,7 @@
-"""Copies and pickles of an object that something is attached to: they leave out what is attached.
+"""Copies and pickles of objects that leave out what this package attached to them.
 
-Programs copy models for averages of their weights, and save whole models and scalers. What is attached to these holds
-process groups, which cannot be copied; and a copy is another object, to which nothing is attached yet.
+Programs copy models to average their weights, and save whole models and scalers. The attached hooks hold process
+groups, which cannot be copied; and the copy is another object, to which nothing is attached yet.
 """
 
 import weakref
@@ -16,8 +16,8 @@ _REDUCE = "__reduce_ex__"
 
 
 def leave_out_of_copies(owner: Any) -> None:
-    """Have `copy.deepcopy` and pickles of `owner` leave out hooks, methods and attributes of this package."""
-    # Both look for it on the object itself. A weak reference, so that the object ends when its program lets go of it.
+    """Make `copy.deepcopy` and pickles of `owner` leave out hooks, methods and attributes of this package."""
+    # Both look up `__reduce_ex__` on the object itself. The reference is weak, so that the object can be freed.
     object.__setattr__(owner, _REDUCE, partial(_reduce, weakref.ref(owner)))
 
 
@@ -29,7 +29,7 @@ def _reduce(reference: "weakref.ref[Any]", protocol: Any) -> tuple[Any, ...]:
 
 
 def _without_ours(value: Any) -> Any:
-    """Return `value`, without hooks of ours if it holds some."""
+    """Return `value` without the hooks of this package that it holds."""
     if isinstance(value, dict) and any(map(_is_ours, value.values())):
         return type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
     if isinstance(value, list):

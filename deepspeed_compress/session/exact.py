@@ -1,9 +1,9 @@
-"""Exact weights for whoever is about to read them: compressed ones are behind their masters by one compression error.
+"""Exact weights before they are read: compressed ones lag behind the fp32 master weights by one compression error.
 
-To bring them up to date is a collective. It is done where all ranks come by contract: `save_checkpoint` and
-`load_checkpoint` (`engine.checkpoints.checkpoint`), `save_16bit_model`, `models.save_pretrained`; under Trainer
-before each of its checkpoints and when training ends (`integrations`). To read a state dict may be the work of rank 0
-alone, and must not wait for others.
+Bringing them up to date is a collective. It is done in calls that all ranks must make: `save_checkpoint` and
+`load_checkpoint` (`engine.checkpoints.checkpoint`), `save_16bit_model`, `models.save_pretrained`; under Trainer before
+each of its checkpoints and when training ends (`integrations`). Reading a state dict must not wait for other ranks,
+because rank 0 may do it alone.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["ExactWeights", "attach_exact"]
 
 
 class ExactWeights:
-    """Brings the weights of `engine` up to date by `bring`, once for each optimizer step."""
+    """Updater of the weights of `engine`, which calls `bring` at most once for each optimizer step."""
 
     def __init__(self, engine: Any, bring: Callable[[], None]) -> None:
         self._engine = engine
@@ -24,22 +24,22 @@ class ExactWeights:
 
     @property
     def behind(self) -> bool:
-        """Whether weights may be behind their masters; the same on all ranks."""
+        """Return True if weights may lag behind the fp32 master weights; the same on all ranks."""
         return bool(self._engine.global_steps != self._exact_at)
 
     def synchronise(self) -> None:
-        """Weights of all ranks become those of their masters, if they may be behind. All ranks must call it."""
+        """Copy the fp32 master weights into the weights of all ranks if they may lag. All ranks must call it."""
         if self.behind:
             self.renew()
 
     def renew(self) -> None:
-        """As `synchronise`, but whatever has been done before, as after loading."""
+        """Do the same as `synchronise`, even if the weights seem exact, as after loading."""
         self._bring()
         self._exact_at = self._engine.global_steps
 
 
 def attach_exact(engine: Any, bring: Callable[[], None], patches: Patches) -> ExactWeights:
-    """Exact weights in `save_16bit_model`, which DeepSpeed wants all ranks to call, and for who else asks for them."""
+    """Return the engine's `ExactWeights`, called before `save_16bit_model`, which all ranks must call."""
     exact = ExactWeights(engine, bring)
     patches.precede(engine, "save_16bit_model", exact.synchronise)
     return exact

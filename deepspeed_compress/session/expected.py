@@ -1,7 +1,7 @@
-"""What one optimizer step will send for gradients, and what will be kept between steps, worked out before there is one.
+"""Prediction of what one optimizer step will send for gradients, and of what will be kept between steps.
 
-All parameters are taken for a single bucket, so figures are those of large buckets: of small ones more is spent on
-what each message needs besides.
+All parameters are assumed to be in a single bucket, so the figures are those of large buckets: with small ones,
+per-message overhead takes a larger share.
 """
 
 import math
@@ -16,9 +16,9 @@ from deepspeed_compress.session.session import Session
 __all__ = ["LATE", "Cost", "cost", "mean_cost", "one_bucket", "uncompressed"]
 
 LATE = 10**9
-"""An optimizer step in which no density is still on its way."""
+"""Optimizer step after the end of every density warm-up."""
 MOST = 64
-"""Steps that are averaged over at most, where some parameters are sent every few steps."""
+"""Largest number of steps to average over, if some parameters are sent only every few steps."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class Cost:
 
 
 def one_bucket(sizes: Sequence[tuple[str, int]], ranks: int, apart: bool) -> Partition:
-    """All parameters, given as (name, numel), in one bucket that is cut evenly; `apart`: each parameter by itself."""
+    """Return one bucket with all parameters, given as (name, numel), cut evenly among the ranks.
+
+    With `apart`, each parameter is cut evenly instead of the whole bucket.
+    """
     if not apart:
         return even_partition(sizes, ranks)
     return partition_by_sizes([(name, _shares(numel, ranks)) for name, numel in sizes], ranks)
@@ -42,8 +45,15 @@ def _shares(numel: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
-    """Of what the configuration says, when warm-ups are over, to reduce a bucket cut by `partition`: a mean over steps,
-    as overrides may send every few steps. `everywhere`: to all ranks, and not to the owners."""
+    """Return the mean cost of reducing a bucket cut by `partition` as configured, after all warm-ups.
+
+    It is a mean over steps, because overrides may send only every few steps.
+
+    Args:
+        session: the session of the run.
+        partition: the owners of the bucket's segments.
+        everywhere: reduce to all ranks instead of to the owners.
+    """
     gradients = session.config.gradients
     every = [one.every for one in gradients.overrides] if isinstance(gradients, CompressedGradients) else []
     steps = range(LATE, LATE + min(MOST, math.lcm(*every)))
@@ -52,14 +62,14 @@ def mean_cost(session: Session, partition: Partition, everywhere: bool) -> Cost:
 
 
 def cost(reducer: Reducer, partition: Partition, everywhere: bool) -> Cost:
-    """Of one optimizer step."""
+    """Return the cost of reducing a bucket in one optimizer step."""
     transfers = reducer.transfers(partition, everywhere)
     stored = [*reducer.stored(partition), *(pair for one in transfers for pair in one.stored())]
     return Cost(sum(one.bytes for one in transfers), sum(store.bytes_of(numel) for store, numel in stored))
 
 
 def uncompressed(reducer: Reducer, partition: Partition) -> set[str]:
-    """Names of the parameters of `partition` that go uncompressed wherever they go."""
+    """Return the names of the parameters of `partition` that are always sent uncompressed."""
     transfers = reducer.transfers(partition, everywhere=False)
     compressed = {name for one in transfers for name in one.names() - one.uncompressed_names()}
     return {name for one in transfers for name in one.names()} - compressed

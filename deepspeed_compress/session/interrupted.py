@@ -1,4 +1,4 @@
-"""Reductions that a backward pass has begun and never finished, because it failed."""
+"""Reductions that a failed backward pass has begun and never finished."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,12 @@ __all__ = ["discard"]
 
 
 def discard(pending: Sequence[Pending], group: ProcessGroup) -> None:
-    """Wait for reductions whose sums nobody wants any more, so that no later message is taken for one of theirs.
+    """Wait for reductions whose sums are not needed any more, so that no later message is mistaken for one of theirs.
 
-    Collective. Raises StateError on all ranks of `group` where they have begun different numbers of reductions.
+    Collective.
+
+    Raises:
+        StateError: on all ranks of `group`, if they have begun different numbers of reductions.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(counts, torch.tensor([len(pending)]), group=group)

@@ -1,4 +1,4 @@
-"""Whether all ranks compute equal bits from equal bits: on equal processors, with as many threads."""
+"""Check that all ranks compute equal bits from equal bits: on equal processors, with the same number of threads."""
 
 import warnings
 
@@ -12,10 +12,10 @@ __all__ = ["equal_machines"]
 
 
 def equal_machines(device: torch.device, group: ProcessGroup | None = None) -> bool:
-    """Whether what PyTorch chooses its kernels by is alike on all ranks of `group`, all of the job if None; a
-    CompressWarning on all where it is not.
+    """Return True if PyTorch would choose the same kernels on all ranks of `group`, or of the job if None.
 
-    PowerSGD needs it: every rank computes the mean of matrices for itself. Collective.
+    Otherwise, a CompressWarning is issued on all ranks. PowerSGD needs equal kernels, because every rank computes the
+    mean of matrices for itself. Collective.
     """
     found: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, _machine(device), group=group)

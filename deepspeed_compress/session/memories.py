@@ -1,4 +1,4 @@
-"""What a session remembers, in files and back: on all ranks or on none."""
+"""Saving and loading of a session's residuals, momenta and decisions: on all ranks or on none."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +22,19 @@ __all__ = ["Place", "Write", "check_owners", "load_memories", "on_all_ranks", "s
 
 
 Write = Callable[[state.Contents, Path], None]
-"""`state.write`, or what does it later."""
+"""`state.write`, or a function that does the same later."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Whose memories these are. `rank`: numbers the files of all `Position`s that share a directory. `group`: the ranks
-    that save and load together; None for all of the job."""
+    """Owner of residuals and momenta that are saved or loaded.
+
+    Attributes:
+        rank: number of this rank's files among those of all `Position`s that share a directory.
+        position: position of this rank.
+        device: device of the loaded values.
+        group: the ranks that save and load together; None for the whole job.
+    """
 
     rank: int
     position: state.Position
@@ -39,24 +45,28 @@ class Place:
 def save_memories(
     session: Session, directory: Path, place: Place, zero_stage: int, step: int, loss_scale: float, write: Write
 ) -> None:
-    """Have `write` write the files of this rank; `step` optimizer steps are done."""
+    """Have `write` write the files of this rank after `step` optimizer steps."""
     section, decisions = masked(session.config.model_dump(mode="json")), session.decisions()
     kept = state.contents(session.stores, place.position, zero_stage, step, loss_scale, section, decisions)
     write(kept, state.state_file(directory, place.rank))
 
 
 def save_on_all(work: Callable[[], None], group: ProcessGroup | None = None) -> None:
-    """Do `work`, which saves. Collective: StateError on all ranks where it fails on one."""
+    """Call `work`, which saves. Collective: raises StateError on all ranks if it fails on one."""
     problems = on_all_ranks(work, group)
     if problems:
         raise StateError(f"compression state is not saved: {problems}")
 
 
 def load_memories(session: Session, directory: Path, place: Place, loss_scale: float) -> int | None:
-    """Restore what `save_memories` has written in `directory`, on all ranks or on none. Collective.
+    """Restore the state that `save_memories` wrote to `directory`, on all ranks or on none. Collective.
 
-    Returns the step that it was saved at. What is wrong on any rank is a StateError on all, or with `on_missing_state`
-    "reset" a CompressWarning, and every memory starts empty: None.
+    Returns:
+        The optimizer step at which it was saved; None if every store starts empty.
+
+    Raises:
+        StateError: on all ranks, if something is wrong on any rank. With `on_missing_state` "reset" it is a
+            CompressWarning instead, and every store starts empty.
     """
     steps: list[int] = []
     decided = session.decisions()
@@ -75,7 +85,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
     if not text:
         return steps[0]
     session.reset()
-    # Ranks whose own files were whole would decide otherwise than the others.
+    # Ranks whose own files were complete would decide differently from the others.
     session.load_decisions(decided)
     if session.config.on_missing_state == "error":
         raise StateError(
@@ -87,7 +97,7 @@ def load_memories(session: Session, directory: Path, place: Place, loss_scale: f
 
 
 def _load_decisions(session: Session, file: Path, description: state.Description) -> None:
-    """Have the policy go on from what was saved. StateError where that is not what a policy saves."""
+    """Restore the saved decisions of the policy. Raises StateError if they are not what a policy saves."""
     try:
         session.load_decisions(description.decisions)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -95,11 +105,14 @@ def _load_decisions(session: Session, file: Path, description: state.Description
 
 
 def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) -> str:
-    """Do `work` and tell what went wrong on any rank, "" for nothing: a rank must not fail while others wait for it."""
+    """Call `work` and return the errors of all ranks, "" for none.
+
+    No rank raises while the others wait for it. Collective.
+    """
     problem = None
     try:
         work()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must be told
         problem = str(error) if isinstance(error, StateError) else f"rank {dist.get_rank()}: {error!r}"
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -107,7 +120,10 @@ def on_all_ranks(work: Callable[[], None], group: ProcessGroup | None = None) ->
 
 
 def check_owners(saved: state.Description, config: CompressConfig) -> None:
-    """StateError if what owners keep was saved by other owners. Residuals of senders add up whoever has them."""
+    """Raise StateError if the values that owners keep were saved under another `ownership`.
+
+    Residuals of senders are not affected: their sum is the same whichever rank holds them.
+    """
     owners = saved.section.get("ownership", "contiguous")
     kept = sorted(name for name in state.OWNED & saved.layouts.keys() if saved.layouts[name])
     if kept and owners != config.ownership:
@@ -118,8 +134,11 @@ def check_owners(saved: state.Description, config: CompressConfig) -> None:
 
 
 def check_parameters(saved: Sequence[state.Description], parameters: Parameters | None) -> None:
-    """StateError if the memories are of another model: of none of these `parameters`, or of larger ones. Parameters
-    that were trained and are no longer may be among them."""
+    """Raise StateError if the saved values belong to another model.
+
+    They do if none of their parameters is in `parameters`, or if one was larger. Parameters that are no longer trained
+    may be among them.
+    """
     ends: dict[str, int] = {}
     for name, begin, numel in _ranges(saved) if parameters is not None else ():
         ends[name] = max(ends.get(name, 0), begin + numel)
@@ -137,7 +156,7 @@ def check_parameters(saved: Sequence[state.Description], parameters: Parameters 
 
 
 def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:
-    """Of parameters; what all ranks share are factors of them."""
+    """Yield the saved ranges of parameters; shared stores are left out, because they hold factors."""
     for description in saved:
         for memory, layouts in description.layouts.items():
             if memory not in state.SHARED:
@@ -145,6 +164,6 @@ def _ranges(saved: Sequence[state.Description]) -> Iterator[Range]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first three."""
+    """Return the first three names, comma-separated, with " ..." if there are more."""
     first = list(islice(names, 4))
     return ", ".join(first[:3]) + (" ..." if len(first) > 3 else "")

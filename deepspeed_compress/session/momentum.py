@@ -1,4 +1,4 @@
-"""Momentum that both the method and the optimizer would give the gradients."""
+"""Check for momentum that both the method and the optimizer would apply to the gradients."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["find_second_momentum"]
 
 
 def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: CompressConfig) -> Iterator[str]:
-    """Momentum of an optimizer with these groups that would be applied twice: what is wrong, and what to write."""
+    """Yield a problem, with the fix, if an optimizer with these groups would apply momentum a second time."""
     if config.gradients.method not in OWN_MOMENTUM:
         return
     found = {_first_momentum(group) for group in param_groups} - {0.0}
@@ -24,5 +24,5 @@ def find_second_momentum(param_groups: Iterable[Mapping[str, Any]], config: Comp
 
 
 def _first_momentum(group: Mapping[str, Any]) -> float:
-    """The factor of the optimizer's first moment; 0.0 if it has none."""
+    """Return the factor of the optimizer's first moment; 0.0 if it has none."""
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

@@ -1,4 +1,4 @@
-"""Ranks by the node that they are on, for hierarchies."""
+"""Grouping of ranks by node, for hierarchies."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,15 +12,16 @@ _POINTER = "/deepspeed_compress/gradients/hierarchy/ranks_per_node"
 
 
 def ranks_per_node(config: CompressConfig) -> int | None:
-    """Of the hierarchy, None without one."""
+    """Return `ranks_per_node` of the hierarchy; None without one."""
     hierarchy = getattr(config.gradients, "hierarchy", None)
     return hierarchy.ranks_per_node if hierarchy else None
 
 
 def split_by_node(group: Sequence[int], ranks_per_node: int, world_size: int) -> list[tuple[int, ...]]:
-    """The global ranks `group` by node, when every node has `ranks_per_node` consecutive ranks of the job.
+    """Return the global ranks of `group` by node, if every node has `ranks_per_node` consecutive ranks of the job.
 
-    Raises ConfigError unless there are two nodes at least, with equally many ranks of the group, and two at least.
+    Raises:
+        ConfigError: unless there are at least two nodes, each with the same number of ranks of the group, two or more.
     """
     nodes = [tuple(ranks) for _, ranks in groupby(sorted(group), lambda rank: rank // ranks_per_node)]
     sizes = {len(node) for node in nodes}

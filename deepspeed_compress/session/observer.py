@@ -1,6 +1,7 @@
-"""What all ranks learn of a step: the mean loss, the residual norm, how long each was busy. Small sums, few of them.
+"""Figures of a step over all ranks: the mean loss, the residual norm, and how long each rank was busy.
 
-All ranks are those of a group: the ranks that decide alike, all of the job where it is None.
+They are small and few. "All ranks" are those of a process group, the ranks that decide alike; the whole job if it is
+None.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepMeans:
-    """Over all ranks, of one step: `loss` (or the metric in its place), and the time that the step took."""
+    """Means over all ranks of one step: `loss` (or the metric in its place), and the time that the step took."""
 
     loss: float | None = None
     step_ms: float | None = None
@@ -29,7 +30,7 @@ class StepMeans:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """Numbers of all ranks (on the host), which nobody waits for yet."""
+    """Numbers of all ranks (on the host) that are still being reduced."""
 
     numbers: torch.Tensor
     wait: Callable[[], object]
@@ -40,7 +41,7 @@ class _UnderWay:
 
 
 def _means(sums: list[float]) -> StepMeans:
-    """Of losses, metrics and milliseconds, each with their number."""
+    """Return the means, from the sums of losses, metrics and milliseconds, each followed by its count."""
     loss, losses, metric, metrics, milliseconds, times = sums
     judged = metric / metrics if metrics else loss / losses if losses else None
     return StepMeans(judged, milliseconds / times if times else None)
@@ -52,21 +53,21 @@ class Losses:
     def __init__(self, device: Any, group: ProcessGroup | None = None) -> None:
         self._group = group
         self._waits: list[Callable[[], object]] = []
-        # What is under way when the interpreter ends may abort it.
+        # A reduction that is still running when the interpreter exits may abort it.
         weakref.finalize(self, _wait, self._waits)
         self._sums = torch.zeros(6, dtype=torch.float64, device=device)
         self._under_way: _UnderWay | None = None
 
     def record(self, loss: Any) -> None:
-        """Of a micro-step: a number, or a tensor whose mean counts."""
+        """Add the loss of a micro-step: a number, or a tensor, of which the mean is taken."""
         self._add(0, loss)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no reduction is running."""
         _wait(self._waits)
 
     def _add(self, place: int, value: Any) -> None:
-        # Numbers go along with the kernel; as tensors the host would wait until they are copied.
+        # A number is passed with the kernel launch; for a tensor the host would wait until it is copied.
         number = isinstance(value, int | float)
         self._sums[place] += value if number else torch.as_tensor(value).detach().mean().to(self._sums)
         self._sums[place + 1] += 1
@@ -76,7 +77,11 @@ class Losses:
         self._add(2, float(metric))
 
     def next(self, step_ms: float | None) -> StepMeans:
-        """Of the step before the one that has just ended, took `step_ms`, and is summed from now on. Collective."""
+        """Return the means of the previous step, and begin to sum those of the step that has just ended. Collective.
+
+        Args:
+            step_ms: milliseconds that the step has taken; None to leave it out.
+        """
         if step_ms is not None:
             self._add(4, step_ms)
         former, sums = self._under_way, self._sums
@@ -87,17 +92,20 @@ class Losses:
         return means
 
     def saved(self) -> list[float] | None:
-        """What a resumed run must know of the last step."""
+        """Return the sums of the last step, which a resumed run needs; None before the first."""
         return None if self._under_way is None else self._under_way.figures()
 
     def load(self, saved: list[float] | None) -> None:
-        """Go on from what `saved` gave."""
+        """Restore the sums that `saved` returned."""
         self._under_way = None if saved is None else _UnderWay(torch.tensor(saved, dtype=torch.float64), lambda: None)
 
 
 class BusyTimes:
-    """How long each rank was busy in a measured step. Gathered while training goes on, so known one measured step late:
-    a rank that observes never waits for one that is late."""
+    """Milliseconds for which each rank was busy in a measured step.
+
+    They are gathered while training continues, so they are known one measured step late: an observing rank never waits
+    for a late one.
+    """
 
     def __init__(self, device: torch.device, group: ProcessGroup | None = None) -> None:
         self._waits: list[Callable[[], object]] = []
@@ -107,11 +115,17 @@ class BusyTimes:
         self._under_way: _UnderWay | None = None
 
     def next(self, milliseconds: float | None) -> list[float]:
-        """Of the measured step before, in order of ranks, none where it is not known; gather those of this one, in
-        which this rank was busy for `milliseconds`. Collective."""
+        """Return the busy times of the previous measured step, and begin to gather those of this one. Collective.
+
+        Args:
+            milliseconds: busy time of this rank in this step; None if unknown.
+
+        Returns:
+            Milliseconds in order of ranks; empty if any is unknown.
+        """
         former = [] if self._under_way is None else self._under_way.figures()
         every = torch.zeros(dist.get_world_size(self._group), dtype=torch.float64, device=self._device)
-        # A number that goes along with the kernel: as a tensor of its own a GPU would be waited for.
+        # A number is passed with the kernel launch; a tensor would make the host wait for the GPU.
         every.narrow(0, dist.get_rank(self._group), 1).fill_(-1.0 if milliseconds is None else milliseconds)
         self._under_way = _summed(every, self._group)
         self._waits[:] = [self._under_way.wait]
@@ -119,10 +133,11 @@ class BusyTimes:
 
 
 def _summed(sums: torch.Tensor, group: ProcessGroup | None = None) -> _UnderWay:
-    """Begin to sum over all ranks of `group`, of the job if None. Collective.
+    """Begin to sum over all ranks of `group`, or of the job if None. Collective.
 
-    On a GPU it is the stream that waits: NCCL promises nothing of two communicators at work at once, so this one is
-    done before the next step uses that of the gradients. The host waits a step later, for a copy that has long arrived.
+    On a GPU the stream waits: NCCL does not guarantee that two communicators can work at once, so this sum is done
+    before the next step uses the communicator of the gradients. The host waits one step later, for a copy that has
+    arrived long before.
     """
     if sums.device.type == "cpu":
         return _UnderWay(sums, dist.all_reduce(sums, group=group, async_op=True).wait)
@@ -133,26 +148,26 @@ def _summed(sums: torch.Tensor, group: ProcessGroup | None = None) -> _UnderWay:
 
 
 def _wait(waits: list[Callable[[], object]]) -> None:
-    # Another rank may be gone; there is nothing left that could be done about it.
+    # Another rank may be gone, and then nothing can be done about it.
     with contextlib.suppress(RuntimeError):
         for wait in waits:
             wait()
 
 
 def largest_of_all(value: float, device: Any, group: ProcessGroup | None = None) -> float:
-    """The largest `value` of all ranks, inf where one is not finite. Collective."""
+    """Return the largest `value` of all ranks, inf if one is NaN. Collective."""
     found = torch.tensor([value], dtype=torch.float64, device=device).nan_to_num(float("inf"))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return float(found)
 
 
 def new_run(group: ProcessGroup | None = None) -> str:
-    """A name for a run that no other has, the same on all ranks of `group`, all of the job if None. Collective."""
+    """Return a unique name for a run, the same on all ranks of `group`, or of the job if None. Collective."""
     return of_first(uuid.uuid4().hex[:8], group)
 
 
 def of_first(value: T, group: ProcessGroup | None = None) -> T:
-    """`value` of the first rank of `group`. Collective."""
+    """Return the `value` of the first rank of `group`. Collective."""
     found = [value]
     dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]

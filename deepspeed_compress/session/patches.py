@@ -1,4 +1,4 @@
-"""What is replaced on an engine and on what belongs to it, and how to put everything back."""
+"""Replaced attributes of an engine and of objects that belong to it, and how to restore them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class _Patch:
-    """`value` in the place of the attribute `name` of `owner`; `before`: what the instance itself had there."""
+    """Replacement of the attribute `name` of `owner` by `value`; `before` is the instance's own former attribute."""
 
     owner: Any
     name: str
@@ -34,32 +34,35 @@ class _Patch:
 
 
 class Patches:
-    """Replaced attributes of instances, never of classes, and other things to undo, in order."""
+    """Replaced attributes of instances, never of classes, and other actions to undo, in order."""
 
     def __init__(self) -> None:
         self._undo: list[_Patch | Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name` is `value` until `undo`."""
+        """Set `owner.name` to `value` until `undo`."""
         self._undo.append(_Patch(owner, name, value, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Calls of the method `owner.name` become calls of `wrapper`, with the method as the first argument."""
+        """Replace the method `owner.name` by `wrapper`, which gets the method as its first argument."""
         method = getattr(owner, name)
         self.replace(owner, name, functools.wraps(method)(functools.partial(wrapper, method)))
 
     def precede(self, owner: Any, name: str, action: Callable[[], object]) -> None:
-        """Do `action` before each call of the method `owner.name`."""
+        """Call `action` before each call of the method `owner.name`."""
         self.wrap(owner, name, functools.partial(_after, action))
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Call `action` when everything that is replaced from now on has been put back."""
+        """Call `action` in `undo`, after everything that is replaced from now on has been restored."""
         self._undo.append(action)
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """Put everything back if the block raises. Its own error is the one that matters."""
+        """Restore everything if the block raises.
+
+        The block's own error is raised, even if restoring fails too.
+        """
         try:
             yield
         except BaseException:
@@ -68,9 +71,10 @@ class Patches:
             raise
 
     def undo(self) -> None:
-        """Put everything back, the newest first.
+        """Restore everything, the newest first.
 
-        Raises SeamError, and leaves everything as it is, where other code has replaced one of the attributes since.
+        Raises:
+            SeamError: if other code has replaced one of the attributes since; nothing is restored then.
         """
         seen: set[tuple[int, str]] = set()
         for patch in reversed(self._undo):

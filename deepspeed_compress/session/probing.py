@@ -1,4 +1,4 @@
-"""What the candidates of an adaptive choice would cost and lose: measured on a sample of a step's gradients."""
+"""Costs and errors of the candidates of an adaptive choice, measured on a sample of a step's gradients."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,32 +30,40 @@ from deepspeed_compress.session.trials import (
 __all__ = ["Prober", "WeightTraffic"]
 
 PIECE = 4096
-"""Elements of a sample that lie together."""
+"""Consecutive elements per slice of a sample."""
 RATE = 32
-"""One element in so many is in the sample; of small parameters more."""
+"""Sampling ratio: one element in this many is in the sample, and more of small parameters."""
 SMALLEST, LARGEST = 2**18, 2**22
-"""Bytes of the larger probe of a link."""
+"""Smallest and largest size in bytes of the larger probe of a link."""
 TICK = 1e-7
-"""Seconds that a message takes at least."""
+"""Least seconds that a message is taken to need."""
 CLEAR = 3
-"""Times as long as one of an eighth that it must take, or latency and other work on the machine hide the bandwidth."""
+"""Least ratio between the times of the two probes, of which one has an eighth of the other's size.
+
+Below it, latency and other work on the machine hide the bandwidth.
+"""
 FASTER = 1.5
-"""Times as fast as before that a link must seem to be measured again."""
+"""Factor by which a link must seem faster than before to be measured again."""
 PHASES = 4
-"""Messages of factors that follow each other: of P and of Q, to their owners and back."""
+"""Consecutive messages of low-rank factors: of P and of Q, to their owners and back."""
 
 
 @dataclass
 class _Sample:
-    """Of one group of parameters: pieces, how many elements each of theirs stands for, and how many elements this rank
-    sends in the step."""
+    """Sample of one group of parameters.
+
+    Attributes:
+        pieces: slices of parameters, flat fp32.
+        stands_for: for each slice, the number of elements that one of its elements represents.
+        sent: elements of the group that this rank sends in the step.
+    """
 
     pieces: list[Tensor] = field(default_factory=list)
     stands_for: list[float] = field(default_factory=list)
     sent: int = 0
 
     def joined(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The elements, flat fp32, and what each stands for."""
+        """Return the sampled elements (flat fp32), and the number of elements that each represents."""
         if not self.pieces:
             return torch.zeros(0, device=device), torch.zeros(0, device=device)
         counts = torch.tensor([piece.numel() for piece in self.pieces], device=device)
@@ -65,21 +73,28 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A bucket of the step, as rank `rank` sends it: to its owners or `everywhere`."""
+    """Bucket of the step as rank `rank` sends it: to its owners, or to all if `everywhere`."""
 
     partition: Partition
     rank: int
     everywhere: bool
 
     def sent(self, owner: int, numel: int) -> int:
-        """Elements that this rank sends of a segment of `numel`."""
+        """Return how many elements this rank sends of a segment of `numel` elements that `owner` owns."""
         return numel if owner != self.rank else numel * (self.partition.world_size - 1) * self.everywhere
 
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Weights that this rank has the masters of: elements in all, those that it sends to the others, elements that it
-    decodes, and bytes of an uncompressed one. `overlap`: they travel while the next forward runs."""
+    """Weights whose fp32 master weights are on this rank, and their traffic in a step.
+
+    Attributes:
+        own: elements that this rank owns.
+        sent: elements that it sends to the other ranks.
+        decoded: elements that it decodes.
+        itemsize: bytes of an uncompressed element.
+        overlap: True if they are sent while the next forward runs.
+    """
 
     own: int = 0
     sent: int = 0
@@ -89,14 +104,16 @@ class WeightTraffic:
 
 
 class Prober:
-    """Sees the buckets of a step, and measures when it is over. `everyone`: the ranks that decide alike; None for all
-    of the job."""
+    """Prober that samples the buckets of a step and measures the candidates when it is over.
+
+    `everyone` is the group of ranks that decide alike; None for the whole job.
+    """
 
     def __init__(
         self, adaptive: Adaptive, parameters: Parameters, device: torch.device, everyone: ProcessGroup | None = None
     ) -> None:
         self.weights = WeightTraffic()
-        """Of weights whose settings are chosen."""
+        """Traffic of the weights whose settings are chosen."""
         self._adaptive = adaptive
         self._parameters = parameters
         self._device = device
@@ -109,7 +126,7 @@ class Prober:
         return [_Sample() for _ in range(len(self._adaptive.groups) + 1)]
 
     def see(self, bucket: Tensor, partition: Partition, rank: int, everywhere: bool) -> None:
-        """Take a sample of `bucket`, which is about to be reduced, to its owners or `everywhere`."""
+        """Sample `bucket`, which is about to be reduced to its owners, or to all ranks if `everywhere`."""
         seen = _Seen(partition, rank, everywhere)
         self._buckets.append(seen)
         for segment in partition.segments:
@@ -128,12 +145,18 @@ class Prober:
         return next(matches, len(self._adaptive.groups))
 
     def forget(self) -> None:
-        """The samples of a step that is not measured."""
+        """Drop the samples of a step that is not measured."""
         self._samples = self._fresh()
         self._buckets = []
 
     def measure(self, group: ProcessGroup, waited: float, step: float) -> Measurement:
-        """What all ranks have seen in a step that took `step` seconds and `waited` for messages. Collective."""
+        """Measure the candidates on the samples of all ranks. Collective.
+
+        Args:
+            group: the ranks between which gradients are reduced.
+            waited: seconds for which this rank waited for messages in the step.
+            step: seconds that the step took.
+        """
         samples, buckets = self._samples, self._buckets
         self.forget()
         joined = [sample.joined(self._device) for sample in samples]
@@ -168,7 +191,7 @@ class Prober:
         if not isinstance(settings, MethodConfig):
             return Trial([0.0] * len(sent), [float(self._itemsize * numel) for numel in sent], 0.0)
         tried = try_messages(settings.compressor(), joined, sent)
-        # The error of one message says nothing of a momentum, and these methods have no other candidate beside them.
+        # The error of one message does not describe a momentum, and these methods have no other candidates.
         return Trial([0.0] * len(sent), tried.sizes, tried.seconds) if settings.method in OWN_MOMENTUM else tried
 
     @property
@@ -178,7 +201,7 @@ class Prober:
     def _try_low_rank(
         self, settings: PowerSGDGradients, sample: Tensor, norms: Sequence[float], buckets: Sequence[_Seen]
     ) -> Trial:
-        """Matrices by their factors, and the rest as it is."""
+        """Try PowerSGD: low-rank factors of matrices, and everything else uncompressed."""
         raw = self._parameters.uncompressed(settings.min_numel)
         shapes = {name: shape for name, shape in self._parameters.shapes.items() if name not in raw}
         low_rank = LowRank(shapes, settings.rank)
@@ -197,7 +220,10 @@ class Prober:
     def _low_rank_bytes(
         self, found: Sequence[tuple[_Seen, Sequence[Matrix]]], each: float
     ) -> Iterator[tuple[str, float]]:
-        """By parameter, what this rank sends: of all-reduced factors of `each` bytes an element, and of the rest."""
+        """Yield, by parameter, the bytes that this rank sends.
+
+        Factors are all-reduced at `each` bytes per element; everything else is uncompressed.
+        """
         for seen, matrices in found:
             ranks, names = seen.partition.world_size, {matrix.name for matrix in matrices}
             for matrix in matrices:
@@ -207,21 +233,21 @@ class Prober:
                     yield segment.parameter, float(self._itemsize * seen.sent(segment.owner, segment.numel))
 
     def _by_group(self, amounts: Iterable[tuple[str, float]]) -> list[float]:
-        """Sums of (parameter, amount)."""
+        """Return the sums of (parameter, amount) pairs by group of parameters."""
         totals = [0.0] * (len(self._adaptive.groups) + 1)
         for name, amount in amounts:
             totals[self._group(name)] += amount
         return totals
 
     def _measure_weights(self, sample: Tensor, world: int) -> WeightCosts:
-        """Of all candidates; the time of a codec does not depend on what it encodes."""
+        """Return the costs of all weight candidates. The time of a codec does not depend on the encoded values."""
         tried = [self._try_weights(settings, sample) for settings in self._adaptive.weights]
         sizes = self._reduced([size / world for size, _ in tried], "SUM")
         seconds = self._reduced([seconds for _, seconds in tried], "MAX")
         return WeightCosts(tuple(sizes), tuple(seconds), self.weights.overlap)
 
     def _try_weights(self, settings: WeightsConfig, sample: Tensor) -> tuple[float, float]:
-        """Bytes and seconds of a step."""
+        """Return the bytes that this rank sends in a step, and the codec's seconds."""
         traffic = self.weights
         if not isinstance(settings, MethodConfig):
             return float(traffic.itemsize * traffic.sent), 0.0
@@ -234,8 +260,11 @@ class Prober:
         return bytes_each(compressor) * traffic.sent, seconds
 
     def _link(self, group: ProcessGroup) -> AlphaBeta:
-        """As `_probe`. A link may have saved up for it (token buckets, credits of a cloud), so one that seems faster is
-        tried again. All ranks decide alike, by figures that are the same on all."""
+        """Return latency and bandwidth as `_probe`, measured twice if the link seems faster than before.
+
+        A link may have saved up credit while it was idle (token buckets of clouds). All ranks decide alike, because the
+        figures are the same on all.
+        """
         found = self._probe(group)
         if self._last is not None and found.bandwidth > FASTER * self._last.bandwidth:
             found = max(found, self._probe(group), key=lambda one: one.seconds_per_byte)
@@ -243,7 +272,7 @@ class Prober:
         return found
 
     def _probe(self, group: ProcessGroup) -> AlphaBeta:
-        """Latency and bandwidth of the link, the same on all ranks; nothing takes time where there is nobody else."""
+        """Measure latency and bandwidth of the link; equal on all ranks, zero cost in a group of one rank."""
         if group.size() == 1:
             return AlphaBeta(0.0, 0.0)
         large, seconds = SMALLEST // 4, [1.0, 1.0]
@@ -251,17 +280,17 @@ class Prober:
             large *= 4
             sizes = [large // 8, large]
             measured = link_seconds(group, self._device, sizes)
-            # A clock may not have moved.
+            # The clock may not have advanced.
             seconds = [max(one, TICK) for one in self._reduced(measured, "MAX")]
         return fit(sizes, seconds)
 
     def _reduced(self, values: Sequence[float], operation: str) -> list[float]:
-        """Sum or maximum over all ranks that decide alike, those of other stages too."""
+        """Return the sum or maximum of `values` over all ranks that decide alike, including other pipeline stages."""
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=self._everyone)
         return list(tensor.tolist())
 
 
 def _few(joined: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As many elements of the samples as a message has."""
+    """Return the sampled elements, at most as many as a message has."""
     return torch.cat([x for x, _ in joined])[:MESSAGE]

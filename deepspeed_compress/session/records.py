@@ -1,4 +1,4 @@
-"""What is written of a run, and where to."""
+"""Statistics and decisions of a run, and the files and sinks that receive them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ __all__ = ["Records", "make_records"]
 
 @dataclass(frozen=True)
 class Records:
-    """What is written of a run: statistics of steps, decisions, and where to."""
+    """Statistics of steps and decisions of a run, and where they are written."""
 
     reporter: Reporter
     journal: Journal
@@ -20,8 +20,15 @@ class Records:
 def make_records(
     reporter: Reporter, journal: Journal, writes: bool, sink: EventSink | None = None, island: int | None = None
 ) -> Records:
-    """Those of a rank: what `reporter` reports goes to `journal` and `sink`; decisions too, those of `island` if there
-    are several, if this rank `writes`."""
+    """Return the records of a rank.
+
+    Args:
+        reporter: its figures are written to `journal` and `sink`.
+        journal: the files of the run.
+        writes: True if this rank writes decisions to `journal`.
+        sink: another receiver of the figures.
+        island: number of this island, if there are several.
+    """
     writer = StatisticsWriter(journal, sink)
     if writer.active:
         reporter.sinks.append(writer.write)

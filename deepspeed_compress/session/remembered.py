@@ -1,4 +1,4 @@
-"""What a session remembers from one step to the next, and what the end of a step does to it."""
+"""Residuals and momenta that a session keeps between steps, and what the end of a step does to them."""
 
 import math
 from collections.abc import Mapping
@@ -14,16 +14,20 @@ from deepspeed_compress.session.switching import hand_over_means, make_expected
 __all__ = ["FinishedStep", "Remembered"]
 
 _RESIDUALS = frozenset({"gradients", "means", "node", "node_means"})
-"""Memories of what was left out; the others are momenta, factors, and parts still to be handed on."""
+"""Names of the stores that hold residuals; the others hold momenta, factors, and values still to be passed on."""
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What DeepSpeed did with an optimizer step: `applied` is False when it was skipped for an overflow.
+    """Result of an optimizer step in DeepSpeed.
 
-    `step` and `samples` count the finished one; `samples` is None where nobody counts them. The loss scales are 1.0
-    where there is none. `grad_norm`: of the mean gradient, without loss scale, inf where it is not finite; None where
-    it is not known.
+    Attributes:
+        step: number of finished steps, this one included.
+        samples: number of samples so far; None if nobody counts them.
+        applied: False if the step was skipped for an overflow.
+        scale_before: loss scale of the step; 1.0 without loss scaling.
+        scale_after: loss scale after the step; 1.0 without loss scaling.
+        grad_norm: norm of the mean gradient without loss scale; inf if it is not finite, None if unknown.
     """
 
     step: int
@@ -35,11 +39,11 @@ class FinishedStep:
 
 
 class Remembered:
-    """All memories of a session."""
+    """All residuals and momenta of a session."""
 
     def __init__(self, stores: ResidualStores, config: CompressConfig) -> None:
         self.prune_owned = False
-        """Set after loading the state of another number of ranks: residuals of all owners are here."""
+        """True after loading the state of another number of ranks: residuals of all owners are here."""
         self._stores, self._config = stores, config
         gradients = config.gradients
         kept = gradients.residuals if isinstance(gradients, CompressedGradients) else None
@@ -51,11 +55,16 @@ class Remembered:
 
     @property
     def transactional(self) -> bool:
-        """Whether what a step has written can be forgotten."""
+        """Return True if what a step has written can be rolled back."""
         return self._stores.transactional
 
     def settle(self, finished: FinishedStep, dense: bool) -> None:
-        """Keep what the step has written, or forget it with a skipped step. `dense`: it sent all uncompressed."""
+        """Commit what the step has written, or roll it back if the step was skipped.
+
+        Args:
+            finished: the step.
+            dense: True if the step sent everything uncompressed.
+        """
         if self.prune_owned and finished.applied and not dense:
             self._prune()
         for store in self.by_name.values():
@@ -66,7 +75,7 @@ class Remembered:
             self.clear_residuals()
 
     def rollback(self) -> None:
-        """What the running step has written was written in vain."""
+        """Roll back what the running step has written."""
         for store in self.by_name.values():
             store.rollback()
 
@@ -79,24 +88,24 @@ class Remembered:
             self.by_name[name].clear()
 
     def residual_norm(self, loss_scale: float) -> float | None:
-        """L2 norm of what this rank left out; a momentum is none of it. None where nothing is kept."""
+        """Return the L2 norm of this rank's residuals, without momenta; None if it keeps none."""
         left = [store for name, store in self.by_name.items() if name in _RESIDUALS]
         if not left:
             return None
-        # A GPU is waited for once, whatever there is.
+        # Synchronize with the GPU once, whatever the number of stores.
         squares = [norm for store in left for norm in store.square_norms()]
         return math.sqrt(sum(torch.stack(squares).tolist())) / loss_scale if squares else 0.0
 
     def expect(self, storage: Mapping[str, str]) -> None:
-        """Make room for a state with the memories of `storage`: see `make_expected`."""
+        """Make the stores of a saved state whose forms are `storage`: see `make_expected`."""
         make_expected(self._stores, self._config, storage)
 
     def hand_over_means(self, scale: float) -> None:
-        """For PowerSGD, which begins with this step: see `hand_over_means`."""
+        """Move the residuals of means to those of gradients when PowerSGD begins: see `hand_over_means`."""
         hand_over_means(self._stores, scale)
 
     def _prune(self) -> None:
-        """Drop what other ranks own: the first step has shown it."""
+        """Drop the residuals of elements that other ranks own; the first step has shown which they are."""
         for name in OWNED & self.by_name.keys():
             self.by_name[name].prune()
         self.prune_owned = False

@@ -1,4 +1,4 @@
-"""The figures of measured steps: gathered from what counts and watches, and handed to whoever asked for them."""
+"""Figures of measured steps: collected from meters and observers, and passed to subscribers."""
 
 import statistics
 import time
@@ -17,19 +17,25 @@ __all__ = ["ByteReport", "Reporter", "Sizes"]
 
 Sink = Callable[[StepStatistics], None]
 Sizes = Mapping[str, Any]
-"""Bytes, int, by field of the meter; None for what could not be counted."""
+"""Bytes (int) by field of the meter; None for what could not be counted."""
 
 ByteReport = Callable[[Sizes], tuple[int, Sizes] | None]
-"""From the bytes of this rank to the rank whose bytes are reported, and these; None on ranks that do not report."""
+"""Function from this rank's bytes to the rank whose bytes are reported and those bytes; None on other ranks."""
 
 
 class Reporter:
-    """Reports every `monitor.every`-th step to its sinks.
+    """Reporter of every `monitor.every`-th step to its sinks.
 
-    `byte_report` gives the rank whose bytes are reported and those bytes, from the bytes of this one; None on ranks
-    that do not report. Every rank must have the same number of sinks, because some figures are of all ranks.
-    `others_listen`: whether steps are to be measured for others than sinks. `group`: the ranks that report
-    together; None for all of the job.
+    Every rank must have the same number of sinks, because some figures are computed over all ranks.
+
+    Args:
+        monitor: the section's settings.
+        meter: the counts and times of this rank.
+        byte_report: returns the rank whose bytes are reported and those bytes, from the bytes of this rank; None on
+            ranks that do not report.
+        device: the device of the reductions.
+        others_listen: returns True if steps must be measured for others than the sinks.
+        group: the ranks that report together; None for the whole job.
     """
 
     def __init__(
@@ -51,11 +57,11 @@ class Reporter:
         self._busy_times = BusyTimes(device, group)
 
     def due(self, step: int) -> bool:
-        """Whether the finished `step`, from 1, is measured: some are, if anyone wants to know."""
+        """Return True if the finished `step` (1-based) is measured: every `every`-th, if anyone wants the figures."""
         return step % self._every == 0 and (bool(self.sinks) or self._others_listen())
 
     def step_ended(self) -> float | None:
-        """Milliseconds since the end of the step before; None for the first."""
+        """Return the milliseconds since the end of the previous step; None for the first."""
         now, before = time.perf_counter(), self._ended
         self._ended = now
         return None if before is None else 1e3 * (now - before)
@@ -68,9 +74,10 @@ class Reporter:
         step_ms: float | None,
         norm: Callable[[], float | None],
     ) -> None:
-        """Hand the figures of a step on. Collective. `norm`: of this rank's residuals; asked for where it is reported.
+        """Pass the figures of a step to the sinks. Collective.
 
-        On a GPU one of them waits until it has done all that was asked of it; afterwards nothing else has to.
+        `norm` returns the norm of this rank's residuals; it is called only on ranks that report. On a GPU, one of the
+        figures waits for all work that was queued; afterwards nothing else has to.
         """
         if not self.sinks:
             return
@@ -111,7 +118,7 @@ class Reporter:
 
 
 def _total_ratio(sizes: Sizes) -> float | None:
-    """Of all traffic that could be counted; None where islands exchange, which DeepSpeed alone does not."""
+    """Return the ratio of all countable traffic; None if islands exchange, which plain DeepSpeed cannot do."""
     if sizes["bytes_islands"]:
         return None
     sent = sum(sizes[kind] or 0 for kind in KINDS)

@@ -1,4 +1,4 @@
-"""Compression of one engine: which reducer is in force, and what a finished step does to what is remembered."""
+"""Compression of one engine: the reducer that is in force, and the residuals and momenta that steps update."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +35,20 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Compression of one engine, as `engine.compression`, for as long as the engine lives.
+    """Compression of one engine, available as `engine.compression` for the life of the engine.
 
-    DeepSpeed's seams call `reduce` or `start` for every bucket, and `finish` when an optimizer step is over; between
-    two of those calls nothing of what is in force changes. All ranks call the same methods in the same order.
+    DeepSpeed's seams call `reduce` or `start` for every bucket, and `finish` when an optimizer step is over. The
+    settings in force change only in `finish` and `begin`. All ranks call the same methods in the same order.
 
     Args:
         config: the section.
-        policy: decides at the beginning of every step what is in force.
+        policy: decides at the beginning of every step which settings are in force.
         run: step clock, meter, seed and pace, shared with all reducers.
-        reductions: the reducers of settings of gradients; None for method "none", which leaves them to DeepSpeed.
-        records: what is written.
-        watch: None where the policy observes nothing.
-        patches: what is replaced on the engine; undone by `detach`.
+        reductions: the reducers for each choice of gradient settings; None for method "none", which leaves reduction to
+            DeepSpeed.
+        records: statistics and events of the run.
+        watch: figures of all ranks for the policy; None if the policy observes nothing.
+        patches: the attributes that are replaced on the engine; undone by `detach`.
 
     Examples:
         In a training script:
@@ -74,25 +75,27 @@ class Session:
         self.pace = run.pace
         self.patches = patches
         self.last_saved: Path | None = None
-        """Directory of the checkpoint that this run has saved last."""
+        """Directory of the checkpoint that this run saved last; None if it has saved none."""
         self.saving: Saving | None = None
-        """Checkpoints that are written beside training; None where saving waits for them."""
+        """Checkpoints that are written in the background; None if saving blocks training."""
         self.resumed: Mapping[str, Any] | None = None
-        """What the program had saved with the checkpoint that the engine went on from when it was made; None where it
-        began anew."""
+        """Client state of the checkpoint from which the engine resumed when it was made; None for a new run."""
         self.islands: Exchanges | None = None
-        """Exchanges with other islands; None where all ranks train as one."""
+        """Exchanges with other islands; None if all ranks train as one."""
         self.exact: ExactWeights | None = None
-        """Of compressed weights of which every rank has a copy; None where weights are never behind their masters."""
+        """Updater that makes compressed weights exact on every rank.
+
+        None if weights never lag behind the fp32 master weights.
+        """
         self.journal = records.journal
         stores = ResidualStores(False) if reductions is None else reductions.site.stores
         self.remembered = Remembered(stores, config)
         """Residuals and momenta."""
         self._plan = StepPlan(config.gradients, config.weights)
         self._met_ms = 0.0
-        """What a step that is measured has waited for other islands."""
+        """Milliseconds that a measured step has waited for other islands."""
         self._scale: float | None = None
-        """Of the sums that all ranks get, as they were last reduced."""
+        """Scale of the sums that all ranks receive, from the latest reduction."""
         self._reducer: Reducer | None = None
         self._reductions = reductions
         self._records = records
@@ -101,27 +104,27 @@ class Session:
 
     @property
     def events(self) -> Sequence[Event]:
-        """Decisions in this process so far."""
+        """Return the decisions in this process so far."""
         return self._records.log.events
 
     @property
     def stores(self) -> Mapping[str, Residuals]:
-        """Residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
+        """Return residuals and momenta, by what they hold ("gradients", "means", "velocity" ...)."""
         return self.remembered.by_name
 
     @property
     def parameters(self) -> Parameters | None:
-        """Of the model, as reducers know them; None where reduction is left to DeepSpeed."""
+        """Return the model's parameters as reducers know them; None if reduction is left to DeepSpeed."""
         return None if self._reductions is None else self._reductions.site.parameters
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the running step."""
+        """Return the reducer of the running step."""
         assert self._reducer is not None, 'method "none" leaves reduction to DeepSpeed, and others begin with a step'
         return self._reducer
 
     def chosen_reducer(self, step: int) -> Reducer:
-        """The reducer of what the configuration says, whatever is in force, in optimizer step `step` (0-based)."""
+        """Return the reducer of the configured settings in optimizer step `step` (0-based), whatever is in force."""
         gradients = self.config.gradients
         assert self._reductions is not None
         assert isinstance(gradients, CompressedGradients)
@@ -129,32 +132,34 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """What is in force in the running step, in short form: "blockwise bits=4"."""
+        """Return the settings in force in the running step in short form: "blockwise bits=4"."""
         return self._plan.text
 
     @property
     def dense(self) -> bool:
-        """Whether the running step sends everything uncompressed."""
+        """Return True if the running step sends everything uncompressed."""
         return self._plan.dense
 
     @property
     def weights(self) -> WeightsConfig:
-        """Settings of weights in the running step; of uncompressed ones where nothing is compressed."""
+        """Return the weight settings of the running step; `NoCompression` if nothing is compressed."""
         return NoCompression() if self.dense else self._plan.weights
 
     @property
     def reports(self) -> bool:
-        """Whether the running step is measured for those who listen: in all islands or in none, as no other is."""
+        """Return True if the running step is measured for subscribers: in all islands or in none."""
         return self._records.reporter.due(self.clock.step + 1)
 
     @property
     def synchronises(self) -> bool:
-        """Whether the running step ends with exact weights everywhere."""
+        """Return True if the running step ends with exact weights on all ranks."""
         return self._plan.sync
 
     def synchronise(self) -> None:
-        """Make the weights on all ranks exact, as before a state dict is collected. All ranks must call it; where
-        weights are not compressed it does nothing."""
+        """Make the weights on all ranks exact, as before a state dict is collected.
+
+        All ranks must call it. It does nothing if weights are not compressed.
+        """
         if self.exact is not None:
             self.exact.synchronise()
 
@@ -164,26 +169,28 @@ class Session:
             self.exact.renew()
 
     def subscribe(self, sink: Callable[[StepStatistics], None]) -> None:
-        """From now on `sink` gets the statistics of measured steps, on the ranks that report. Call it on all ranks."""
+        """Pass the statistics of measured steps to `sink` from now on, on ranks that report. Call it on all ranks."""
         self._records.reporter.sinks.append(sink)
 
     def record(self, event: Event) -> None:
-        """Write `event` down with the decisions of the run."""
+        """Write `event` to the log of decisions of the run."""
         self._records.log.record(event)
 
     def report_metric(self, value: float) -> None:
-        """Judge this step by `value` (less is better) in place of the loss, for `guard.rollback`. Call it on all ranks
-        or on one; the mean counts."""
+        """Judge this step by `value` (less is better) instead of the loss, for `guard.rollback`.
+
+        Call it on all ranks or on one; the mean is used.
+        """
         if self._watch is not None:
             self._watch.losses.report(value)
 
     def follow_weights(self, traffic: WeightTraffic) -> None:
-        """Let an adaptive policy know what is sent of weights whose settings it may choose."""
+        """Tell an adaptive policy how many weights are sent whose settings it may choose."""
         if self._watch is not None and self._watch.prober is not None:
             self._watch.prober.weights = traffic
 
     def reduce(self, bucket: Tensor, partition: Partition, scale: float, everywhere: bool) -> None:
-        """Reduce `bucket` in place: to its owners, or `everywhere` (see `PayloadReducer`)."""
+        """Reduce `bucket` in place: to its owners, or to all ranks if `everywhere` (see `PayloadReducer`)."""
         reducer = self.reducer
         self._sample(bucket, partition, everywhere)
         self._scale = scale
@@ -197,8 +204,11 @@ class Session:
 
     @property
     def early_reducer(self) -> PayloadReducer | None:
-        """The reducer of the running step if reductions may begin before it is certain that they are asked for: it
-        leaves buckets alone, and what it writes into memories can be forgotten. None in steps that are measured."""
+        """Return the running step's reducer if reductions may begin before they are certain to be needed.
+
+        Such a reducer leaves buckets unchanged, and its updates of error-feedback buffers can be rolled back. None with
+        one rank, if updates cannot be rolled back, and in steps that probe candidates or compare with the true sum.
+        """
         reducer = self.reducer
         alone = not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1
         if alone or not self.remembered.transactional or self._plan.probe or self._compares():
@@ -207,7 +217,7 @@ class Session:
         return reducer
 
     def forget_step(self) -> None:
-        """What the running step has written into memories was written in vain."""
+        """Roll back what the running step has written into error-feedback buffers and momenta."""
         self.remembered.rollback()
 
     def on_interruption(self, discard: Callable[[], None]) -> None:
@@ -215,15 +225,25 @@ class Session:
         self._discards.append(discard)
 
     def discard_unfinished(self) -> None:
-        """Drop what a backward pass that failed has sent, so that nothing of it gets into what is loaded next.
-        Collective."""
+        """Drop what a failed backward pass has sent, so that none of it reaches the state that is loaded next.
+
+        Collective.
+        """
         for discard in self._discards:
             discard()
 
     def start_early(
         self, bucket: Tensor, partition: Partition, scale: float, number: int, everywhere: bool
     ) -> Pending | PendingMeans:
-        """Begin by the `early_reducer`, for owners or `everywhere`, with messages from `number` on; `bucket` stays."""
+        """Begin a reduction with the `early_reducer`, which leaves `bucket` unchanged.
+
+        Args:
+            bucket: the flat gradients.
+            partition: the owners of the bucket's segments.
+            scale: factor of the sum.
+            number: number of the first message.
+            everywhere: reduce to all ranks instead of to the owners.
+        """
         reducer = self.early_reducer
         assert reducer is not None, "nothing may begin early in this step"
         self._count(partition, everywhere)
@@ -242,7 +262,10 @@ class Session:
         return self.reducer.start_reduce_scatter(bucket, partition, scale)
 
     def start_everywhere(self, bucket: Tensor, partition: Partition, scale: float) -> PendingMeans | None:
-        """Begin to reduce `bucket` for all; None where nothing can be left for later, and it is done."""
+        """Begin to reduce `bucket` on all ranks.
+
+        Returns None if the reduction cannot be deferred; it is then done already.
+        """
         reducer = self.reducer
         if not isinstance(reducer, PayloadReducer) or reducer.group.size() == 1 or self._sampled():
             self.reduce(bucket, partition, scale, everywhere=True)
@@ -258,25 +281,28 @@ class Session:
             self._watch.prober.see(bucket, partition, self.reducer.group.rank(), everywhere)
 
     def _count(self, partition: Partition, everywhere: bool) -> None:
-        """The bytes of parameters that are exempt, small, or chosen by an override."""
+        """Count the bytes of parameters that are sent uncompressed: excluded, small, or chosen by an override."""
         if self.meter.timed:
             transfers = self.reducer.transfers(partition, everywhere)
             self.meter.bytes_raw += sum(one.uncompressed_bytes for one in transfers)
 
     def _compares(self) -> bool:
-        """Whether the running step, every `cosine_every`-th, compares one of its buckets with the truth."""
+        """Return True if the running step, every `cosine_every`-th, compares a bucket with the true sum."""
         every = self.config.monitor.cosine_every
         return every > 0 and (self.clock.step + 1) % every == 0 and not self.dense
 
     def _sampled(self) -> bool:
-        """Whether to compare this bucket: the first one."""
+        """Return True if this bucket is to be compared: the first one of a step that compares."""
         return self._compares() and self.meter.cosine is None
 
     def finish(self, finished: FinishedStep) -> bool:
-        """Settle the memories, report, decide, and begin the next step; whether the last checkpoint is to be loaded."""
+        """Finish a step: update residuals, report, decide, and begin the next step.
+
+        Returns True if the checkpoint saved last is to be loaded.
+        """
         self.remembered.settle(finished, self.dense)
         step, step_ms = finished.step, self._records.reporter.step_ended()
-        # A skipped step is shorter than others, and says nothing of them.
+        # A skipped step is shorter than others, so its time says nothing about theirs.
         means = (
             self._watch.losses.next(step_ms if finished.applied else None) if self._watch is not None else StepMeans()
         )
@@ -296,37 +322,40 @@ class Session:
         return actions.load_checkpoint
 
     def meet(self, step: int) -> None:
-        """After optimizer step `step`, from 1, exchange with other islands, if it is time."""
+        """Exchange with other islands after optimizer step `step` (1-based), if an exchange is due."""
         if self.islands is None:
             return
         self.islands.step_ended(step)
         if self._plan.probe:
-            # The meter has begun the next step, whose gradients were not waited for yet.
+            # The meter has begun the next step, whose gradients have not been waited for yet.
             self._met_ms = self.meter.milliseconds()["communicate"]
 
     def _adapt(self, prober: Prober, finished: FinishedStep, step_ms: float | None) -> None:
-        """Choose by this step, unless it was skipped or its time is not known: the next one is measured then."""
+        """Let the policy choose by this step.
+
+        If the step was skipped or its time is unknown, drop its samples; the next step is measured instead.
+        """
         if step_ms is None or not finished.applied:
             prober.forget()
             return
         waited = self.meter.milliseconds()["communicate"] - self._met_ms
         self.policy.adapt(finished.step, prober.measure(self.reducer.group, waited / 1e3, step_ms / 1e3))
-        # The measurement is part of no step.
+        # The measurement is not part of any step's time.
         self._records.reporter.step_ended()
 
     def _check_residuals(self, finished: FinishedStep) -> None:
-        """Clear the residuals on all ranks if those of one are damaged: what is wrong would come back with them."""
+        """Clear the residuals on all ranks if those of one are damaged, because they would feed the damage back."""
         largest = self._largest_residual(finished)
         if largest is not None and self.policy.damaged(finished.step, largest):
             self.remembered.clear_residuals()
 
     def _largest_residual(self, finished: FinishedStep) -> float | None:
-        """The largest residual norm of all ranks; inf where one is not finite. Collective."""
+        """Return the largest residual norm of all ranks; inf if one is NaN, None if not observed. Collective."""
         norm = self.remembered.residual_norm(finished.scale_after)
         return None if self._watch is None or norm is None else self._watch.largest(norm)
 
     def decisions(self) -> dict[str, Any]:
-        """What the next decisions depend on, as JSON has it; equal on all ranks."""
+        """Return the state that the next decisions depend on, as JSON values; equal on all ranks."""
         return {
             "run": self.journal.part.id,
             "policy": self.policy.saved(),
@@ -334,7 +363,7 @@ class Session:
         }
 
     def load_decisions(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `decisions` gave; call `begin` afterwards."""
+        """Restore the state that `decisions` returned; call `begin` afterwards."""
         self.journal.adopt(saved.get("run"))
         self.policy.load(saved["policy"])
         if self._watch is not None:
@@ -355,7 +384,7 @@ class Session:
         self.meter.reset(timed=self._plan.probe or self._records.reporter.due(step + 1))
 
     def _in_force(self, step: int) -> Reducer | None:
-        """The reducer of optimizer step `step`, which is resolved once, here."""
+        """Return the reducer of optimizer step `step`, which is resolved once, here."""
         plan, chosen = self._plan, self.config.gradients
         settings = chosen if plan.dense else plan.settings
         if self._reductions is None or not isinstance(settings, CompressedGradients):

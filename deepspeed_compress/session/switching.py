@@ -1,4 +1,4 @@
-"""What a change of settings in mid-run does to memories: residuals are in the units of gradients whatever made them."""
+"""Effects of a change of settings during a run on residuals, which are in units of gradients for every method."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,15 @@ from deepspeed_compress.config import CompressConfig, CompressedGradients
 __all__ = ["hand_over_means", "make_expected"]
 
 _OF_SOME = frozenset({"gradients", "means", "factors", "spread"})
-"""Memories that some settings of a run may ask for, and others not."""
+"""Names of the stores that some settings of a run need and others do not."""
 
 
 def make_expected(stores: ResidualStores, config: CompressConfig, storage: Mapping[str, str]) -> None:
-    """Make the memories of a state that is about to be loaded which no settings have asked for yet: where settings
-    change in mid-run, others will. `storage`: the form of each memory of the state, by name."""
+    """Make the stores of a state that is about to be loaded that no settings have requested yet.
+
+    If settings change during the run, later ones will request them. `storage` is the form of each store of the state,
+    by name.
+    """
     gradients = config.gradients
     if config.adaptive is None and not config.schedule.phases:
         return
@@ -25,10 +28,10 @@ def make_expected(stores: ResidualStores, config: CompressConfig, storage: Mappi
 
 
 def hand_over_means(stores: ResidualStores, scale: float) -> None:
-    """What owners have left out of means goes into their own gradients, for PowerSGD, which has no means of matrices.
+    """Add the residuals of means to the residuals of owners' gradients, for PowerSGD, which has no means of matrices.
 
-    `scale`: of the sums that became means. An owner's own gradient counts in the sum once, so what was left out of a
-    mean, divided by the scale, is in the next one.
+    `scale` is that of the sums that became means. An owner's gradient is in the sum once, so the residual of a mean
+    divided by the scale is added to the next sum.
     """
     means, gradients = stores.by_name.get("means"), stores.by_name.get("gradients")
     if means is None or gradients is None:

@@ -1,4 +1,4 @@
-"""The PyTorch that is needed, whichever engine trains."""
+"""Oldest PyTorch version that works, for every engine."""
 
 from packaging.version import Version
 
@@ -10,7 +10,7 @@ OLDEST_TORCH = Version("2.11")
 
 
 def check_torch(found: str) -> None:
-    """SeamError if PyTorch version `found` is older than those that work. A preview of a release counts as it."""
+    """Raise SeamError if PyTorch version `found` is too old. A preview of a release counts as that release."""
     if Version(found).release < OLDEST_TORCH.release:
         raise SeamError(
             f"PyTorch {found} is installed, but deepspeed_compress needs torch >={OLDEST_TORCH}; install it: "

@@ -1,4 +1,4 @@
-"""What a candidate costs and loses, tried on a sample of a step's gradients."""
+"""Cost and error of a candidate, tried on a sample of a step's gradients."""
 
 import math
 import time
@@ -24,13 +24,19 @@ __all__ = [
 ]
 
 MESSAGE = 2**20
-"""Elements of the message by which sizes are told, and of the samples by which times are that no error is asked of."""
+"""Elements of the message from which sizes are computed, and of samples that are only timed."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Squared errors and bytes by group of parameters; seconds of a step's encoding and decoding; and messages that
-    wait for each other (see `Measurement`)."""
+    """Cost and error of one candidate.
+
+    Attributes:
+        errors: squared errors, by group of parameters.
+        sizes: bytes sent, by group of parameters.
+        seconds: time to encode and decode a step.
+        waits: messages that wait for each other (see `Measurement`).
+    """
 
     errors: Sequence[float]
     sizes: Sequence[float]
@@ -39,7 +45,7 @@ class Trial:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, of this thread's work on a CPU: what else runs there tells nothing of a codec."""
+    """Return the time in seconds; on a CPU that of this thread alone, so that other work does not disturb it."""
     if device.type != "cuda":
         return time.thread_time()
     torch.cuda.synchronize(device)
@@ -47,13 +53,18 @@ def now(device: torch.device) -> float:
 
 
 def bytes_each(compressor: Compressor) -> float:
-    """Bytes of an element of a long message."""
+    """Return the bytes per element of a long message."""
     return compressor.payload_bytes(MESSAGE) / MESSAGE
 
 
 def try_messages(compressor: Compressor, joined: Sequence[tuple[Tensor, Tensor]], sent: Sequence[float]) -> Trial:
-    """Messages of `compressor`. `joined`, by group: a sample, flat fp32, and how many elements each of it stands for;
-    `sent`: elements that this rank sends."""
+    """Try messages of `compressor` on a sample.
+
+    Args:
+        compressor: the candidate.
+        joined: by group, a sample (flat fp32) and the number of elements that each of its elements represents.
+        sent: by group, elements that this rank sends.
+    """
     device = joined[0][0].device
     begin = now(device)
     left = [_left(compressor, x) for x, _ in joined]
@@ -64,7 +75,7 @@ def try_messages(compressor: Compressor, joined: Sequence[tuple[Tensor, Tensor]]
 
 
 def _left(compressor: Compressor, x: Tensor) -> Tensor:
-    """What a message of `x` (flat fp32) loses."""
+    """Return what a message of `x` (flat fp32) loses."""
     left = x.clone()
     if x.numel():
         compressor.decompress_add(_payload(compressor, x), left, -1.0)
@@ -82,14 +93,14 @@ def weighted(x: Tensor, weights: Tensor) -> float:
 
 
 def encode_seconds(compressor: Compressor, x: Tensor) -> float:
-    """Seconds for each element of `x`, flat fp32 with an element at least."""
+    """Return the seconds that it takes to encode one element of `x`, flat fp32 and not empty."""
     begin = now(x.device)
     _payload(compressor, x)
     return (now(x.device) - begin) / x.numel()
 
 
 def decode_seconds(compressor: Compressor, x: Tensor) -> float:
-    """The same of its message."""
+    """Return the seconds that it takes to decode one element of a message of `x`, flat fp32 and not empty."""
     payload, out = _payload(compressor, x), torch.zeros_like(x)
     begin = now(x.device)
     compressor.decompress_add(payload, out, 1.0)
@@ -97,8 +108,11 @@ def decode_seconds(compressor: Compressor, x: Tensor) -> float:
 
 
 def low_rank_seconds(x: Tensor, rank: int) -> float:
-    """Seconds for each element of what `PowerSGDReducer` computes, tried on `x`, flat fp32, as one square matrix: the
-    passes over memory and the products are those of a stack."""
+    """Return the seconds per element of the computation of `PowerSGDReducer`.
+
+    It is tried on `x` (flat fp32) as one square matrix; passes over memory and products are those of a stack of
+    matrices.
+    """
     side = math.isqrt(x.numel())
     if not side:
         return 0.0

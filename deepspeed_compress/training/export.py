@@ -1,4 +1,4 @@
-"""What a trained model gives: text, and a directory that transformers loads, with its tokenizer."""
+"""Results of a trained model: sample text, and a directory that transformers loads, with its tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ TOP_K = 40
 
 
 def sample_text(engine: Any, tokenizer: Tokenizer, prompt: Tensor, count: int, context: int, seed: int) -> str:
-    """`prompt` (n,) continued by `count` tokens, as text.
+    """Return `prompt` (n,) continued by `count` tokens, as text.
 
-    Every rank must call this with the same arguments: with ZeRO 3 each forward gathers weights from all. No
-    key-value cache is used, and at most `context` tokens are looked back at.
+    Every rank must call this with the same arguments, because with ZeRO 3 each forward gathers weights from all. No
+    key-value cache is used, and the context is at most the last `context` tokens.
     """
     engine.eval()
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ def sample_text(engine: Any, tokenizer: Tokenizer, prompt: Tensor, count: int, c
 
 
 def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One of the TOP_K likeliest tokens, (1,); rank 0 decides, so that ranks cannot part."""
+    """Return one of the TOP_K likeliest tokens, (1,). Rank 0 decides, so that ranks cannot diverge."""
     best = logits.float().cpu().topk(min(TOP_K, logits.numel()))
     chosen = torch.multinomial((best.values / TEMPERATURE).softmax(0), 1, generator=generator)
     drawn = best.indices[chosen].to(logits.device)
@@ -44,8 +44,12 @@ def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def check_export(options: Options) -> None:
-    """Raises ConfigError when a model would be overwritten that is not an earlier export of this run, or when
-    nothing can be written there."""
+    """Check that the directory of `--export` can be written, and holds no other model.
+
+    Raises:
+        ConfigError: if a model would be overwritten that is not an earlier export of this run, or if nothing can be
+            written there.
+    """
     directory = options.export
     if directory is None:
         return
@@ -67,7 +71,7 @@ def export_model(engine: Any, config: PretrainedConfig, tokenizer: Path, directo
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """With all that its own configuration says; without one, only the token that ends a document is known."""
+    """Return the tokenizer with its own configuration, or with only the end-of-document token if it has none."""
     if (directory / "tokenizer_config.json").is_file():
         loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         return loaded

@@ -1,8 +1,8 @@
-"""Steps, evaluations, log lines and checkpoints, until the last step; and resuming a run exactly.
+"""Training loop: steps, evaluations, log lines and checkpoints until the last step; and exact resuming.
 
-DeepSpeed's checkpoint holds weights, optimizer and schedule; deepspeed_compress adds its residuals to it. Of
-the program itself only the step number matters, since (seed, step) say what is read; the rest of the state is
-kept to refuse a resume that could not be exact.
+DeepSpeed's checkpoint holds weights, optimizer and schedule; deepspeed_compress adds its residuals. The program itself
+only needs the step number, because (seed, step) determine what is read; the rest of its state is saved to refuse a
+resume that could not be exact.
 """
 
 import math
@@ -29,7 +29,7 @@ DIRECTORY = "checkpoints"
 
 @dataclass(frozen=True)
 class Identity:
-    """What must not change between the parts of one run; names are those of the command line."""
+    """Settings that must not change between the parts of one run; names are those of the command line."""
 
     seed: int
     seq_len: int
@@ -39,7 +39,7 @@ class Identity:
 
 
 def give_state(engine: Any, identity: Identity) -> None:
-    """Checkpoints that are saved without being asked for can be resumed too."""
+    """Add the program's state to checkpoints that are saved automatically, so that they can be resumed too."""
     session = vars(engine).get("compression")
     if session is not None and session.saving is not None:
         session.saving.client_state = lambda: {STATE: vars(identity)}
@@ -51,8 +51,9 @@ def save(engine: Any, output_dir: Path, identity: Identity) -> None:
 
 
 def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, resuming: bool) -> int:
-    """The step after which this run goes on: where the engine has, when it was made, or the checkpoints of the program.
+    """Return the step after which this run continues.
 
+    It is that of the checkpoint that the engine loaded when it was made, or else the newest checkpoint of the program.
     Raises ConfigError as `resume` does.
     """
     session = vars(engine).get("compression")
@@ -64,9 +65,10 @@ def first_step(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks, 
 
 
 def resume(engine: Any, output_dir: Path, identity: Identity, ranks: Ranks) -> int:
-    """Load the newest checkpoint and return its step; 0 when there is none.
+    """Load the newest checkpoint and return its step; 0 if there is none.
 
-    Raises ConfigError when the options differ from those that the checkpoint was made with.
+    Raises:
+        ConfigError: if the options differ from those with which the checkpoint was made.
     """
     if not ranks.first_only((output_dir / DIRECTORY / "latest").is_file):
         return 0
@@ -102,7 +104,7 @@ class Since:
 
 @dataclass(frozen=True)
 class Loop:
-    """Everything that a run needs at each step."""
+    """Training loop, with everything that a run needs at each step."""
 
     options: Options
     engine: Any
@@ -116,7 +118,8 @@ class Loop:
     def run(self, first: int) -> float:
         """Train from step `first` + 1 to the last one; return the final held-out loss.
 
-        Raises StateError when the loss is no longer finite.
+        Raises:
+            StateError: if the loss is not finite.
         """
         options, since, latest = self.options, Since(), math.nan
         for step in range(first + 1, options.steps + 1):

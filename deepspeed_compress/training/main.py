@@ -1,4 +1,4 @@
-"""The whole program: from the command line to summary.json."""
+"""The whole training program: from the command line to summary.json."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one line on stderr when the user has something to correct."""
+    """Train. Return the exit status: 0, or 2 after one line on stderr if the user has something to correct."""
     options = parse_options(argv)
     hide_foreign_warnings()
     print_locks(options.clear_locks)
@@ -63,7 +63,7 @@ def _train(options: Options, ranks: Ranks) -> None:
         loop = Loop(options, training.engine, stepper, share, data, identity, metrics, shown)
         loss = loop.run(first)
     _finish(options, config, training, data, ranks, share.batch_size, loss)
-    # It holds groups, and hooks of its parameters hold it.
+    # The engine holds process groups, and hooks of its parameters keep it alive.
     training.engine.destroy()
 
 
@@ -106,7 +106,7 @@ def _finish(
 
 
 def _run(engine: Any) -> str | None:
-    """By what name the statistics of the run know it."""
+    """Return the name of the run in its statistics; None without compression."""
     session = vars(engine).get("compression")
     return None if session is None else session.journal.part.id
 
@@ -134,13 +134,13 @@ def _last_lines(options: Options, summary: dict[str, Any]) -> str:
 
 
 def _why_no_sample(options: Options) -> str:
-    """Empty when none was asked for."""
+    """Return why there is no sample text; "" if none was requested."""
     able = f"the model in {options.export}" if options.export else "a model written with --export DIR"
     return f"no sample text: the pipeline engine cannot generate, {able} can" if options.sample_tokens else ""
 
 
 def _report(error: CompressError, ranks: Ranks) -> None:
-    """Rank 0 speaks for all where all agree; else each for itself, unless the launcher ends it first."""
+    """Print the error: on rank 0 if all ranks agree, else on each rank, unless the launcher ends it first."""
     if ranks.is_first:
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif not isinstance(error, AgreedError):

@@ -54,7 +54,7 @@ class Options:
 
 
 def parse_options(argv: list[str] | None = None) -> Options:
-    """Options from `argv`, or from sys.argv. Leaves the program with status 2 when they are wrong."""
+    """Return the options from `argv`, or from sys.argv. Exits with status 2 if they are wrong."""
     values = vars(_parser().parse_args(argv))
     values.pop("deepspeed")
     output_dir: Path = values["output_dir"]

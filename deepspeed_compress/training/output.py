@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics.jsonl line by line, summary.json at the end, progress on rank 0."""
+"""Output of a run: metrics.jsonl line by line, summary.json at the end, and progress on rank 0."""
 
 import json
 import statistics
@@ -21,21 +21,28 @@ __all__ = ["Display", "Metrics", "Throttled", "check_new", "compression_figures"
 
 
 def check_new(output_dir: Path) -> None:
-    """Raises ConfigError when `output_dir` holds a run already: a run is not overwritten by accident."""
+    """Check that `output_dir` holds no run yet, so that none is overwritten by accident.
+
+    Raises:
+        ConfigError: if it does.
+    """
     if (output_dir / METRICS).is_file():
         raise ConfigError(f"--output-dir {output_dir}: holds a run already; write --resume to go on, or choose another")
 
 
 class Metrics:
-    """Appends to metrics.jsonl on the first rank; does nothing on others. A line that cannot be written is lost, for
-    other ranks would wait for the one that stops; CompressWarning for the first."""
+    """Writer of metrics.jsonl on the first rank; it does nothing on others.
+
+    A line that cannot be written is lost, because other ranks would wait for one that stops. The first such line issues
+    a CompressWarning.
+    """
 
     def __init__(self, output_dir: Path, visible: bool) -> None:
         self.file, self.visible = output_dir / METRICS, visible
         self._told = False
 
     def begin(self, step: int) -> None:
-        """Keep the lines up to `step`, where the run starts or resumes; later ones will come again."""
+        """Keep the lines up to `step`, from which the run starts or resumes; later steps are logged again."""
         if not self.visible:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +50,7 @@ class Metrics:
         write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, **values: float | None) -> None:
-        """One line."""
+        """Append one line."""
         try:
             if self.visible:
                 with self.file.open("a", encoding="utf-8") as stream:
@@ -55,10 +62,10 @@ class Metrics:
 
 
 def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: str | None = None) -> dict[str, Any]:
-    """The figures of summary.json which follow from what was logged.
+    """Return the figures of summary.json that are computed from what was logged.
 
-    Step times are medians: the first steps of a run are slower. The compression figures are means over the
-    monitored steps of `run`, None for the last one, and left out when there is no compression.jsonl.
+    Step times are medians, because the first steps of a run are slower. The compression figures are means over the
+    monitored steps of `run`, or of the last run if it is None, and are left out if there is no compression.jsonl.
     """
     lines = read_metrics(output_dir)
     last_eval: Line = next((line for line in reversed(lines) if "eval_loss" in line), {})
@@ -73,8 +80,11 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
 
 
 def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
-    """Of lines of compression.jsonl: mean bytes that one rank sends in a step, of every kind that all lines have, and
-    how many times fewer all of them, and those of gradients, are than uncompressed (None when nothing is sent)."""
+    """Return means of lines of compression.jsonl.
+
+    They are the bytes that one rank sends in a step, for every kind that all lines have, and the compression ratios of
+    all traffic and of gradients (None if nothing is sent).
+    """
     if not lines:
         return {}
     kinds = [name for name in lines[0] if name.startswith("bytes_")]
@@ -85,7 +95,7 @@ def compression_figures(lines: Sequence[Line]) -> dict[str, float | None]:
 
 
 def _total(lines: Sequence[Line]) -> dict[str, float | None]:
-    """How many times fewer bytes are sent in all, weights included; nothing for lines that do not tell."""
+    """Return the compression ratio of all traffic, weights included; {} if a line does not have it."""
     if any("total_ratio" not in line for line in lines):
         return {}
     known = [line for line in lines if line["total_ratio"] is not None]
@@ -95,17 +105,17 @@ def _total(lines: Sequence[Line]) -> dict[str, float | None]:
 
 
 class Display(Protocol):
-    """Where a long piece of work shows how far it is."""
+    """Display of the progress of a long task."""
 
     def show(self, done: int, total: int, text: str) -> None:
-        """Work stands at `done` of `total`."""
+        """Show that the task is at `done` of `total`."""
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
 
 class Silent:
-    """For ranks other than the first."""
+    """Display without output, for ranks other than the first."""
 
     def show(self, done: int, total: int, text: str) -> None:
         pass
@@ -115,7 +125,7 @@ class Silent:
 
 
 class Lines:
-    """For a file or a pipe: one plain line at a time, flushed."""
+    """Display for a file or a pipe: one plain line at a time, flushed."""
 
     def show(self, done: int, total: int, text: str) -> None:
         print(f"{done}/{total}  {text}", flush=True)
@@ -125,7 +135,7 @@ class Lines:
 
 
 class Bar:
-    """For a terminal."""
+    """Progress bar for a terminal."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task = progress, task
@@ -139,7 +149,7 @@ class Bar:
 
 @contextmanager
 def display(label: str, visible: bool) -> Iterator[Display]:
-    """A display named `label`; a silent one unless `visible`."""
+    """Yield a display named `label`; a silent one unless `visible`."""
     console = Console()
     if not visible:
         yield Silent()
@@ -152,7 +162,7 @@ def display(label: str, visible: bool) -> Iterator[Display]:
 
 
 class Throttled:
-    """Shows work in bytes, as MB, every few seconds: short work stays silent."""
+    """Progress in bytes, shown as MB every few seconds: short tasks stay silent."""
 
     def __init__(self, target: Display, seconds: float = 3.0) -> None:
         self.target, self.seconds, self.due = target, seconds, time.monotonic() + seconds

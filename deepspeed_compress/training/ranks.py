@@ -1,4 +1,4 @@
-"""What the processes of a run do together.
+"""Operations of all processes of a run.
 
 An error of one process becomes the error of all, so that no process waits for one that has stopped.
 """
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class AgreedError(CompressError):
-    """An error that every rank raises together, so that one of them may speak for all."""
+    """Error that every rank raises together, so that one of them may report it for all."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """Rank of this process among the others."""
 
     rank: int
     world_size: int
@@ -34,7 +34,7 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Do `action` on every rank. A CompressError on any rank becomes an AgreedError on all of them."""
+        """Call `action` on every rank. A CompressError on any rank becomes an AgreedError on all of them."""
         outcome: list[T] = []
         error: CompressError | None = None
         try:
@@ -49,7 +49,7 @@ class Ranks:
         return outcome[0]
 
     def first_only(self, action: Callable[[], T]) -> T:
-        """Do `action` on rank 0 alone; its result, or an AgreedError, reaches every rank."""
+        """Call `action` on rank 0 only. Its result, or an AgreedError, reaches every rank."""
         result = self.agree(lambda: action() if self.is_first else None)
         shared: list[Any] = [result]
         dist.broadcast_object_list(shared, src=0)
@@ -57,13 +57,13 @@ class Ranks:
         return value
 
     def once_per_node(self, action: Callable[[], object]) -> None:
-        """Do `action` on rank 0, then on the first rank of each other node, whose disk may be another."""
+        """Call `action` on rank 0, then on the first rank of each other node, which may have another disk."""
         self.agree(lambda: action() if self.is_first else None)
         self.agree(lambda: action() if self.local_rank == 0 and not self.is_first else None)
 
 
 def start_ranks(local_rank: int) -> Ranks:
-    """Join the processes that the launcher started; a process without a launcher is a world of one."""
+    """Join the processes that the launcher started. Without a launcher, the process is a world of one."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -78,8 +78,11 @@ def start_ranks(local_rank: int) -> Ranks:
 
 
 def end_ranks() -> None:
-    """Leave them, with DeepSpeed's references to groups too: a process that ends while threads of a group live may be
-    aborted, although it has done its work. Engines that are not destroyed keep theirs alive."""
+    """Destroy the process groups, including DeepSpeed's references to them.
+
+    A process that ends while threads of a group are alive may be aborted, although it has done its work. Engines that
+    are not destroyed keep their groups alive.
+    """
     import deepspeed
 
     gc.collect()

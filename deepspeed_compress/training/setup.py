@@ -33,7 +33,7 @@ from deepspeed_compress.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the files say, before anything is built."""
+    """Contents of the configuration files, before anything is built."""
 
     ds_config: dict[str, Any]
     model_config: PretrainedConfig
@@ -42,7 +42,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Data:
-    """Windows to train and to evaluate on; `key` names the cache they are read from."""
+    """Windows for training and evaluation; `key` names the cache from which they are read."""
 
     train: Windows
     held_out: Windows
@@ -51,14 +51,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """An engine that is ready, and how many parameters the whole model has."""
+    """Engine that is ready to train, and the number of parameters of the whole model."""
 
     engine: Any
     parameters: int
 
 
 def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
-    """Read both configurations and hold them against each other. Raises ConfigError or UnsupportedError."""
+    """Read both configurations and check that they agree. Raises ConfigError or UnsupportedError."""
     ds_config = read_ds_config(options.deepspeed_config)
     section = parse_section(ds_config) if SECTION in ds_config else None
     if section:
@@ -77,7 +77,7 @@ def read_run_config(options: Options, ranks: Ranks) -> RunConfig:
 
 
 def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig) -> Data:
-    """Train the tokenizer and encode the text where that is not done yet, then map it. Raises DataError."""
+    """Train the tokenizer and encode the text, unless that is done already, then map it. Raises DataError."""
     files = ranks.agree(lambda: text_files(options.data))
     with display("text", ranks.is_first) as shown:
         progress = Throttled(shown)
@@ -90,7 +90,7 @@ def prepare_data(options: Options, ranks: Ranks, model_config: PretrainedConfig)
 
 
 def start_training(options: Options, config: RunConfig) -> Training:
-    """Build the model and the engine. Raises ConfigError when DeepSpeed rejects its configuration."""
+    """Build the model and the engine. Raises ConfigError if DeepSpeed rejects its configuration."""
     module = build_parallel(options.model, config.model_config, options.seed, config.layout)
     try:
         engine, *_ = _initializer(config.ds_config)(
@@ -119,7 +119,7 @@ def _trainable(module: Any) -> list[Any]:
 
 
 def _with_monitor_path(ds_config: dict[str, Any], section: CompressConfig, output_dir: Path) -> dict[str, Any]:
-    """compression.jsonl goes to the run's own directory unless the configuration says otherwise."""
+    """Return `ds_config` with compression.jsonl in the run's own directory, unless it names another one."""
     if section.monitor.path is not None:
         return ds_config
     written = ds_config[SECTION]

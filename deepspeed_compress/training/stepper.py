@@ -13,13 +13,22 @@ from torch import Tensor
 from deepspeed_compress.training.data import Windows, eval_starts, step_starts
 
 ISLANDS = 2**32
-"""Between the seeds of two islands, above all that is written as a seed."""
+"""Distance between the seeds of two islands, larger than any seed that users write."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a batch this rank reads: `rank` of `size` data-parallel ranks. `stage`: of a pipeline. `island`: of
-    a job of its own among others, which must read something else."""
+    """Part of a batch that this rank reads.
+
+    Attributes:
+        rank: data-parallel rank.
+        size: number of data-parallel ranks.
+        micro_batches: micro-batches in a step.
+        micro_size: samples in a micro-batch.
+        group: process group whose mean is the mean over all shares.
+        stage: pipeline stage.
+        island: number of an island that is a separate job, and must read other data than the others.
+    """
 
     rank: int
     size: int
@@ -34,15 +43,17 @@ class Share:
         return self.size * self.micro_batches * self.micro_size
 
     def of(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """This rank's part, (micro_batches, micro_size), of the starts of a whole batch, (batch_size,)."""
+        """Return this rank's part, (micro_batches, micro_size), of the starts of a whole batch, (batch_size,)."""
         parts = starts.reshape(self.size, self.micro_batches, self.micro_size)
         return np.asarray(parts[self.rank])
 
 
 def share_of(engine: Any) -> Share:
-    """Tensor and pipeline neighbours get the same share: only the data-parallel group divides a batch, and islands.
+    """Return the share of this rank.
 
-    `group`: a mean over it is one over the shares."""
+    Ranks of one tensor-parallel or pipeline group get the same share: only data-parallel ranks and islands divide a
+    batch. A mean over its `group` is one over the shares.
+    """
     session = vars(engine).get("compression")
     islands = session is not None and session.islands is not None
     group = dist.group.WORLD if islands else engine.data_parallel_group
@@ -62,17 +73,20 @@ def share_of(engine: Any) -> Share:
 
 
 class Stepper(Protocol):
-    """Both methods take token windows (micro_batches, micro_size, length) and return a mean loss, ()."""
+    """Steps on one kind of engine.
+
+    Both methods take token windows (micro_batches, micro_size, length) and return a loss, ().
+    """
 
     def train(self, batch: Tensor) -> Tensor:
-        """One optimizer step."""
+        """Take one optimizer step, and return the mean loss."""
 
     def evaluate(self, batch: Tensor) -> Tensor:
-        """Loss without gradients."""
+        """Return the mean loss, without computing gradients."""
 
 
 class PlainStepper:
-    """ZeRO 0 to 3, with or without tensor parallelism. The loss is this rank's own."""
+    """Steps with ZeRO 0 to 3, with or without tensor parallelism. The loss is this rank's own."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -98,7 +112,7 @@ class PlainStepper:
 
 
 class PipelineStepper:
-    """The pipeline engine, which runs all micro-batches itself. The loss is the mean of all ranks."""
+    """Steps with the pipeline engine, which runs all micro-batches itself. The loss is the mean of all ranks."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -113,9 +127,9 @@ class PipelineStepper:
 
 
 def train_step(stepper: Stepper, windows: Windows, share: Share, seed: int, step: int, device: Any) -> Tensor:
-    """Optimizer step number `step`, counted from 1. What it reads and drops out follows from (seed, step).
+    """Take optimizer step number `step` (1-based). (seed, step) determine the data and dropout.
 
-    Ranks that share layers drop out the same, since each has the whole of what goes from layer to layer.
+    Ranks that share layers use the same dropout masks, because each holds all activations between layers.
     """
     seed += share.island * ISLANDS
     starts = share.of(step_starts(windows, share.batch_size, seed, step))
@@ -124,14 +138,14 @@ def train_step(stepper: Stepper, windows: Windows, share: Share, seed: int, step
 
 
 def eval_loss(stepper: Stepper, windows: Windows, share: Share, batches: int, device: Any) -> float:
-    """Mean loss over the held-out windows, the same on every rank."""
+    """Return the mean loss over the held-out windows, the same on every rank."""
     starts = eval_starts(windows, batches, share.batch_size)
     losses = [stepper.evaluate(_read(windows, share.of(batch), device)) for batch in starts]
     return mean_over_ranks(losses, share)
 
 
 def mean_over_ranks(losses: list[Tensor], share: Share) -> float:
-    """Mean of `losses` over the data-parallel ranks, each rank with as many of them."""
+    """Return the mean of `losses` over the data-parallel ranks, each of which has the same number of them."""
     mean = torch.stack(losses).float().mean()
     dist.all_reduce(mean, group=share.group)
     return mean.item() / dist.get_world_size(share.group)

@@ -1,4 +1,4 @@
-"""A socket, plain or TLS, whose every read and write has a deadline, and which any thread can end at once."""
+"""Socket, plain or TLS, whose reads and writes have deadlines, and which any thread can end at once."""
 
 import contextlib
 import select
@@ -10,17 +10,17 @@ import time
 __all__ = ["Channel", "keep_alive"]
 
 _LOOK = 0.5
-"""Most seconds between looks at whether another thread has ended the channel."""
+"""Seconds between checks whether another thread has ended the channel."""
 _HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 _LONGEST_SILENCE = 2**15 - 1
-"""Most seconds that Linux takes for TCP_KEEPIDLE."""
+"""Largest number of seconds that Linux accepts for TCP_KEEPIDLE."""
 
 
 class Channel:
-    """A connected socket in non-blocking mode. One thread may read while another one writes.
+    """Connected socket in non-blocking mode. One thread may read while another one writes.
 
-    OpenSSL does not allow that on one TLS connection, so calls of the socket are made under a lock, and waiting, for
-    which poll(2) takes descriptors of any number, is done outside of it.
+    OpenSSL does not allow that on one TLS connection, so calls of the socket are made under a lock. Waiting is done
+    outside of the lock, with poll(2), which accepts descriptors of any number.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -31,7 +31,7 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """False once either side has ended the channel, as far as this side has noticed."""
+        """Return False once either side has ended the channel, as far as this side has noticed."""
         return not self._ended
 
     def read_some(self, into: memoryview, deadline: float | None) -> int:
@@ -39,10 +39,10 @@ class Channel:
 
         Args:
             into: memory to read into; not empty.
-            deadline: of time.monotonic(); None waits for ever.
+            deadline: time of time.monotonic(); None waits forever.
 
         Raises:
-            TimeoutError: if nothing comes before the deadline.
+            TimeoutError: if nothing arrives before the deadline.
         """
         while True:
             with self._lock:
@@ -58,7 +58,7 @@ class Channel:
             self._wait(wanted, deadline)
 
     def write(self, data: memoryview, deadline: float) -> None:
-        """Write all of `data`. TimeoutError if the other side does not read it before the deadline."""
+        """Write all of `data`. Raises TimeoutError if the other side does not read it before the deadline."""
         while data:
             with self._lock:
                 self._check_open()
@@ -77,7 +77,7 @@ class Channel:
             if not self._ended:
                 self._ended = True
                 with contextlib.suppress(OSError):
-                    # Not SSLSocket.shutdown, which would read on without TLS.
+                    # Not SSLSocket.shutdown, which would continue to read without TLS.
                     socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Channel:
             self.socket.close()
 
     def has_hung_up(self) -> bool:
-        """Return whether the other side has closed the connection, also if it sent something before."""
+        """Return True if the other side has closed the connection, even if it sent something before."""
         poll = select.poll()
         with self._lock:
             if self._ended:
@@ -111,7 +111,7 @@ class Channel:
 
 
 def keep_alive(connected: socket.socket, silence: float) -> None:
-    """Have the kernel end a connection whose other side has not been there for about three times `silence` seconds."""
+    """Make the kernel end a connection whose other side is gone for about three times `silence` seconds."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = min(max(1, round(silence)), _LONGEST_SILENCE)

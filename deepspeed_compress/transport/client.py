@@ -1,4 +1,4 @@
-"""The client's side: connect, prove, and get a connection."""
+"""Client side: connect, authenticate, and return a connection."""
 
 import re
 import socket
@@ -27,13 +27,16 @@ def connect(
     """Return an authenticated connection to `service` at `address` ("host:port").
 
     Args:
+        address: "host:port" of the server.
+        service: name of the service.
+        credentials: credentials of this side.
         timeout: seconds to connect, and again for TLS and the handshake.
-        limits: of what the server may send.
-        silence: seconds without a sign of the other host, after three times of which the kernel ends the connection.
+        limits: limits of what the server may send.
+        silence: seconds without a sign of the other host; the kernel ends the connection after three times as many.
 
     Raises:
         AuthenticationError: if the secrets or certificates differ. Trying again does not help.
-        OSError: if nobody answers there in time, or something else does.
+        OSError: if nothing answers there in time, or something else does.
         ValueError: if `address` is not "host:port".
     """
     connected = socket.create_connection(parse_address(address), timeout=timeout)
@@ -53,7 +56,10 @@ def connect(
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Return the host and the port of "host:port"; an IPv6 address is written in brackets. ValueError otherwise."""
+    """Return the host and the port of "host:port". Raises ValueError for anything else.
+
+    An IPv6 address is written in brackets.
+    """
     found = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\s\[\]]+)):([0-9]{1,5})", address)
     if found is None or int(found[3]) > 65535:
         raise ValueError(f"{address!r} is not an address (allowed: host:port); write 10.0.0.1:29400")

@@ -1,4 +1,4 @@
-"""One authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines."""
+"""Authenticated connection, as both sides use it: frames in, frames out, with limits and deadlines."""
 
 import threading
 import time
@@ -19,42 +19,46 @@ _COUNTED = 1 << 12
 
 
 class Connection:
-    """Sends and receives frames. One thread may receive while others send.
+    """Connection that sends and receives frames. One thread may receive while others send.
 
-    Every method raises an OSError when the connection is lost, late or in breach of the protocol; it cannot be used any
-    more then. Nothing here waits for the other side longer than `limits.patience`, except `receive` for a new frame.
+    Every method raises an OSError if the connection is lost, too slow or violates the protocol; it cannot be used any
+    more then. No method waits for the other side longer than `limits.patience`, except `receive` for a new frame.
 
     Args:
         channel: the connected socket.
-        limits: of what the other side may send.
+        limits: limits of what the other side may send.
         peer: address of the other side, for messages.
     """
 
     def __init__(self, channel: Channel, limits: Limits, peer: str = "") -> None:
         self.peer, self.limits = peer, limits
         self.left = 0
-        """Bytes of the body of the last frame that were not read yet."""
+        """Unread bytes of the body of the last frame."""
         self._channel = channel
         self._allowance = _Allowance(limits.rate, limits.burst)
         self._sending = threading.Lock()
 
     @property
     def is_open(self) -> bool:
-        """False once this side has noticed that the connection cannot be used any more."""
+        """Return False once this side has noticed that the connection cannot be used any more."""
         return self._channel.is_open
 
     @property
     def own_address(self) -> str:
-        """IP address of this side."""
+        """Return the IP address of this side."""
         return str(self._channel.socket.getsockname()[0])
 
     def send(self, head: Head, body: Buffer = b"") -> None:
-        """Send a frame. ValueError if `head` cannot be a head, before anything is sent."""
+        """Send a frame. Raises ValueError, before anything is sent, if `head` is not a valid head."""
         view = memoryview(body).cast("B")
         self.send_pieces(head, len(view), (view,))
 
     def send_pieces(self, head: Head, size: int, pieces: Iterable[Buffer]) -> None:
-        """Send a frame whose body of `size` bytes is made while it is sent. ValueError if `pieces` are not as long."""
+        """Send a frame whose body of `size` bytes is produced while it is sent.
+
+        Raises:
+            ValueError: if `pieces` do not have `size` bytes in total.
+        """
         begun = encode(head, size)
         with self._sending, self._ended_by_errors():
             self._write(memoryview(begun))
@@ -69,19 +73,19 @@ class Connection:
                 raise ValueError("the pieces of a body are not as long as was announced")
 
     def send_encoded(self, frame: bytes) -> None:
-        """Send a whole frame that `frames.encode` made."""
+        """Send a complete frame that `frames.encode` made."""
         with self._sending, self._ended_by_errors():
             self._write(memoryview(frame))
 
     def receive(self, timeout: float | None = None, body: int | None = None) -> dict[str, Any] | None:
         """Return the head of the next frame; None if none begins for `timeout` seconds.
 
-        What is left of the body of the last frame is dropped. The size of the new body is in `left`; read it with
+        The unread rest of the last frame's body is dropped. The size of the new body is in `left`; read it with
         `read_body`, `read_into` or `pieces`.
 
         Args:
-            timeout: seconds; None waits for ever. A frame that has begun must be whole within `limits.patience`.
-            body: most bytes of the body, in place of `limits.body`.
+            timeout: seconds; None waits forever. A frame that has begun must be complete within `limits.patience`.
+            body: largest size in bytes of the body, in place of `limits.body`.
         """
         with self._ended_by_errors():
             for _ in self.pieces():
@@ -92,21 +96,21 @@ class Connection:
             return None if not begun else self._rest_of_head(header, begun, body)
 
     def arrived(self, wait: float) -> list[dict[str, Any]]:
-        """Return the heads of all frames that have arrived, for the first of which this waits `wait` seconds."""
+        """Return the heads of all frames that have arrived, waiting at most `wait` seconds for the first one."""
         found: list[dict[str, Any]] = []
         while (head := self.receive(0.0 if found else wait)) is not None:
             found.append(head)
         return found
 
     def read_body(self) -> bytearray:
-        """Return the rest of the body. Its memory grows with what has come, not with what was announced."""
+        """Return the rest of the body. Its memory grows with the received bytes, not with the announced ones."""
         found = bytearray()
         for piece in self.pieces():
             found += piece
         return found
 
     def read_into(self, memory: Buffer) -> None:
-        """Fill `memory` with the next bytes of the body. ProtocolError if there are fewer."""
+        """Fill `memory` with the next bytes of the body. Raises ProtocolError if there are fewer."""
         view = memoryview(memory).cast("B")
         with self._ended_by_errors():
             if len(view) > self.left:
@@ -115,7 +119,7 @@ class Connection:
                 self._read(view[start : start + PIECE])
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the rest of the body in pieces of at most `PIECE` bytes. The memory of a piece is used again."""
+        """Yield the rest of the body in chunks of at most `PIECE` bytes. The memory of a chunk is reused."""
         memory = memoryview(bytearray(min(self.left, PIECE)))
         while self.left:
             piece = memory[: self.left]
@@ -123,11 +127,11 @@ class Connection:
             yield piece
 
     def keep_alive(self, silence: float) -> None:
-        """Have the kernel end the connection if the other host is gone for about three times `silence` seconds."""
+        """Make the kernel end the connection if the other host is gone for about three times `silence` seconds."""
         keep_alive(self._channel.socket, silence)
 
     def has_hung_up(self) -> bool:
-        """Return whether the other side has closed the connection. Does not read."""
+        """Return True if the other side has closed the connection. Does not read."""
         return self._channel.has_hung_up()
 
     def end(self) -> None:
@@ -145,7 +149,7 @@ class Connection:
         self.close()
 
     def _begin(self, header: memoryview, timeout: float | None) -> int:
-        """Read the first bytes of a header, and return how many; 0 if none came in time."""
+        """Read the first bytes of a header, and return how many; 0 if none arrived in time."""
         try:
             count = self._channel.read_some(header, None if timeout is None else time.monotonic() + timeout)
         except TimeoutError:
@@ -188,7 +192,7 @@ class Connection:
 
 
 class _EndedByErrors:
-    """Ends a channel in whose middle something has failed: the next byte would be taken for another one."""
+    """Context that ends a channel if its block fails, because the next byte would be misinterpreted."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -201,14 +205,14 @@ class _EndedByErrors:
 
 
 class _Allowance:
-    """Messages that may still be received now: `burst` at most, `rate` more each second."""
+    """Rate limit of received messages: `burst` at most, `rate` more each second."""
 
     def __init__(self, rate: float | None, burst: int) -> None:
         self._rate, self._burst = rate, float(burst)
         self._left, self._since = float(burst), time.monotonic()
 
     def spend(self, messages: float) -> None:
-        """May leave less than nothing: the next `wait` is longer then."""
+        """Use up `messages`. The allowance may become negative: the next `wait` is longer then."""
         self._left -= messages
 
     def wait(self, goes_on: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Everything by which one side convinces the other: the shared secret, and TLS if it is asked for."""
+"""Credentials of one side: the shared secret, and TLS if it is configured."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,17 @@ __all__ = ["Credentials"]
 
 @dataclass(frozen=True)
 class Credentials:
-    """The secret of this user, and the TLS contexts of this side (None without TLS)."""
+    """Secret of this user, and TLS contexts of this side (None without TLS)."""
 
     secret: Secret
     tls: Tls | None = None
 
     @classmethod
     def find(cls) -> "Credentials":
-        """Return the credentials that the environment and the user's files name. Raises ConfigError."""
+        """Return the credentials that the environment and the user's files name.
+
+        Raises ConfigError if they are unusable.
+        """
         return cls(find_secret(), find_tls())
 
     @classmethod

@@ -1,25 +1,26 @@
-"""Errors of one connection. All are OSErrors: whoever handles a lost connection handles these too."""
+"""Errors of one connection. All are OSErrors, so code that handles a lost connection handles these too."""
 
 __all__ = ["AuthenticationError", "ConnectionClosedError", "OtherServiceError", "ProtocolError", "ServerBusyError"]
 
 
 class ConnectionClosedError(ConnectionError):
-    """The connection was closed between two frames, by either side."""
+    """Close of the connection between two frames, by either side."""
 
 
 class ProtocolError(ConnectionError):
-    """The other side sent something that is not allowed. The connection cannot be used any more."""
+    """Violation of the protocol by the other side. The connection cannot be used any more."""
 
 
 class AuthenticationError(ConnectionError):
-    """The other side does not know the secret, or does not accept ours. Trying again does not help."""
+    """Failed authentication: one side does not accept the other's proof. Trying again does not help."""
 
 
 class OtherServiceError(ProtocolError):
-    """An authenticated server runs another service than the client asked for.
+    """Authenticated server that runs another service than the client asked for.
 
     Args:
         service: name of the service that the server runs.
+        wanted: name of the service that the client asked for.
     """
 
     def __init__(self, service: str, wanted: str) -> None:
@@ -28,4 +29,4 @@ class OtherServiceError(ProtocolError):
 
 
 class ServerBusyError(ConnectionError):
-    """The server has as many connections as it allows. Try again later."""
+    """Server that has as many connections as it allows. Try again later."""

@@ -1,4 +1,4 @@
-"""Tables of what messages may contain: the kind of a head, its fields, and what each may be."""
+"""Tables of valid messages: their kinds, the fields of each kind, and the values of each field."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ __all__ = [
 
 Check = Callable[[Any], bool]
 Table = Mapping[str, Mapping[str, Check]]
-"""Checks of the fields of each kind. A field that is missing is None; one that has no check is ignored."""
+"""Checks of the fields of each kind. A missing field is None; a field without a check is ignored."""
 _SHOWN = 40
 
 
@@ -38,7 +38,7 @@ def check_message(head: Head, table: Table) -> None:
 
 
 def an_integer(least: int, most: int) -> Check:
-    """Return a check for an integer from `least` to `most`. True and False are none."""
+    """Return a check for an integer from `least` to `most`. True and False are not integers."""
     return lambda value: type(value) is int and least <= value <= most
 
 
@@ -53,12 +53,12 @@ def a_text(most: int, least: int = 0) -> Check:
 
 
 def a_boolean(value: Any) -> bool:
-    """Check for True or False."""
+    """Return True if `value` is True or False."""
     return isinstance(value, bool)
 
 
 def a_mapping(value: Any) -> bool:
-    """Check for an object."""
+    """Return True if `value` is an object."""
     return isinstance(value, dict)
 
 
@@ -68,5 +68,5 @@ def every(check: Check, most: int) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Return a check that also takes None, and a field that is missing."""
+    """Return a check that also accepts None, and a missing field."""
     return lambda value: value is None or check(value)

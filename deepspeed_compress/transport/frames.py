@@ -1,7 +1,7 @@
 """Frames: a fixed header with two sizes, a head (one strict JSON object with a `kind`), and a body of plain bytes.
 
-The sizes are checked against limits before memory is allocated. A head that is not strict is a ProtocolError:
-it has UTF-8, no lone surrogates, finite numbers, integers below 2**63, nesting of at most `DEPTH`.
+The sizes are checked against limits before memory is allocated. A strict head is UTF-8, without lone surrogates, with
+finite numbers, integers below 2**63, and nesting of at most `DEPTH`; any other is a ProtocolError.
 """
 
 import json
@@ -17,9 +17,9 @@ __all__ = ["DEFAULT_LIMITS", "DEPTH", "HEADER", "Head", "Limits", "decode", "enc
 
 Head = Mapping[str, Any]
 HEADER = struct.Struct("!4sIQ")
-"""Magic bytes, bytes of the head, bytes of the body."""
+"""Magic bytes, size of the head, size of the body."""
 DEPTH = 16
-"""Most lists and objects inside each other in a head."""
+"""Deepest nesting of lists and objects in a head."""
 _MAGIC = b"DSCF"
 _LARGEST = 1 << 63
 _DIGITS = len(str(_LARGEST)) + 1
@@ -30,10 +30,10 @@ class Limits:
     """Limits of what one side accepts from the other, and for how long it waits.
 
     Attributes:
-        head: Most bytes of a head.
-        body: Most bytes of a body. `Connection.receive` takes another limit for one frame.
-        patience: Seconds for a head that has begun, and for each piece (256 KiB) of a body, in both directions.
-        rate: Messages a second that are received on average; a head of 4 KiB counts as one more. None: no limit.
+        head: Largest size in bytes of a head.
+        body: Largest size in bytes of a body. `Connection.receive` takes another limit for one frame.
+        patience: Seconds for a head that has begun, and for each chunk (256 KiB) of a body, in both directions.
+        rate: Messages per second that are received on average; each 4 KiB of a head count as one more. None: no limit.
         burst: Messages that may exceed `rate` at once.
     """
 
@@ -45,14 +45,14 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-"""Heads of 1 MiB, no bodies, any rate."""
+"""Default limits: heads of 1 MiB, no bodies, any rate."""
 
 
 def encode(head: Head, body: int = 0) -> bytes:
     """Return the header and the head of a frame with a body of `body` bytes.
 
     Raises:
-        ValueError: if `head` is not what `decode` accepts.
+        ValueError: if `decode` would not accept `head`.
     """
     try:
         text = json.dumps(head, allow_nan=False, ensure_ascii=False).encode()
@@ -63,7 +63,7 @@ def encode(head: Head, body: int = 0) -> bytes:
 
 
 def sizes(header: bytes, head: int, body: int) -> tuple[int, int]:
-    """Return the sizes of head and body that `header` announces. ProtocolError if one exceeds the limit."""
+    """Return the sizes of head and body that `header` announces. Raises ProtocolError if one exceeds its limit."""
     magic, head_size, body_size = HEADER.unpack(header)
     if magic != _MAGIC:
         raise ProtocolError("it sent something that is not a frame")
@@ -75,7 +75,7 @@ def sizes(header: bytes, head: int, body: int) -> tuple[int, int]:
 
 
 def decode(text: bytes | bytearray) -> dict[str, Any]:
-    """Return the head. ProtocolError if it is malformed."""
+    """Return the head. Raises ProtocolError if it is malformed."""
     try:
         found = json.loads(
             text.decode(), parse_int=_integer, parse_float=_finite_number, parse_constant=_refuse_constant
@@ -86,7 +86,7 @@ def decode(text: bytes | bytearray) -> dict[str, Any]:
         raise ProtocolError(f"a head is not JSON: {error}") from error
     _check(found)
     if b"\\u" in text:
-        # The only way to write a lone surrogate in valid UTF-8.
+        # An escape is the only way to write a lone surrogate in valid UTF-8.
         _check_surrogates(found)
     return dict(found)
 

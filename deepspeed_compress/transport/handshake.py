@@ -23,7 +23,7 @@ VERSION = 1
 """Version of the transport. Both sides must have the same one."""
 _MAGIC = b"DSCOMPR\n"
 _NAME = 22
-"""Most bytes of the name of a service."""
+"""Largest size in bytes of the name of a service."""
 _NONCE = _PROOF = 32
 _HELLO = struct.Struct(f"!8sH{_NAME}s{_NONCE}s")
 _VERDICT = struct.Struct(f"!B{_NAME}s{_PROOF}s")
@@ -63,7 +63,7 @@ def server_steps(key: bytes, service: str, has_room: Callable[[], bool]) -> Step
     theirs = yield Step(b"", _HELLO.size)
     wanted = _service_of(theirs)
     ours = _HELLO.pack(_MAGIC, VERSION, b"", os.urandom(_NONCE))
-    # The client learns this side's version before the connection ends.
+    # The client then learns this side's version before the connection ends.
     proof = yield Step(ours, _PROOF)
     _check_version(theirs)
     if not hmac.compare_digest(proof, _client_proof(key, theirs + ours)):

@@ -1,4 +1,4 @@
-"""Lines for people about what others do, at most one in a while: a flood of connections must not fill a log."""
+"""Rate-limited log lines about other processes: a flood of connections must not fill a log."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ __all__ = ["Notices", "ignore"]
 
 
 def ignore(text: str) -> None:
-    """Tell nobody."""
+    """Discard the line."""
 
 
 class Notices:
-    """Hands lines to `tell`, one in `every` seconds; the next one says how many were left out."""
+    """Log that passes at most one line in `every` seconds to `tell`. The next line reports how many were omitted."""
 
     def __init__(self, tell: Callable[[str], None], every: float = 5.0) -> None:
         self._tell, self._every = tell, every
@@ -20,7 +20,7 @@ class Notices:
         self._next, self._left_out = 0.0, 0
 
     def __call__(self, text: str) -> None:
-        """Tell `text`, or count it."""
+        """Log `text`, or count it as omitted."""
         with self._lock:
             now = time.monotonic()
             if now < self._next:

@@ -1,4 +1,4 @@
-"""Messages to one client that nobody waits for: a bounded queue, and the thread that writes it."""
+"""Queue of messages to one client: bounded, written by its own thread, never blocking the sender."""
 
 import threading
 import time
@@ -12,14 +12,14 @@ __all__ = ["Outgoing", "flush_all"]
 
 
 class Outgoing:
-    """Sends heads over `connection`, in order, without ever blocking who puts them.
+    """Queue that sends heads over `connection`, in order, without ever blocking the caller.
 
-    A client that does not read gets disconnected once the queue is full: its answers never fill memory.
+    A client that does not read is disconnected once the queue is full, so its answers never fill memory.
 
     Args:
-        connection: that nobody else sends over.
-        count: most messages that wait.
-        size: most bytes that wait, if there is more than one message.
+        connection: connection that nothing else sends over.
+        count: largest number of waiting messages.
+        size: largest number of waiting bytes, if there is more than one message.
     """
 
     def __init__(self, connection: Connection, count: int = 1024, size: int = 1 << 22) -> None:
@@ -31,7 +31,10 @@ class Outgoing:
         threading.Thread(target=self._write, daemon=True).start()
 
     def put(self, head: Head) -> bool:
-        """Return whether `head` is going to be sent; False if the connection has ended, or ends by this."""
+        """Queue `head`.
+
+        Return False if it will not be sent, because the connection has ended, or is ended by this call.
+        """
         frame = encode(head)
         with self._change:
             full = bool(self._waiting) and (len(self._waiting) >= self._count or self._bytes + len(frame) > self._size)
@@ -50,7 +53,7 @@ class Outgoing:
             self._change.wait_for(lambda: not self._bytes or self._ended, seconds)
 
     def end(self) -> None:
-        """Write nothing more. Does not wait."""
+        """Stop writing. Does not wait."""
         with self._change:
             self._ended = True
             self._change.notify_all()

@@ -1,4 +1,4 @@
-"""Connections that have not proved anything yet: they cost a socket and a few hundred bytes each, and no thread."""
+"""Unauthenticated connections, which cost a socket and a few hundred bytes each, and no thread."""
 
 import selectors
 import socket
@@ -15,25 +15,25 @@ __all__ = ["PendingConnection", "PendingConnections", "PendingLimits"]
 
 @dataclass(frozen=True)
 class PendingLimits:
-    """Most connections that have not proved anything yet, and seconds for each to do so."""
+    """Largest number of unauthenticated connections, and seconds for each to authenticate."""
 
     count: int = 128
     patience: float = 5.0
 
 
 class PendingConnection:
-    """One connection during TLS and the handshake. Call `step` whenever its socket is ready."""
+    """Connection during TLS and the handshake. Call `step` whenever its socket is ready."""
 
     def __init__(self, connected: socket.socket, address: str, steps: Steps, deadline: float) -> None:
         self.socket, self.address, self.deadline = connected, address, deadline
         self._steps, self._step = steps, next(steps)
         self.has_greeted = False
-        """Whether it has sent a whole hello of this protocol."""
+        """True if it has sent a complete hello of this protocol."""
         self._received = bytearray()
         self._tls = connected if isinstance(connected, ssl.SSLSocket) else None
 
     def step(self) -> int | None:
-        """Go on as far as possible. Return the event of `selectors` to wait for; None if the handshake is over.
+        """Advance as far as possible. Return the event of `selectors` to wait for; None if the handshake is over.
 
         Raises:
             OSError: if the handshake has failed.
@@ -51,7 +51,7 @@ class PendingConnection:
         return None
 
     def _read(self) -> bool:
-        """Read what the present step wants, and begin the next one. False if there is none."""
+        """Read the bytes that the current step needs, and begin the next one. Return False if there is none."""
         data = self.socket.recv(self._step.wanted - len(self._received))
         if not data:
             raise ConnectionError("it closed the connection before it proved anything")
@@ -60,11 +60,11 @@ class PendingConnection:
             self._step = self._steps.send(bytes(self._received))
             self.has_greeted = True
             self._received.clear()
-            # A few bytes into an empty buffer: they are taken at once.
+            # A few bytes always fit into an empty socket buffer.
             self.socket.send(self._step.out)
         if self._step.wanted:
             return True
-        # What this raises is the reason that the other side has just been told.
+        # The error that this raises is the reason that the other side has just received.
         next(self._steps, None)
         return False
 
@@ -72,8 +72,9 @@ class PendingConnection:
 class PendingConnections:
     """All unauthenticated connections of a server, at most `limits.count`.
 
-    If there are more, one of the address that has most is closed, the oldest one that has not greeted, else the oldest:
-    a flooder pushes out its own connections. If new ones were refused, it could lock everybody else out.
+    If there are more, one from the address that has most of them is closed: the oldest one that has not sent a hello,
+    or else the oldest. So a flooder displaces its own connections. If new ones were refused, it could lock out
+    everybody else.
     """
 
     def __init__(self, selector: selectors.BaseSelector, limits: PendingLimits) -> None:
@@ -88,7 +89,7 @@ class PendingConnections:
         return connection in self._connections
 
     def add(self, connection: PendingConnection, ready: Callable[[], None]) -> None:
-        """Call `ready` whenever the socket of `connection` is ready."""
+        """Add `connection`, and call `ready` whenever its socket is ready."""
         while len(self._connections) >= self._limits.count:
             self.drop_one()
         self._connections[connection] = None
@@ -96,11 +97,11 @@ class PendingConnections:
         self._selector.register(connection.socket, selectors.EVENT_READ, ready)
 
     def wait_for(self, connection: PendingConnection, event: int, ready: Callable[[], None]) -> None:
-        """Wait for another event."""
+        """Wait for another event of `connection`."""
         self._selector.modify(connection.socket, event, ready)
 
     def release(self, connection: PendingConnection) -> None:
-        """Let `connection` go on without the selector; its socket stays open."""
+        """Remove `connection` from the selector; its socket stays open."""
         self._selector.unregister(connection.socket)
         del self._connections[connection]
         self._of_address[connection.address] -= 1
@@ -119,15 +120,15 @@ class PendingConnections:
             self.drop(next((connection for connection in found if not connection.has_greeted), found[0]))
 
     def drop_late(self, now: float) -> None:
-        """Drop all whose time to prove something is over."""
+        """Drop all connections whose time to authenticate is over."""
         for connection in [connection for connection in self._connections if connection.deadline <= now]:
             self.drop(connection)
 
     def drop_all(self) -> None:
-        """Drop all, at the end of a server."""
+        """Drop all connections, at the end of a server."""
         for connection in list(self._connections):
             self.drop(connection)
 
     def deadline(self) -> float:
-        """Return until when a connection that comes now has time."""
+        """Return the time by which a connection that arrives now must authenticate."""
         return time.monotonic() + self._limits.patience

@@ -1,7 +1,7 @@
-"""The secret that all processes of a user share, and where it is kept.
+"""Secret that all processes of a user share, and its storage.
 
-As Erlang's cookie, it is a file in the home directory that the first process to need it creates. Where hosts share home
-directories, nothing needs to be done; elsewhere users copy the file or set a variable.
+Like Erlang's cookie, it is a file in the home directory, created by the first process that needs it. If hosts share
+home directories, nothing needs to be done; otherwise, users copy the file or set a variable.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True)
 class Secret:
-    """A shared secret. `source` names the variable or file it came from, for messages."""
+    """Shared secret. `source` names the variable or file from which it was read, for messages."""
 
     key: bytes = field(repr=False)
     source: str

@@ -1,4 +1,4 @@
-"""The server's side: a selector for connections that prove themselves, and a thread for each that has."""
+"""Server side: a selector for unauthenticated connections, and a thread for each authenticated one."""
 
 import contextlib
 import errno
@@ -22,23 +22,23 @@ from deepspeed_compress.transport.pending import PendingConnection, PendingConne
 __all__ = ["DEFAULT_BOUNDS", "Bounds", "Server", "listen"]
 
 _LOOK = 0.2
-"""Seconds between looks at connections that are late."""
+"""Seconds between checks for unauthenticated connections whose time is over."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors that last until descriptors or memory are free again."""
 _PAUSE = 0.1
 """Seconds without new connections after such an error."""
 _ENDING = 1.0
-"""Most seconds for which the end of a server waits for threads whose connections it has ended."""
+"""Longest time in seconds that an ending server waits for threads whose connections it has ended."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on connections of a server.
+    """Bounds on the connections of a server.
 
     Attributes:
-        connections: Most authenticated connections at once. A client above that gets ServerBusyError.
-        pending: Limits of those that have not proved anything yet.
-        silence: Seconds without a sign of the other host, after three times of which the kernel ends a connection.
+        connections: Largest number of authenticated connections. A client above that gets ServerBusyError.
+        pending: Limits of unauthenticated connections.
+        silence: Seconds without a sign of the other host; the kernel ends a connection after three times as many.
     """
 
     connections: int = 1024
@@ -47,25 +47,25 @@ class Bounds:
 
 
 DEFAULT_BOUNDS = Bounds()
-"""As many connections as hosts of a large job."""
+"""Default bounds: as many connections as a large job has hosts."""
 
 
 class Server:
-    """Listens at `host`:`port` as soon as it is made, and serves while `run` runs.
+    """Server that listens at `host`:`port` from its construction, and serves while `run` runs.
 
     Args:
         service: name of the service, at most 22 bytes. A client of another service gets OtherServiceError.
-        serve: called with each authenticated connection, in a thread of its own. The connection is closed when it
-            returns or raises; what it raises ends nothing else.
+        serve: called with each authenticated connection, in its own thread. The connection is closed when it returns or
+            raises; its errors end nothing else.
         host: address to listen at; "" for all.
-        port: 0 takes a free one, which is `port` then.
-        credentials: of this side.
-        limits: of what clients may send; `Connection.limits` may be set for one of them.
-        bounds: on the number of connections.
-        told: gets lines for people, a few at most, about connections that fail.
+        port: port to listen at; 0 selects a free one. The attribute `port` has the selected one.
+        credentials: credentials of this side.
+        limits: limits of what clients may send; `Connection.limits` may be set for one of them.
+        bounds: bounds on the number of connections.
+        told: receives log lines about failed connections, at a limited rate.
 
     Raises:
-        OSError: if the address cannot be had.
+        OSError: if the address is not available.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Server:
 
         Args:
             ready: called when clients can connect.
-            ending: called at the end, before connections are ended, such as to flush what they are to hear.
+            ending: called at the end, before connections are ended, for example to flush their queues.
         """
         with selectors.DefaultSelector() as selector:
             pending = PendingConnections(selector, self._bounds.pending)
@@ -113,10 +113,10 @@ class Server:
                 self._end_connections()
 
     def stop(self, drain: float = 0.0) -> None:
-        """End `run`. From any thread, and from a signal handler; does not wait.
+        """End `run`. It may be called from any thread or signal handler, and does not wait.
 
         Args:
-            drain: seconds for which connections may go on that have been authenticated. Nobody else is let in.
+            drain: seconds for which authenticated connections may continue. New ones are refused.
         """
         self._drain = drain
         with contextlib.suppress(OSError):
@@ -129,12 +129,12 @@ class Server:
 
     @property
     def descriptors(self) -> set[int]:
-        """Descriptors that a process must keep in which the server is to run after a fork."""
+        """Return the descriptors that a forked process must keep if the server is to run in it."""
         return {one.fileno() for one in (self._listener, self._waker, self._woken)}
 
     @property
     def connections(self) -> int:
-        """Number of authenticated connections."""
+        """Return the number of authenticated connections."""
         return len(self._threads)
 
     def _accept(self, pending: PendingConnections) -> None:
@@ -169,7 +169,7 @@ class Server:
 
     def _step(self, one: PendingConnection, pending: PendingConnections) -> None:
         if one not in pending:
-            # An earlier event of this turn has dropped it.
+            # An earlier event of this iteration has dropped it.
             return
         try:
             event = one.step()
@@ -205,7 +205,7 @@ class Server:
             pass
         except Exception as error:
             if self._drain is None:
-                # Whatever one client makes a service raise ends the connection of this client alone.
+                # An error that one client causes ends only the connection of this client.
                 self._told(f"a connection from {connection.peer} was closed: {type(error).__name__}: {error}")
         finally:
             self._forget(connection)
@@ -217,7 +217,7 @@ class Server:
             self._change.notify_all()
 
     def _end_connections(self) -> None:
-        """Wait while connections may go on, then end the rest without waiting for anybody's answer."""
+        """Wait while connections may continue, then end the rest without waiting for their answers."""
         with self._change:
             self._change.wait_for(lambda: not self._threads, self._drain or 0.0)
             left = list(self._threads)
@@ -228,7 +228,7 @@ class Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening, non-blocking socket; at all addresses, of IPv6 too if there are any, for `host` ""."""
+    """Return a listening, non-blocking socket. `host` "" listens at all addresses, including IPv6 if available."""
     if not host:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET

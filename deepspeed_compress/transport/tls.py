@@ -1,7 +1,7 @@
-"""Mutual TLS: both sides show a certificate of one authority. Optional, and always with the shared secret inside.
+"""Mutual TLS, in which both sides show a certificate of one authority. Optional, and always with the shared secret.
 
 Names in certificates are not compared with the address: islands and agents are reached by addresses that change, and an
-authority that signs for nothing else says enough. So use an authority of your own, not a public one.
+authority that signs for nothing else is proof enough. So use your own authority, not a public one.
 """
 
 import os
@@ -21,7 +21,7 @@ TLS_AUTHORITY = "DS_COMPRESS_TLS_AUTHORITY"
 
 @dataclass(frozen=True)
 class Tls:
-    """Contexts of both sides. Build one with `Tls.load`."""
+    """TLS contexts of both sides. Build one with `Tls.load`."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
@@ -36,7 +36,7 @@ class Tls:
 
 
 def find_tls() -> Tls | None:
-    """Return the contexts of the files that the environment names, None if it names neither.
+    """Return the contexts of the files that the environment names; None if it names neither.
 
     Raises:
         ConfigError: if only one is named, or one cannot be used.
@@ -54,7 +54,7 @@ def set_tls(environment: MutableMapping[str, str], certificate: str | None, auth
     """Write the two options of a command to `environment`, from which this process and its children read them.
 
     Raises:
-        ConfigError: if one is given without the other.
+        ConfigError: if only one is given.
     """
     if (certificate is None) != (authority is None):
         missing = "--tls-certificate" if certificate is None else "--tls-authority"

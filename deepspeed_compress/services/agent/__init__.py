@@ -1,1 +1,1 @@
-"""The agent of a host: starts the ranks of a job, and starts them again when one of them, or a host, is lost."""
+"""Agent of a host: starts the ranks of a job, and restarts them when a rank or a host is lost."""

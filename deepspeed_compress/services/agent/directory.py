@@ -1,4 +1,4 @@
-"""The directory of a job on a host: in memory, for its user alone, there until the job has ended."""
+"""Directory of a job on a host: in memory, for its user alone, and removed when the job ends."""
 
 import contextlib
 import fcntl
@@ -12,12 +12,12 @@ __all__ = ["JobDirectory", "job_directory"]
 
 _SHARED = Path("/dev/shm")
 _PREFIX, _MADE = "ds_compress_", ".ds_compress_"
-"""Of directories, and of those that are being made, which nobody takes for abandoned."""
+"""Prefixes of directories, and of those under construction, which are never taken for abandoned."""
 _LOCK = "lock"
 
 
 class JobDirectory:
-    """`path` has mode 0700. `memory` outlives starts: nothing of it is removed before the job ends."""
+    """Directory `path`, with mode 0700. `memory` outlives starts: it is kept until the job ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class JobDirectory:
         self.memory.mkdir(mode=0o700)
 
     def signs(self, start: int) -> Path:
-        """For the signs of life of the ranks of a start, made anew."""
+        """Create and return the directory for the signs of life of the ranks of a start."""
         place = self.path / f"signs_{start}"
         place.mkdir(mode=0o700, exist_ok=True)
         return place
@@ -33,7 +33,10 @@ class JobDirectory:
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[JobDirectory]:
-    """A new one, which is removed at the end. What an agent that was killed has left is removed before."""
+    """Create a job directory, which is removed at the end.
+
+    Directories that killed agents left behind are removed first.
+    """
     base = _SHARED if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) else Path(tempfile.gettempdir())
     _remove_abandoned(base)
     made = Path(tempfile.mkdtemp(prefix=_MADE, dir=base))
@@ -47,7 +50,7 @@ def job_directory() -> Iterator[JobDirectory]:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Whoever lives holds a lock; without the file a directory is being removed."""
+    """Remove directories of dead agents. A living one holds a lock; a directory without the file is being removed."""
     for path in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Why starts of a job have ended, and what several in a row say of the next one."""
+"""Reasons for the failures of starts, and conclusions from several failures in a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,24 @@ from deepspeed_compress.services.agent.placement import Host
 __all__ = ["EARLY", "HOPELESS", "PERMANENT", "Failure", "hopeless", "lost_slot"]
 
 EARLY = 3
-"""Starts in a row that fail at one slot before their first step, after which that slot is left out."""
+"""Number of consecutive starts that fail in a slot before their first step, after which that slot is dropped."""
 PERMANENT = 78
-"""Exit code of a rank that no restart can help, as its configuration is wrong (EX_CONFIG of sysexits.h)."""
+"""Exit code of a rank whose configuration is wrong, so that no restart can help (EX_CONFIG of sysexits.h)."""
 HOPELESS = 3
-"""Starts in a row that end alike without a new step, after which there is no other."""
+"""Number of consecutive starts that fail alike without a new step, after which there is no other restart."""
 
 
 @dataclass
 class Failure:
-    """Why a start has ended, and which slot it was, if it was one.
+    """Failure of a start.
 
-    `code`: exit code of a rank that has ended by itself; None where a signal or a lost host may be the cause. `early`:
-    before a step of any rank. `steps`: most that any start had made by then. `hosts`: that were there.
+    Attributes:
+        why: reason.
+        slot: host and slot of the rank that failed, if it was one rank.
+        code: exit code of a rank that ended without a signal; None if a signal or a lost host may be the cause.
+        early: True if it failed before any rank made a step.
+        steps: largest number of steps of any start by then.
+        hosts: connected hosts.
     """
 
     why: str
@@ -32,15 +37,18 @@ class Failure:
 
 
 def lost_slot(failures: Sequence[Failure]) -> tuple[str, int] | None:
-    """The slot where start after start has failed before its first step."""
+    """Return the slot in which start after start has failed before its first step; None if there is none."""
     last = failures[-EARLY:]
     alike = len(last) == EARLY and all(one.early and one.slot == last[0].slot for one in last)
     return last[0].slot if alike else None
 
 
 def hopeless(failures: Sequence[Failure]) -> bool:
-    """Return True if a rank says so by its exit code, or if starts have ended with one exit code, at the same step and
-    on the same hosts. Of an error that all ranks run into any may be the first that is seen."""
+    """Return True if no restart can help.
+
+    A rank reports this by its exit code; or else the last starts have ended with one exit code, at the same step and on
+    the same hosts. The rank is not compared, because an error in all ranks may be seen in any of them first.
+    """
     if failures and failures[-1].code == PERMANENT:
         return True
     last = [(one.code, one.steps, one.hosts) for one in failures[-HOPELESS:]]

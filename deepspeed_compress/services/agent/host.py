@@ -1,4 +1,4 @@
-"""The agent of one host: does what the supervisor of the job says, and tells it how the ranks of this host get on."""
+"""Agent of one host: carries out the supervisor's decisions, and reports the state of this host's ranks."""
 
 import json
 import signal
@@ -30,27 +30,41 @@ _LOOK_EVERY = 0.05
 _BEAT_EVERY = 1.0
 _SILENT = LOST_AFTER / 2
 _LIMITS = Limits(head=1 << 24, patience=_SILENT)
-"""Of what the supervisor says: the addresses of all hosts."""
+"""Limits of the supervisor's messages, which hold the addresses of all hosts."""
 _DEEPSPEED_SHARES = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Places for ranks on this host, by number. `devices`: what CUDA_VISIBLE_DEVICES calls each; () leaves it alone."""
+    """Slots for ranks on this host.
+
+    Attributes:
+        count: number of slots.
+        devices: name of each slot in CUDA_VISIBLE_DEVICES; empty to leave the variable alone.
+    """
 
     count: int
     devices: tuple[str, ...] = ()
 
     def environment(self, chosen: Sequence[int]) -> dict[str, str]:
-        """Of ranks in these slots."""
+        """Return the environment of ranks in the slots `chosen`."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[slot] for slot in chosen)} if self.devices else {}
 
 
 @dataclass
 class _Start:
-    """The ranks of a start on this host. `slots`: of each rank. `signs`: where they give signs of life. `stopping`:
-    they are to end; `passing`: they were asked to, and may do so as they like. `kill_at`: when patience is at its end.
-    `told`: the supervisor knows that all have ended. `newest`: signs, of ranks that have ended too."""
+    """Ranks of one start on this host.
+
+    Attributes:
+        number: number of the start.
+        slots: slot of each rank.
+        signs: directory of the ranks' signs of life.
+        stopping: True once the ranks have to end.
+        passing: True once the ranks were asked to end, as their program chooses.
+        kill_at: time at which ranks that have not ended are killed.
+        told: True once the supervisor knows that all have ended.
+        newest: newest sign of each rank, including those that have ended.
+    """
 
     number: int
     slots: Mapping[int, int]
@@ -63,16 +77,16 @@ class _Start:
 
     @property
     def steps(self) -> int:
-        """Most that one of its ranks has counted."""
+        """Return the largest number of steps that one of its ranks has counted."""
         return max((sign.steps for sign in self._read().values()), default=0)
 
     def silent(self, now: float) -> float | None:
-        """Seconds since the last sign of life; None before each rank gave one."""
+        """Return the seconds since the last sign of life; None until each rank has given one."""
         times = [sign.time for sign in self._read().values() if sign.time]
         return max(0.0, now - max(times)) if times and len(times) == len(self.slots) else None
 
     def saving(self) -> list[int]:
-        """Ranks that save on SIGTERM: they would wait for those that are lost, and are not asked."""
+        """Return the ranks that save on SIGTERM, and would then wait for lost ranks."""
         return [rank for rank, sign in self._read().items() if sign.saves]
 
     def _read(self) -> Mapping[int, Sign]:
@@ -81,17 +95,17 @@ class _Start:
 
 
 class Agent:
-    """Of one host. `run` returns the exit code of the job, which is that of this program.
+    """Agent of one host. `run` returns the exit code of the job.
 
     Args:
         address: (host, port) of the supervisor.
-        job: what tells this job from others.
-        slots: of this host.
+        job: identifier of the job.
+        slots: slots of this host.
         grace: seconds that ranks have to end.
-        workers: what starts them.
-        directory: of the job on this host.
-        tell: gets lines for people.
-        credentials: of this side.
+        workers: the processes of the ranks.
+        directory: the directory of the job on this host.
+        tell: receives log lines.
+        credentials: credentials of this side.
     """
 
     def __init__(
@@ -125,7 +139,7 @@ class Agent:
         }
 
     def run(self) -> int:
-        """Until the job has ended."""
+        """Run until the job has ended. Return its exit code."""
         with self._signals():
             try:
                 while self._code is None:
@@ -170,7 +184,7 @@ class Agent:
         if time.monotonic() - self._heard > _SILENT:
             raise TimeoutError(f"it has not answered for {_SILENT:g} s")
 
-    # What the supervisor says.
+    # Messages of the supervisor.
 
     def _begin(self, message: Message) -> None:
         number, slots, first = message["start"], message["slots"], message["first"]
@@ -199,7 +213,10 @@ class Agent:
         self._workers.start({rank: {**common, **own} for rank, own in ranks.items()})
 
     def _stop(self, message: Message) -> None:
-        """Those that save on SIGTERM would wait for a rank that is lost; all others may do what they have to."""
+        """Stop the ranks.
+
+        Those that save on SIGTERM would wait for a lost rank, so they are killed; others may clean up.
+        """
         start = self._start
         if start is None or start.number != message["start"]:
             return
@@ -207,7 +224,7 @@ class Agent:
         waiting = start.saving()
         self._workers.signal(signal.SIGKILL, waiting)
         self._workers.signal(signal.SIGTERM, [rank for rank in start.slots if rank not in waiting])
-        # One that was stopped does not hear anything.
+        # A rank that is suspended does not receive other signals.
         self._workers.signal(signal.SIGCONT)
 
     def _pass(self, message: Message) -> None:
@@ -230,10 +247,10 @@ class Agent:
     def _unknown(self, message: Message) -> None:
         raise ConnectionError("it has taken this host for lost")
 
-    # What this host does by itself.
+    # Work of this host.
 
     def _watch(self) -> None:
-        """Ranks that have ended, and what is due."""
+        """Handle ranks that have ended, and everything that is due."""
         ended, start = self._workers.ended(), self._start
         if self._signal:
             self._ask_to_end()
@@ -249,7 +266,7 @@ class Agent:
 
     def _say_failed(self, start: _Start, bad: Sequence[Ended]) -> None:
         ended = bad[0]
-        # Where one was killed others may have raised for that alone.
+        # If one rank was killed, others may have raised because of that alone.
         code = ended.status if all(one.status > 0 for one in bad) else None
         code = PERMANENT if any(one.status == PERMANENT for one in bad) else code
         self._say(
@@ -261,11 +278,11 @@ class Agent:
             code=code,
             steps=start.steps,
         )
-        # Nothing but to be stopped is left for this start.
+        # From now on, the ranks of this start only have to be stopped.
         start.stopping, start.told = True, False
 
     def _say_ended(self, start: _Start, bad: Sequence[Ended]) -> None:
-        """All are gone: they have done their work, or were stopped."""
+        """Report that all ranks are gone: they have finished, or were stopped."""
         if not start.stopping:
             start.told = True
             self._say("done", start)
@@ -278,7 +295,7 @@ class Agent:
     def _ask_to_end(self) -> None:
         number, self._signal = self._signal, 0
         if number == signal.SIGINT and self._start is not None and self._start.passing:
-            # Whoever asks twice does not want to wait.
+            # A user who interrupts twice does not want to wait.
             self._start.kill_at = 0.0
         assert self._link is not None
         self._link.send({"kind": "end", "number": number})
@@ -296,10 +313,10 @@ class Agent:
         assert self._link is not None
         self._link.send({"kind": kind, "start": start.number, **said})
 
-    # The connection.
+    # Connection to the supervisor.
 
     def _connected(self) -> Connection | None:
-        """To the supervisor, as a new member; None where there is none yet."""
+        """Return the connection to the supervisor, joining as a new member if needed; None if there is none yet."""
         if self._link is not None:
             return self._link
         try:
@@ -319,7 +336,10 @@ class Agent:
         return link
 
     def _own_address(self, link: Connection) -> str:
-        """By which other hosts reach this one. Many hosts take their own name for an address that only they have."""
+        """Return the address at which other hosts reach this one.
+
+        Many hosts resolve their own name to an address that only they can use.
+        """
         address = link.own_address
         return self._address[0] if address.startswith("127.") else address
 
@@ -336,7 +356,7 @@ class Agent:
             time.sleep(_LOOK_EVERY)
 
     def _lose(self, why: str) -> None:
-        """Without the supervisor nobody may train: others may have taken over."""
+        """End all ranks: without the supervisor they may not train, because others may have taken over."""
         self._tell(f"connection to the agent of {self._address[0]} is lost: {why}")
         assert self._link is not None
         self._link.close()
@@ -351,13 +371,13 @@ _GIVE_UP = 60.0
 
 
 class _Port:
-    """A port of this host that nobody else gets until it is released."""
+    """Port of this host that is reserved until it is released."""
 
     def __init__(self) -> None:
         self._held: socket.socket | None = None
 
     def reserve(self) -> int:
-        """The number of a free one."""
+        """Reserve a free port, and return its number."""
         if self._held is None:
             self._held = socket.socket()
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -365,14 +385,14 @@ class _Port:
         return int(self._held.getsockname()[1])
 
     def release(self) -> None:
-        """A rank may listen at the one that was reserved last."""
+        """Release the port, so that a rank may listen at it."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
 
 def _remove_shared(meeting: Sequence[tuple[str, int]]) -> None:
-    """DeepSpeed keeps memory that ranks of a host share, under the address and port at which they met, for ever."""
+    """Remove shared memory that DeepSpeed never removes, named after the address and port of the ranks' rendezvous."""
     for address, port in meeting:
         for left in _DEEPSPEED_SHARES.glob(f"deepspeed_*_{address}_{port}_*"):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Messages between an agent and its fork server, over a pair of sockets that nobody else has: a JSON object a line."""
+"""Messages between an agent and its fork server over a private pair of sockets: one JSON object per line."""
 
 import json
 import select
@@ -12,7 +12,7 @@ _PIECE = 1 << 16
 
 
 class Lines:
-    """One end of the pair. Not for several threads."""
+    """One end of the pair. Not thread-safe."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -21,11 +21,15 @@ class Lines:
         self._poll.register(connected, select.POLLIN)
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send `message`. OSError if the other end is gone."""
+        """Send `message`. Raises OSError if the other end is gone."""
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def hear(self, wait: float) -> list[dict[str, Any]]:
-        """Return what has come, for which this waits at most `wait` seconds. EOFError if the other end is gone."""
+        """Return the messages that have arrived, waiting at most `wait` seconds.
+
+        Raises:
+            EOFError: if the other end is gone.
+        """
         if not self._poll.poll(wait * 1000):
             return []
         try:

@@ -1,4 +1,4 @@
-"""Fields of the messages between agents and their supervisor. `supervisor` says what each kind means."""
+"""Fields of the messages between agents and their supervisor. `supervisor` explains each kind."""
 
 import signal
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 SUPERVISOR = "supervisor"
 """Name of the service."""
 _SLOTS = 1 << 12
-"""Most slots of a host."""
+"""Largest slot number of a host."""
 _RANKS = 1 << 20
 _START, _STEPS = an_integer(0, 1 << 53), an_integer(0, 1 << 53)
 _PORT, _SLOT, _RANK = an_integer(1, 65535), an_integer(0, _SLOTS), an_integer(0, _RANKS)

@@ -1,9 +1,9 @@
-"""`python -m deepspeed_compress.services.agent.nursery DESCRIPTOR WARM [SCRIPT]`: of this process ranks are forked.
+"""`python -m deepspeed_compress.services.agent.nursery DESCRIPTOR WARM [SCRIPT]`: fork server for ranks.
 
-It has imported what the program imports before it does anything else, which is most of what a start takes: no
-thread, no device, no file. So a fork of it is a new process that need not import. What the program imports later is
-left to it, as libraries read the environment that it may have set by then (HF_HOME, HF_HUB_OFFLINE). This process is
-the parent of the ranks: it ends with its agent, and they end with it.
+It imports what the program imports before it does anything else, which is most of the startup time: no thread, no
+device, no file. A fork of it is a new process that need not import again. Later imports are left to the program,
+because libraries read the environment that it may have set by then (HF_HOME, HF_HUB_OFFLINE). This process is the
+parent of the ranks: it ends with its agent, and they end with it.
 """
 
 import ast
@@ -27,7 +27,7 @@ __all__ = ["main"]
 
 RUNNER = "deepspeed_compress.integrations.run"
 _KNOWN = ("accelerate", "datasets", "deepspeed", "deepspeed_compress", "numpy", "peft", "torch", "transformers", "trl")
-"""Libraries that a program imports before it does anything: imports of these have no effect but themselves."""
+"""Libraries that a program imports before it does anything; importing them has no other effect."""
 _LATE = (
     "deepspeed_compress.engine.initialize",
     "deepspeed.module_inject.auto_ep_config",
@@ -35,7 +35,7 @@ _LATE = (
 )
 """Modules that deepspeed.initialize imports, and with them the compiler of PyTorch, which reads the environment."""
 _CHANGES = frozenset({"clear", "pop", "putenv", "setdefault", "update"})
-"""Functions that change an environment."""
+"""Methods and functions that change an environment."""
 _LOOK_EVERY = 0.05
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DIE_WITH_PARENT = 1
@@ -43,27 +43,27 @@ _DIE_WITH_PARENT = 1
 
 
 def main(descriptor: int, warm: bool, script: str) -> None:
-    """Fork ranks as the agent says. In a rank, run its program: this returns when that has ended."""
+    """Fork ranks as the agent requests. In a rank, run its program, and return when that has ended."""
     for number in _PASSED_ON:
-        # They are for the ranks; the agent passes them on.
+        # They are meant for the ranks; the agent passes them on.
         signal.signal(number, signal.SIG_IGN)
     warm = warm and _imports(script)
     agent = Lines(socket.socket(fileno=descriptor))
     agent.say({"kind": "ready", "warm": warm})
     started = _Children(agent).serve()
     if started is None:
-        # Nothing of what was imported has anything to end.
+        # None of the imported modules has anything to clean up.
         os._exit(0)
     _become(started, warm)
 
 
 def _imports(script: str) -> bool:
-    """Import what ranks import; whether it is safe to fork now."""
+    """Import what ranks import. Return True if it is safe to fork now."""
     from deepspeed_compress.config import SECTION, parse_section
     from deepspeed_compress.integrations import run
 
     assert run
-    # The first section builds the models that read it.
+    # Parsing a first section builds the pydantic models.
     parse_section({SECTION: {}})
     body = _statements(script)
     for module, names in _imported_first(body):
@@ -80,20 +80,23 @@ def _import(module: str, names: Sequence[str] = ()) -> None:
     with suppress(Exception):
         found = importlib.import_module(module)
         for name in names:
-            # Libraries such as transformers load their parts when these are asked for.
+            # Libraries such as transformers load submodules on first access.
             getattr(found, name, None)
 
 
 def _statements(script: str) -> list[ast.stmt]:
-    """Return the statements at the top of a program; none if it cannot be read."""
+    """Return the top-level statements of a program; none if it cannot be read."""
     with suppress(OSError, SyntaxError, ValueError):
         return ast.parse(Path(script).read_text(encoding="utf-8")).body
     return []
 
 
 def _imported_first(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield (module, names) for the imports of known libraries that a program begins with, in their order. They end at
-    the first statement that does something, such as an import of its own modules, which may set the environment."""
+    """Yield (module, names) for the imports of known libraries with which a program begins, in order.
+
+    They end at the first statement that does anything else, such as an import of the program's own modules, which may
+    set the environment.
+    """
     for node in body[1 if _is_docstring(body[:1]) else 0 :]:
         found = list(_modules(node))
         if not found or not all(_is_known(module) or _is_standard(module) for module, _ in found):
@@ -137,7 +140,10 @@ def _is_standard(module: str) -> bool:
 
 
 def _may_fork() -> bool:
-    """Nothing has begun to use CUDA: a fork of a process that has may not use it, which only the fork can tell."""
+    """Return True if nothing has begun to use CUDA.
+
+    A fork of a process that has used CUDA may not use it, and only the fork can find out.
+    """
     import torch
 
     child = os.fork()
@@ -147,14 +153,14 @@ def _may_fork() -> bool:
 
 
 class _Children:
-    """The ranks that live, by process id, which is that of their group too."""
+    """Living ranks, by process id, which is also the id of their process group."""
 
     def __init__(self, agent: Lines) -> None:
         self._agent = agent
         self._living: dict[int, int] = {}
 
     def serve(self) -> Mapping[str, Any] | None:
-        """Until the agent is gone: None. In a rank that was forked: what it is to be."""
+        """Serve until the agent is gone, and return None. In a forked rank, return its start message."""
         while True:
             try:
                 messages = self._agent.hear(_LOOK_EVERY)
@@ -169,9 +175,9 @@ class _Children:
             self._reap()
 
     def _start(self, message: Mapping[str, Any]) -> bool:
-        """Whether this is the new process."""
+        """Fork a rank. Return True in the new process."""
         parent = os.getpid()
-        # What comes before the new process takes signals as ever waits until it does.
+        # Signals that arrive before the new process has its default handlers are held back until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         child = os.fork()
         if child:
@@ -184,7 +190,11 @@ class _Children:
         return True
 
     def _signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        """SIGKILL is for what a rank has started too; all else for itself alone, which may still need these."""
+        """Send signal `number` to `ranks`, or to all if None.
+
+        SIGKILL also goes to the processes that a rank has started. Other signals go to the rank alone, which may still
+        need those.
+        """
         send = os.killpg if number == signal.SIGKILL else os.kill
         for child, rank in self._living.items():
             if ranks is None or rank in ranks:
@@ -197,14 +207,14 @@ class _Children:
             if not child:
                 return
             with suppress(OSError):
-                # What it has left behind, such as loaders of data.
+                # Processes that it left behind, such as data loader workers.
                 os.killpg(child, signal.SIGKILL)
             rank = self._living.pop(child)
             self._agent.say({"kind": "ended", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
 
 
 def _leave(parent: int) -> None:
-    """A group of its own, signals as ever, and an end with the parent, however that ends."""
+    """Become a session of its own with default signal handlers, and die with the parent however it ends."""
     os.setsid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -219,16 +229,16 @@ def _leave(parent: int) -> None:
 
 
 def _become(started: Mapping[str, Any], warm: bool) -> None:
-    """The rank: its environment, its arguments, its program."""
+    """Become the rank: set its environment and arguments, and run its program."""
     os.environ.update(started["environment"])
     arguments = list(started["arguments"])
     if not warm:
         os.execv(sys.executable, [sys.executable, "-m", RUNNER, *arguments])
-    # At the end everything is garbage again.
+    # At exit, all objects may be collected again.
     atexit.register(gc.unfreeze)
     random.seed()
     if "numpy" in sys.modules:
-        # A new process would have drawn its own.
+        # A new process would have its own random state.
         sys.modules["numpy"].random.seed()
     from deepspeed_compress.integrations import run
 

@@ -1,4 +1,4 @@
-"""Which slots of which hosts the ranks of a start get."""
+"""Placement of the ranks of a start on slots of hosts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["Host", "Placement", "place"]
 
 @dataclass(frozen=True)
 class Host:
-    """A host that is there. `slots`: numbers of places for a rank, such as those of GPUs, which are not lost."""
+    """Connected host. `slots` are the numbers of its usable places for ranks, such as those of GPUs."""
 
     name: str
     slots: tuple[int, ...]
@@ -16,27 +16,36 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """Hosts by node rank, each with the slots that its ranks get."""
+    """Hosts by node rank, each with the slots of its ranks."""
 
     hosts: tuple[Host, ...]
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Return the total number of ranks."""
         return sum(len(host.slots) for host in self.hosts)
 
     def first_rank(self, node: int) -> int:
-        """Of the host `node`."""
+        """Return the first rank of the host `node`."""
         return sum(len(host.slots) for host in self.hosts[:node])
 
 
 def place(
     hosts: Sequence[Host], nodes: int, ranks: int, fits: Callable[[int], bool], former: Placement | None = None
 ) -> Placement | None:
-    """The largest placement on at most `nodes` of `hosts`, with as many ranks on each, at most `ranks`.
+    """Return the largest placement on at most `nodes` of `hosts`, with equally many ranks on each, at most `ranks`.
 
-    None where there is none: `fits` says which numbers of ranks in all may train; all of them always may. Hosts of the
-    `former` placement come before others, at the node ranks that they had, so that others take over for the lost.
+    Hosts of the `former` placement are preferred, at their former node ranks, so that others take over for lost ones.
+
+    Args:
+        hosts: the connected hosts.
+        nodes: largest number of hosts.
+        ranks: largest number of ranks on each host.
+        fits: returns True if so many ranks in total may train; `nodes` x `ranks` always may.
+        former: the previous placement.
+
+    Returns:
+        The placement; None if there is none.
     """
     before = [host.name for host in former.hosts] if former is not None else []
     ordered = sorted(hosts, key=lambda host: host.name not in before)
@@ -48,13 +57,13 @@ def place(
 
 
 def _shapes(nodes: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """(hosts, ranks on each), most ranks first, of those most hosts."""
+    """Yield (hosts, ranks on each): most ranks first, and among equal ones most hosts first."""
     shapes = [(count, each) for count in range(1, nodes + 1) for each in range(1, ranks + 1)]
     yield from sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]), reverse=True)
 
 
 def _in_former_order(chosen: Sequence[Host], before: Sequence[str]) -> tuple[Host, ...]:
-    """Those that were there keep their places where the number of hosts is the same; else their order."""
+    """Order `chosen` by former node ranks. New hosts fill gaps if the number of hosts is the same, else come last."""
     if len(before) != len(chosen):
         return tuple(sorted(chosen, key=lambda host: before.index(host.name) if host.name in before else len(before)))
     known = {host.name: host for host in chosen}

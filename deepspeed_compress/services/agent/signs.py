@@ -1,7 +1,7 @@
 """Signs of life of a rank: a few numbers in a file of its own, in a directory of its agent.
 
-The rank writes them after each step and before each forward pass; the agent reads when that was. To write is one system
-call on memory, and what cannot be written stops nobody.
+The rank writes them after each step and before each forward pass; the agent reads them. Writing takes one system call
+on memory, and a failure to write stops nothing.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ __all__ = ["AGENT", "HOSTS", "MEMORY", "RESUME", "Sign", "Signs", "read_sign"]
 AGENT = "DS_COMPRESS_AGENT"
 """Environment variable of ranks that an agent has started: the directory of their signs."""
 RESUME = "DS_COMPRESS_RESUME"
-"""Environment variable: "1" has a program go on from the newest checkpoint of its own."""
+"""Environment variable: "1" makes a program resume from its newest checkpoint."""
 MEMORY = "DS_COMPRESS_MEMORY_DIR"
-"""Environment variable: a directory in memory that lives as long as the job on this host."""
+"""Environment variable: a directory in memory that exists as long as the job on this host."""
 HOSTS = "DS_COMPRESS_HOSTS"
 """Environment variable: addresses of the hosts, by node rank, as a JSON list."""
 _FORMAT = struct.Struct("<dqq")
@@ -26,8 +26,13 @@ _FORMAT = struct.Struct("<dqq")
 
 @dataclass(frozen=True)
 class Sign:
-    """`time`: of the monotonic clock of the host, in seconds. `steps`: optimizer steps of the engine. `saves`: SIGTERM
-    has this rank save before it ends."""
+    """Sign of life of a rank.
+
+    Attributes:
+        time: time on the host's monotonic clock, in seconds; 0 for none yet.
+        steps: optimizer steps of the engine.
+        saves: True if the rank saves on SIGTERM before it ends.
+    """
 
     time: float
     steps: int
@@ -35,7 +40,7 @@ class Sign:
 
 
 class Signs:
-    """Of rank `rank`, to be read by the agent whose `directory` it is."""
+    """Writer of the signs of rank `rank` into the agent's `directory`."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._steps, self._saves = 0, False
@@ -44,17 +49,17 @@ class Signs:
             self._descriptor = os.open(_file(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def stepped(self, steps: int) -> None:
-        """`steps` optimizer steps have been made."""
+        """Record that `steps` optimizer steps have been made."""
         self._steps = steps
         self.give()
 
     def saves(self, saves: bool) -> None:
-        """Whether SIGTERM has this rank save from now on."""
+        """Record whether this rank saves on SIGTERM from now on."""
         self._saves = saves
         self._write(0.0)
 
     def give(self) -> None:
-        """This rank does something."""
+        """Record that this rank is alive."""
         self._write(time.monotonic())
 
     def _write(self, now: float) -> None:
@@ -69,7 +74,7 @@ class Signs:
 
 
 def read_sign(directory: Path, rank: int) -> Sign | None:
-    """The newest of `rank`; None before its first one."""
+    """Return the newest sign of `rank`; None before its first one."""
     try:
         now, steps, saves = _FORMAT.unpack(_file(directory, rank).read_bytes())
     except (OSError, struct.error):

@@ -1,4 +1,4 @@
-"""With how many ranks a configuration trains the same batches: what DeepSpeed computes in runtime/config.py."""
+"""Check of the numbers of ranks that train the same batches, by the rules of DeepSpeed's runtime/config.py."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 def why_not(ds_config: Mapping[str, Any] | None, ranks: int) -> str:
-    """Why `ranks` ranks would not train the batches that `ds_config` says; "" where they do. None: it is not known."""
+    """Return why `ranks` ranks would not train the batches that `ds_config` specifies; "" if they would.
+
+    `ds_config` is None if it is unknown.
+    """
     if ds_config is None:
         return f"no DeepSpeed configuration with {BATCH} is among the arguments of the program"
     batch = ds_config.get(BATCH)
@@ -31,7 +34,7 @@ def why_not(ds_config: Mapping[str, Any] | None, ranks: int) -> str:
 
 
 def _ranks_of_a_copy(ds_config: Mapping[str, Any]) -> int:
-    """Ranks that hold one copy of the model's layers."""
+    """Return the number of ranks that hold one copy of the model's layers."""
     section = parse_section(dict(ds_config)) if SECTION in ds_config else None
     parallelism = section.parallelism if section is not None else None
     return tensor_size(ds_config, parallelism or Parallelism()) * (parallelism.pipeline if parallelism else 1)

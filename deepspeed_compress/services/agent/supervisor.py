@@ -1,10 +1,10 @@
-"""What the agents of a job do together, decided in one place, as a pure state machine: no sockets, no clock of its own.
+"""Decisions for all agents of a job, made in one place, as a pure state machine without sockets or a clock.
 
-An agent says: `join`, `beat` (how its ranks get on), `failed` (a rank has), `done` (all of its ranks have ended well),
-`stopped` (all that it was to stop are gone), `end` (somebody wants the job to end). It is told `start`, `stop`, `pass`
-(a signal, to its ranks), `over`, `refused`, `unknown`.
+An agent sends `join`, `beat` (state of its ranks), `failed` (a rank has failed), `done` (all of its ranks have ended
+successfully), `stopped` (all ranks that it had to stop are gone), and `end` (a user asks to end the job). It receives
+`start`, `stop`, `pass` (a signal for its ranks), `over`, `refused`, and `unknown`.
 
-Messages carry the number of the start that they are about; those about another one are of the past.
+Messages carry the number of the start that they refer to; those with another number are outdated.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,25 @@ from deepspeed_compress.services.agent.placement import Host, Placement, place
 __all__ = ["LOST_AFTER", "Supervisor", "Terms"]
 
 LOST_AFTER = 10.0
-"""Seconds of silence after which a host counts as lost; agents that hear nothing end their ranks in half of it."""
+"""Seconds of silence after which a host is considered lost.
+
+Agents that receive nothing for half of this time end their ranks.
+"""
 FAILED, SIGNALLED = 1, 128
-"""Exit codes of the job: of a failure; and what is added to the number of a signal that ended it."""
+"""Exit code of a failed job, and the offset that is added to the number of a signal that ended it."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is asked for: `ranks` on each of `hosts`, at most `restarts` times again.
+    """Parameters of a job.
 
-    `hang`: seconds without a sign of life of any rank. `wait`: seconds for hosts to come. `job`: what tells this job
-    from others; agents of another one are refused.
+    Attributes:
+        job: identifier of the job; agents of another one are refused.
+        hosts: number of hosts.
+        ranks: number of ranks on each host.
+        restarts: largest number of restarts.
+        hang: seconds without a sign of life from any rank after which they are restarted.
+        wait: seconds to wait for hosts.
     """
 
     job: str
@@ -41,7 +49,10 @@ class Terms:
 
 @dataclass
 class _Member:
-    """An agent that is there. `silent`: seconds since the last sign of its ranks, None before all of them gave one."""
+    """Connected agent.
+
+    `silent` is the seconds since the last sign of life of its ranks; None until each of them has given one.
+    """
 
     address: str
     slots: tuple[int, ...]
@@ -54,8 +65,21 @@ class _Member:
 
 @dataclass
 class _State:
-    """`phase`: "waiting" for hosts, "running", "stopping", "over". `steps`: most that any start has made, by the ranks'
-    count; `step_seen`: whether this start has made one. `code`, `why`: how the job has ended, once it is over."""
+    """State of a job.
+
+    Attributes:
+        phase: "waiting" for hosts, "running", "stopping", or "over".
+        start: number of the current start.
+        restarts: number of restarts so far.
+        placement: hosts and slots of the ranks.
+        since: time since which the job waits for hosts.
+        signal: signal that asked the job to end; 0 for none.
+        steps: largest number of steps of any start, as counted by the ranks.
+        step_seen: True if this start has made a step.
+        code: exit code of the job, once it is over.
+        why: reason for its end, once it is over.
+        failures: failures of all starts.
+    """
 
     phase: str = "waiting"
     start: int = 0
@@ -71,12 +95,15 @@ class _State:
 
 
 class Supervisor:
-    """Tell it what is heard (`hear`, `lost`) and the time (`tick`), in seconds of any clock; send what `take` gives.
+    """State machine of a job.
+
+    Pass it messages (`hear`), lost connections (`lost`) and the time (`tick`), in seconds of any clock; then send the
+    messages that `take` returns.
 
     Args:
-        terms: of the job.
-        why_not: why so many ranks may not train; "" where they may.
-        tell: gets lines for people.
+        terms: parameters of the job.
+        why_not: returns why so many ranks may not train; "" if they may.
+        tell: receives log lines.
     """
 
     def __init__(self, terms: Terms, why_not: Callable[[int], str], tell: Callable[[str], None]) -> None:
@@ -94,16 +121,16 @@ class Supervisor:
         }
 
     def take(self) -> list[tuple[str, Message]]:
-        """What is to be said to whom, in order."""
+        """Return the messages to send, in order, each with the name of its agent."""
         found, self._outbox = self._outbox, []
         return found
 
     def to_save(self) -> str:
-        """Nothing outlives the job."""
+        """Return "", because no state outlives the job."""
         return ""
 
     def status(self, now: float) -> dict[str, Any]:
-        """Return for people the phase of the job, and the hosts that are there."""
+        """Return a summary: the phase of the job, and the connected hosts."""
         hosts = [
             {"address": one.address, "slots": list(one.slots), "silent": round(now - one.heard, 1)}
             for one in self._members.values()
@@ -112,21 +139,21 @@ class Supervisor:
         return {"phase": state.phase, "restarts": state.restarts, "steps": state.steps, "hosts": hosts}
 
     def hear(self, name: str, message: Message, now: float) -> None:
-        """`message` of the agent `name`. ValueError where it is none."""
+        """Handle `message` of the agent `name`. Raises ValueError if its kind is unknown."""
         handler = self._heard.get(message["kind"])
         if handler is None:
             raise ValueError(f"unknown message {message['kind']!r}")
         if name in self._members:
             self._members[name].heard = now
         elif message["kind"] != "join":
-            # Declared lost meanwhile: it has to join again.
+            # It was declared lost in the meantime, and has to join again.
             self._say(name, {"kind": "unknown"})
             return
         handler(name, message, now)
         self._settle(now)
 
     def lost(self, name: str, now: float) -> None:
-        """The connection to `name` has ended."""
+        """Handle the end of the connection to `name`."""
         member = self._members.pop(name, None)
         if member is not None:
             if self._runs(name) and not member.done:
@@ -140,19 +167,19 @@ class Supervisor:
             self._stop(Failure(f"no rank has given a sign of life for {self._terms.hang:g} s"))
         self._settle(now)
 
-    # What agents say.
+    # Messages of agents.
 
     def _join(self, name: str, message: Message, now: float) -> None:
         if message["job"] != self._terms.job:
-            # Its name is not told: whoever knows that may join.
+            # The name of the job is not revealed: knowing it is enough to join.
             self._say(name, {"kind": "refused", "why": "it is of another job"})
             return
         if name in self._members:
-            # An agent joins once, and under another name after it has lost its connection.
+            # An agent joins once, and under a new name after it has lost its connection.
             return
         self._members[name] = _Member(message["address"], tuple(message["slots"]), message["port"], now)
         if self._state.phase == "over":
-            # It was taken for lost when the job ended, and would wait for ever.
+            # It was considered lost when the job ended, and would wait forever.
             self._say_over(name)
 
     def _beat(self, name: str, message: Message, now: float) -> None:
@@ -171,7 +198,7 @@ class Supervisor:
             why = f"rank {message['rank']} on {self._members[name].address} {message['how']}"
             self._stop(Failure(why, (name, message["slot"]), message["code"]))
         elif message["start"] == self._state.start and self._state.phase == "stopping" and message["code"] is None:
-            # That a rank was killed may be why the first that was heard of has raised.
+            # Another rank that was killed may be the reason why the first reported one has raised.
             self._state.failures[-1].code = None
 
     def _done(self, name: str, message: Message, now: float) -> None:
@@ -189,10 +216,10 @@ class Supervisor:
             self._tell(f"asked to end; after {self._state.steps} steps")
             self._say_to_placed({"kind": "pass", "number": message["number"]})
 
-    # What follows.
+    # Decisions.
 
     def _settle(self, now: float) -> None:
-        """What has become due."""
+        """Do everything that has become due."""
         state, placed = self._state, self._placed()
         if state.phase == "running" and placed and all(one.done for one in placed.values()):
             self._finish(SIGNALLED + state.signal if state.signal else 0, "")
@@ -236,7 +263,7 @@ class Supervisor:
         return f"{missing}, and fewer cannot train: {reason}" if reason else missing
 
     def _place(self, hosts: list[Host]) -> Placement | None:
-        """At first all ranks; later as many as may train."""
+        """Place all ranks on the first start, and as many as may train on later ones."""
         state, terms = self._state, self._terms
         fits = (lambda ranks: not self._why_not(ranks)) if state.start else (lambda ranks: False)
         return place(hosts, terms.hosts, terms.ranks, fits, state.placement)
@@ -271,7 +298,10 @@ class Supervisor:
         self._say_to_placed({"kind": "stop"})
 
     def _give_up_slot(self) -> bool:
-        """A slot where start after start fails before its first step is lost, if there is another place."""
+        """Drop a slot in which start after start has failed before its first step, if the ranks fit elsewhere.
+
+        Returns True if a slot was dropped.
+        """
         slot = lost_slot(self._state.failures)
         if slot is None or slot[0] not in self._members:
             return False
@@ -302,11 +332,11 @@ class Supervisor:
         return [] if placement is None else [host.name for host in placement.hosts]
 
     def _placed(self) -> dict[str, _Member]:
-        """Members that have ranks of this start, and are there."""
+        """Return the connected members that have ranks of this start."""
         return {name: self._members[name] for name in self._placed_names() if name in self._members}
 
     def _silent(self, now: float) -> float:
-        """Seconds since the last sign of life of any rank; 0 before all of them gave one."""
+        """Return the seconds since the last sign of life of any rank; 0 until each rank has given one."""
         silent = [None if one.silent is None else now - one.heard + one.silent for one in self._placed().values()]
         return min((one for one in silent if one is not None), default=0.0) if None not in silent else 0.0
 

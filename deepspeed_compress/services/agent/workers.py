@@ -1,4 +1,4 @@
-"""The ranks of a host, from the side of their agent."""
+"""Ranks of a host, as seen by their agent."""
 
 import os
 import signal
@@ -19,24 +19,24 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank has ended. `status`: its exit code, or the number of a signal with a minus."""
+    """Rank that has ended. `status` is its exit code, or the negative number of a signal."""
 
     rank: int
     status: int
 
 
 def how_ended(status: int) -> str:
-    """How a process has ended, for people."""
+    """Describe how a process has ended."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with exit code {status}"
 
 
 class Workers:
-    """Processes that run one command, in environments that tell them which rank they are.
+    """Processes that run one command, with environments that give them their ranks.
 
     Args:
-        arguments: of `integrations.run`: a program, and its own.
-        script: the file of the program, whose imports are made once for all; "" for a module.
-        warm: whether they are forked from a process that has imported; else each imports by itself.
+        arguments: arguments of `integrations.run`: a program and its own arguments.
+        script: the file of the program, whose imports are made once for all ranks; "" for a module.
+        warm: fork ranks from a process that has made the imports; otherwise, each rank imports them itself.
     """
 
     def __init__(self, arguments: Sequence[str], script: str, warm: bool) -> None:
@@ -46,7 +46,7 @@ class Workers:
 
     def _begin(self) -> tuple[Lines, "subprocess.Popen[bytes]"]:
         ours, theirs = socket.socketpair()
-        # torch asks the driver then, not the runtime, which a fork could not use any more.
+        # torch then asks the driver instead of the CUDA runtime, which a fork could not use any more.
         environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
         how = "warm" if self._warm else "cold"
         command = [sys.executable, "-m", NURSERY, str(theirs.fileno()), how, self._script]
@@ -55,18 +55,18 @@ class Workers:
         return Lines(ours), process
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> None:
-        """Start ranks, each with an environment of its own beside that of the agent."""
+        """Start ranks, each with its own environment in addition to that of the agent."""
         for rank, environment in ranks.items():
             self.living.add(rank)
             told = {"rank": rank, "arguments": self._arguments, "environment": dict(environment)}
             self._say({"kind": "start", **told})
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        """Send it to `ranks`, or to all."""
+        """Send signal `number` to `ranks`, or to all if None."""
         self._say({"kind": "signal", "number": int(number), "ranks": None if ranks is None else list(ranks)})
 
     def ended(self) -> list[Ended]:
-        """Those that have ended since the last call."""
+        """Return the ranks that have ended since the last call."""
         try:
             messages = self._nursery.hear(0)
         except EOFError:
@@ -76,7 +76,7 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """Whatever still runs is killed."""
+        """Kill all ranks that still run."""
         self._nursery.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE)
@@ -84,13 +84,13 @@ class Workers:
         self._process.wait()
 
     def _begin_anew(self) -> list[Ended]:
-        """The process that they were forked from has died, and they with it."""
+        """Start a new fork server after the old one has died, and return its ranks, which died with it."""
         self.close()
         lost, self.living = self.living, set()
         self._nursery, self._process = self._begin()
         return [Ended(rank, -signal.SIGKILL) for rank in sorted(lost)]
 
     def _say(self, message: Mapping[str, object]) -> None:
-        # One that is gone shows when it is listened to.
+        # If the fork server is gone, the next read reports it.
         with suppress(OSError):
             self._nursery.say(message)

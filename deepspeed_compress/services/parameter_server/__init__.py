@@ -1,1 +1,1 @@
-"""Where asynchronous islands push what they have moved and pull what all have found: one server, and its clients."""
+"""Parameter server for asynchronous islands, which push weight changes and pull the anchor; and its clients."""

@@ -1,4 +1,4 @@
-"""Calls of islands, read strictly: what passes here and in `Store.prepare` can be carried out, logged and replayed.
+"""Calls of islands, validated strictly: a call that passes here and in `Store.prepare` can be applied and replayed.
 
 Numbers are exact integers below 2**63: `True`, `1.0` and `"1"` are not.
 """
@@ -35,18 +35,18 @@ MOST_CHARACTERS = 1000
 _SHOWN = 60
 
 Slice = tuple[str, int, int]
-"""A parameter, the first of its elements, and how many of them."""
+"""Name of a parameter, index of its first element, and number of elements."""
 
 
 def integer(value: Any, name: str, least: int = 0, most: int = LARGEST) -> int:
-    """Return `value`. ValueError unless it is an exact integer from `least` to `most`."""
+    """Return `value`. Raises ValueError unless it is an exact integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {shown(value)} (allowed: an integer from {least} to {most})")
     return value
 
 
 def text(value: Any, name: str) -> str:
-    """Return `value`. ValueError unless it is a string of at most `MOST_CHARACTERS`."""
+    """Return `value`. Raises ValueError unless it is a string of at most `MOST_CHARACTERS`."""
     if type(value) is not str or len(value) > MOST_CHARACTERS:
         raise ValueError(f"{name} is {shown(value)} (allowed: a string of at most {MOST_CHARACTERS} characters)")
     return value
@@ -63,7 +63,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all islands of a run have alike.
+    """Settings that all islands of a run share.
 
     Attributes:
         ranks: Ranks of each island.
@@ -91,17 +91,17 @@ class Part:
 
     Attributes:
         kind: `fresh`, `seed` or `push`.
-        number: Of the island.
+        number: Number of the island.
         place: Rank within the island.
         call: Number of the call, counted by the island from 1.
         step: Step of the island's learning-rate schedule.
         token: Proof that the sender is the process that entered or resumed the island.
-        samples: Of a push: samples since the last one. 0 if the island has diverged, and sends nothing.
-        claim: Of a seed: version that the weights have in a checkpoint, 0 for new ones.
-        layout: Of a seed: slices of parameters, in the order of the body.
-        shapes: Of a seed: of the parameters in `layout`.
+        samples: For a push: samples since the last one. 0 if the island has diverged, and sends nothing.
+        claim: For a seed: version of the weights in a checkpoint, 0 for new ones.
+        layout: For a seed: slices of parameters, in the order of the body.
+        shapes: For a seed: shapes of the parameters in `layout`.
         size: Bytes of the body.
-        body: The payload of a push; the weights of a seed, fp32. Empty until it is read.
+        body: Payload of a push, or weights of a seed in fp32. Empty until it is read.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class Part:
 
     @property
     def common(self) -> tuple[str, int, int, int, int]:
-        """What all ranks of the island must send alike."""
+        """Return the values that all ranks of the island must send alike."""
         return self.kind, self.number, self.call, self.samples, self.claim
 
 
@@ -173,7 +173,7 @@ def read_layout(given: Any) -> tuple[Slice, ...]:
 
 
 def check_slices(layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError if a slice of `layout` is not within its parameter."""
+    """Raise ValueError if a slice of `layout` is not within its parameter."""
     for name, begin, numel in layout:
         if name not in shapes:
             raise ValueError(f"layout names {name}, whose shape is missing (allowed: parameters in shapes)")
@@ -185,4 +185,4 @@ _BODIES: Mapping[str, Any] = {
     "seed": lambda part: 4 * sum(numel for _, _, numel in part.layout),
     "push": lambda part: None if part.samples else 0,
 }
-"""Bytes of the body of each kind; None if the codec knows."""
+"""Function that returns the body size in bytes of each kind; None if only the codec knows it."""

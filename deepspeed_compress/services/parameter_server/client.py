@@ -1,4 +1,4 @@
-"""A rank's connection to a parameter server: calls that travel in a thread while training goes on."""
+"""A rank's connection to a parameter server: calls that run in a thread while training continues."""
 
 import contextlib
 import threading
@@ -18,26 +18,27 @@ __all__ = ["LARGEST_BODY", "PARAMETER_SERVER", "PushClient"]
 PARAMETER_SERVER = "parameter server"
 """Name of the service."""
 LARGEST_BODY = 1 << 36
-"""Most bytes of the weights of one rank."""
+"""Largest size in bytes of the weights of one rank."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
 GOODBYE = 1.0
-"""Most seconds that the end of a rank waits for the server."""
+"""Longest time in seconds that the end of a rank waits for the server."""
 CONNECTING = 5.0
-"""Least number of seconds for a connection to be made: short timeouts are meant for those that stand."""
+"""Least timeout in seconds for connecting: short timeouts are meant for established connections."""
 _KEY = "/deepspeed_compress/islands/elastic/rendezvous"
 
 
 class PushClient:
-    """Makes calls to the server at `address` ("host:port"), one at a time, over a connection that is kept.
+    """Client of the server at `address` ("host:port"): one call at a time, over a persistent connection.
 
-    A call is repeated when its connection is lost: the server carries it out once.
+    A call is repeated if its connection is lost; the server carries it out once.
 
     Args:
-        timeout: seconds of silence of the network after which a connection counts as lost.
+        address: "host:port" of the server.
+        timeout: seconds of network silence after which a connection is considered lost.
         give_up: seconds without an answer after which a call fails.
         pace: waits until a body of so many bytes may be sent.
-        credentials: of this side; None: those that the environment and the user's files name.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PushClient:
     def start(self, head: Head, body: Buffer = b"") -> "Future[tuple[Head, Buffer]]":
         """Begin a call. `body` must not change until it is answered."""
         answer: Future[tuple[Head, Buffer]] = Future()
-        # The end of a process waits for threads of executors, and not for these.
+        # A process waits at its end for threads of executors, but not for daemon threads.
         threading.Thread(target=self._work, args=(answer, head, body), daemon=True).start()
         return answer
 
@@ -66,7 +67,7 @@ class PushClient:
         """Make a call, and wait for its answer.
 
         Raises:
-            ConfigError: if the server refuses the call, or this side.
+            ConfigError: if the server refuses the call, or the connection cannot be made with this configuration.
             IslandError: if there is no answer for `give_up` seconds.
         """
         deadline = time.monotonic() + self._give_up
@@ -80,11 +81,11 @@ class PushClient:
         return found
 
     def close(self, last: Head | None = None) -> None:
-        """Give up calls that are under way, for ever. `last`: a message to send before, if the server answers soon."""
+        """Abandon all calls in flight. `last` is a final message, sent if the server answers soon."""
         self._closed = True
         connection = self._connection
         if connection is not None:
-            # A thread that waits for an answer gets an error at once, and closes it.
+            # A thread that waits for an answer gets an error at once, and closes the connection.
             connection.end()
         if self._calling.acquire(timeout=GOODBYE):
             self._hang_up()
@@ -137,7 +138,7 @@ class PushClient:
         if self._closed:
             raise ConnectionAbortedError("this island ends")
         if self._connection is None:
-            # The server may be busy for long; whether it can be reached the kernel asks.
+            # The server may be busy for long; the kernel checks whether it can be reached.
             self._connection = self._connected(max(self._timeout, CONNECTING), self._give_up)
         return self._connection
 

@@ -1,4 +1,4 @@
-"""The format of the log: a JSON object on a line, and the bytes that it announces."""
+"""Format of the log: a JSON object on a line, followed by as many bytes as it announces."""
 
 import json
 from io import BufferedIOBase
@@ -10,13 +10,17 @@ from deepspeed_compress.transport.frames import Head
 __all__ = ["read_entry", "write_entry"]
 
 _LINE = 1 << 28
-"""Most bytes of a line, which has the heads of all ranks of an island."""
+"""Largest size in bytes of a line, which holds the heads of all ranks of an island."""
 _PIECE = 1 << 16
 """Bytes that are read at once."""
 
 
 def write_entry(stream: BinaryIO | BufferedIOBase, head: Head, body: Buffer = b"") -> None:
-    """Write `head` and `body`. ValueError, before anything is written, if `head` is too long to be read again."""
+    """Write `head` and `body`.
+
+    Raises:
+        ValueError: before anything is written, if `head` is too long to be read again.
+    """
     size = {"bytes": len(body)} if len(body) else {}
     line = json.dumps({**head, **size}).encode() + b"\n"
     if len(line) > _LINE:
@@ -29,7 +33,7 @@ def read_entry(stream: BinaryIO | BufferedIOBase) -> tuple[dict[str, Any], bytea
     """Return the next head and body; None at the end.
 
     Raises:
-        EOFError: if the entry is cut off.
+        EOFError: if the entry is truncated.
         ValueError: if it is damaged.
         RecursionError: if it is nested too deeply.
     """
@@ -45,7 +49,7 @@ def read_entry(stream: BinaryIO | BufferedIOBase) -> tuple[dict[str, Any], bytea
     if type(size) is not int or size < 0:
         raise ValueError(f"not a number of bytes: {line[:80]!r}")
     body = bytearray()
-    # Memory grows with what is there, not with what is announced.
+    # Memory grows with the bytes that are present, not with those that are announced.
     while len(body) < size:
         piece = stream.read(min(_PIECE, size - len(body)))
         if not piece:

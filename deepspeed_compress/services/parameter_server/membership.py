@@ -1,4 +1,4 @@
-"""Which islands take part: those that are known and have not left, whoever happens to be connected."""
+"""Islands that take part: those that are known and have not left, connected or not."""
 
 import hmac
 import time
@@ -11,19 +11,19 @@ __all__ = ["DEFAULT_ROOM", "Caller", "Membership", "Room", "check_holder"]
 
 
 class Caller(Protocol):
-    """The connection of a rank."""
+    """Connection of a rank."""
 
     def has_hung_up(self) -> bool:
-        """Return whether the other side has closed the connection."""
+        """Return True if the other side has closed the connection."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """How many islands are remembered. One that is forgotten must enter as a new one.
+    """Limit on the number of remembered islands. A forgotten island must enter as a new one.
 
     Attributes:
-        islands: Most islands.
-        quiet: Seconds for which nothing is heard of an island before it may be forgotten, unless it has left.
+        islands: Largest number of islands.
+        quiet: Seconds of silence after which an island may be forgotten even if it has not left.
     """
 
     islands: int = 1000
@@ -34,7 +34,7 @@ DEFAULT_ROOM = Room()
 
 
 class Membership:
-    """Signs of life of islands. Not for several threads at once."""
+    """Signs of life of islands. Not thread-safe."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -43,22 +43,22 @@ class Membership:
         self._begun = time.monotonic()
 
     def hear(self, number: int, caller: Caller) -> None:
-        """Take note of a call of island `number`."""
+        """Record a call of island `number`."""
         self._connected[number], self._heard[number] = caller, time.monotonic()
 
     def is_connected(self, number: int) -> bool:
-        """Return whether the first rank of an island is connected."""
+        """Return True if the first rank of an island is connected."""
         return number in self._connected
 
     def lose(self, caller: Caller) -> list[int]:
-        """Take note that a connection has ended. Return the islands that it belonged to, which may call again."""
+        """Record that a connection has ended. Return the islands that it belonged to, which may call again."""
         found = [number for number, one in self._connected.items() if one is caller]
         for number in found:
             self.disconnect(number)
         return found
 
     def disconnect(self, number: int) -> None:
-        """Take note that an island is not connected any more."""
+        """Record that an island is not connected any more."""
         self._connected.pop(number, None)
         self._heard[number] = time.monotonic()
 
@@ -94,7 +94,7 @@ class Membership:
 
 
 def check_holder(records: Records, number: int, token: object) -> None:
-    """ValueError unless the sender is the process that entered or resumed island `number` last."""
+    """Raise ValueError unless the sender is the process that entered or resumed island `number` last."""
     island = records.islands.get(number)
     if island is None:
         raise ValueError(f"it does not know island {number}")

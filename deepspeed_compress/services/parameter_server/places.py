@@ -1,7 +1,7 @@
-"""The tensors of a parameter server: the anchor and its momentum, by the place of a rank within its island.
+"""Tensors of a parameter server: the anchor and its momentum, by the place of a rank within its island.
 
-Tensors are never changed in place: a call makes new ones, which are checked before they take effect, and whoever holds
-the old ones keeps them.
+Tensors are never changed in place: a call makes new ones, which are checked before they take effect, and anything that
+refers to the old ones keeps them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ __all__ = ["NAMES", "Place", "make_messages", "make_place", "read_place", "unfit
 T = TypeVar("T")
 
 NAMES = ("anchor", "momentum", "waiting")
-"""Tensors of a place, as they are called in files."""
+"""Tensors of a place, by their names in files."""
 UNFIT = (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError)
-"""Errors of codecs and of torch for bodies and settings that do not fit."""
+"""Errors that codecs and torch raise for bodies and settings that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Place:
     """Tensors that the ranks at one place of all islands share: flat fp32 on the host.
 
     Attributes:
-        anchor: The weights that all islands start from.
-        momentum: Of the outer optimizer; empty if it has none.
-        waiting: Pushes since momentum was renewed; empty with it.
-        messages: The codec of messages to and from the ranks.
+        anchor: Weights from which all islands start.
+        momentum: Momentum of the outer optimizer; empty if it has none.
+        waiting: Sum of the pushes since momentum was last updated; empty without momentum.
+        messages: Codec of the messages to and from the ranks.
     """
 
     anchor: Tensor
@@ -49,20 +49,22 @@ class Place:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """Return the tensors by name."""
         return {name: getattr(self, name) for name in NAMES}
 
     @property
     def is_finite(self) -> bool:
-        """Whether all tensors are finite."""
+        """Return True if all tensors are finite."""
         return all(bool(torch.isfinite(one).all()) for one in self.tensors.values())
 
     def after(self, moved: Tensor, weight: float, outer: Outer, renews: bool) -> "Place":
         """Return the place after a push of `moved` (overwritten).
 
         Args:
-            weight: of the push.
-            renews: whether weights add up to a whole mean with this push, by which momentum is renewed.
+            moved: weight changes of an island, flat fp32.
+            weight: weight of the push.
+            outer: settings of the outer optimizer.
+            renews: True if the weights of pushes add up to a whole mean with this one, so that momentum is updated.
         """
         anchor = self.anchor.add(moved.mul_(weight), alpha=outer.lr)
         if outer.optimizer != "nesterov":
@@ -78,7 +80,7 @@ class Place:
 def make_place(
     settings: Islands, anchor: Tensor, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]]
 ) -> Place:
-    """Return a place with a new `anchor`, and no momentum yet."""
+    """Return a place with a new `anchor` and zero momentum."""
     momentum = torch.zeros_like(anchor) if settings.outer.optimizer == "nesterov" else anchor.new_zeros(0)
     return Place(anchor, momentum, momentum.clone(), make_messages(settings, layout, shapes))
 
@@ -86,7 +88,7 @@ def make_place(
 def read_place(
     settings: Islands, layout: Sequence[Slice], shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]
 ) -> Place:
-    """Return a place with the `tensors` of a file. ValueError if they do not fit the `layout`."""
+    """Return a place with the `tensors` of a file. Raises ValueError if they do not fit the `layout`."""
     numel = sum(numel for _, _, numel in layout)
     for name, size in zip(NAMES, (numel, *[numel if settings.outer.optimizer == "nesterov" else 0] * 2), strict=True):
         found = tensors.get(name)
@@ -113,7 +115,7 @@ def make_messages(settings: Islands, layout: Sequence[Slice], shapes: Mapping[st
 
 
 def unfit_refused(work: Callable[[], T]) -> T:
-    """Return what `work` returns. ValueError if it fails because of what an island has sent."""
+    """Return the result of `work`. Raises ValueError if it fails because of what an island has sent."""
     try:
         return work()
     except UNFIT as error:

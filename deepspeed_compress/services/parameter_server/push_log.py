@@ -1,8 +1,8 @@
-"""What outlives a parameter server: its tensors in a safetensors file, and a log of the calls that came after.
+"""Persistent state of a parameter server: its tensors in a safetensors file, and a log of the later calls.
 
-A call is in the log, on the disk, before anybody hears of it, and calls are carried out alike whenever they are
-repeated; so a server that was killed has exactly what it had. When the log is longer than what it changes, tensors are
-written anew, under a temporary name, and the log begins again.
+A call is on disk, in the log, before anybody is told of it, and replaying calls gives the same results; so a server
+that was killed resumes in exactly the state in which it was. When the log is longer than the tensors that it changes,
+they are written again, under a temporary name, and a new log begins.
 """
 
 import json
@@ -36,7 +36,7 @@ _DAMAGE = (OSError, SafetensorError, ArithmeticError, LookupError, MemoryError, 
 
 
 class PushLog:
-    """The file `path`, and `path`.log next to it.
+    """File `path`, and `path`.log next to it.
 
     Raises:
         ConfigError: if another server holds the file.
@@ -51,7 +51,7 @@ class PushLog:
 
     @property
     def logged(self) -> int:
-        """Bytes in the log."""
+        """Return the number of bytes in the log."""
         return self._log.tell() if self._log is not None else 0
 
     def read(self) -> Store | None:
@@ -68,13 +68,13 @@ class PushLog:
             raise self._damaged(self._path, error) from error
 
     def entries(self) -> Iterator[Entry | ValueError]:
-        """Yield the calls since then, in place of one that is damaged the error. One that was cut off is removed."""
+        """Yield the calls since then, and the error in place of a damaged one. A truncated call is removed."""
         if not self._log_path.exists():
             return
         with self._log_path.open("rb") as file:
             found = self._next(file)
             if found is None or found[0].get(_SERIAL) != self._serial:
-                # Older than the tensors, which have all of it.
+                # The log is older than the tensors, which include all of it.
                 return
             end = file.tell()
             while (found := self._next(file)) is not None:
@@ -83,7 +83,7 @@ class PushLog:
         os.truncate(self._log_path, end)
 
     def write(self, store: Store) -> None:
-        """Write everything; the log begins again."""
+        """Write everything, and begin a new log."""
         self._serial += 1
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
@@ -92,18 +92,18 @@ class PushLog:
         put_in_place(temporary, self._path)
         if self._log is not None:
             self._log.close()
-        # Without a buffer, in which what a full disk has refused would wait to be written later.
+        # Unbuffered: a buffer would keep what a full disk has refused, and write it later.
         self._log = FileIO(self._log_path, "w")
         self._append({"kind": "log", _SERIAL: self._serial}, b"")
 
     def append(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> None:
-        """Write an entry. It is on the disk when this returns, as a whole or not at all. Raises OSError."""
+        """Append an entry. It is on disk when this returns, as a whole or not at all. Raises OSError."""
         body = b"".join(bodies)
         about = {"heads": list(heads), "sizes": [len(one) for one in bodies], _CHECKSUM: zlib.crc32(body)}
         self._append({"kind": "call", **about}, body)
 
     def close(self) -> None:
-        """Close the files, and let another server have them."""
+        """Close the files, and release them for another server."""
         if self._log is not None:
             self._log.close()
         self._held.close()
@@ -123,7 +123,7 @@ class PushLog:
             raise
 
     def _next(self, file: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
-        """Return the next head and body; None at the end, and where a crash has cut the log off."""
+        """Return the next head and body; None at the end, and at the point at which a crash has truncated the log."""
         begun = file.tell()
         try:
             return read_entry(file)

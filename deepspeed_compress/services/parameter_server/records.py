@@ -1,4 +1,4 @@
-"""What a parameter server knows besides tensors: plain data, replaced as a whole, and read strictly from files."""
+"""State of a parameter server except tensors: plain data, replaced as a whole, and validated on reading."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Island:
-    """One island.
+    """Record of an island.
 
     Attributes:
         call: Number of its last call.
-        version: Version of the anchor that it started from.
+        version: Version of the anchor from which it started.
         samples: Samples that this anchor had received.
         weight: Weight of its last push.
-        token: Proof of the process that entered or resumed it last.
-        has_left: Whether it said goodbye.
+        token: Proof of identity of the process that entered or resumed it last.
+        has_left: True if it has left.
     """
 
     call: int = 0
@@ -42,7 +42,7 @@ class Island:
 
     @classmethod
     def read(cls, found: Any) -> "Island":
-        """Return the island of a file. Raises ValueError."""
+        """Return the island that a file holds. Raises ValueError."""
         island = _built(cls, found)
         for name in ("call", "version", "samples"):
             _natural(getattr(island, name), name)
@@ -55,22 +55,22 @@ class Island:
 
 @dataclass(frozen=True)
 class Records:
-    """Everything but tensors.
+    """All records except tensors.
 
     Attributes:
         run: Name of this run.
-        terms: What the first island said, which all others must have alike. None before it came.
-        version: Of the anchor; 0 if there is none.
+        terms: Settings of the first island, with which all others must agree. None before it entered.
+        version: Version of the anchor; 0 if there is none.
         samples: Samples that the anchor has received.
-        pushes: Pushes that were taken.
+        pushes: Number of accepted pushes.
         seeded: Version of the anchor when it was seeded.
         claimed: Version that a checkpoint gave to that seed; 0 for new weights.
-        pending: Sum of the weights of pushes since momentum was renewed.
+        pending: Sum of the weights of pushes since momentum was last updated.
         step: Largest step of any island's learning-rate schedule.
         next_number: Number of the next island.
         layouts: Slices of parameters, by place.
-        shapes: Of the parameters.
-        islands: By number; the one that called last comes last.
+        shapes: Shapes of the parameters.
+        islands: Islands by number; the one that called last is last.
     """
 
     run: str
@@ -89,7 +89,7 @@ class Records:
 
     @classmethod
     def read(cls, found: Any) -> "Records":
-        """Return the records that `as_json` wrote. Raises ValueError."""
+        """Return the records from the result of `as_json`. Raises ValueError."""
         records = _built(cls, found)
         text(records.run, "run")
         for name in ("version", "samples", "pushes", "seeded", "claimed", "step", "next_number"):
@@ -110,7 +110,7 @@ class Records:
         return cls(**{**vars(records), "layouts": layouts, "shapes": shapes, "islands": islands})
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `read` takes."""
+        """Return the records as `read` takes them."""
         return asdict(self)
 
 
@@ -133,7 +133,7 @@ def _built(cls: type[T], found: Any) -> T:
 
 
 def _natural(value: Any, name: str) -> None:
-    """ValueError unless `value` is an exact integer from 0. A sum over pushes may exceed 2**63."""
+    """Raise ValueError unless `value` is an exact integer from 0. A sum over pushes may exceed 2**63."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {shown(value)} (allowed: an integer from 0)")
 

@@ -1,9 +1,9 @@
-"""The parameter server at a port. A body is read only after its head was checked, and is as long as that allows.
+"""Parameter server at a port. A body is read only after its head was checked, and only as long as that allows.
 
-An island sends `enter` (a new one), `resume` (from a checkpoint), `leave`; and, each rank its part, `fresh` (the anchor
-as it is), `seed` (weights that nobody has trained yet) and `push`. The server answers `welcome`, `left`, `resumed`,
-`newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and `refused`. A call is numbered by
-its island, so it may be sent twice.
+An island sends `enter` (a new island), `resume` (from a checkpoint), and `leave`. Each of its ranks sends its part of
+`fresh` (request the whole anchor), `seed` (weights that nobody has trained yet) and `push`. The server answers
+`welcome`, `left`, `resumed`, `newest`, `untrained`, `found` (there is no anchor), `exact`, `taken`, `dropped` and
+`refused`. Calls are numbered by their island, so they may be sent twice.
 """
 
 from collections.abc import Callable
@@ -22,22 +22,24 @@ from deepspeed_compress.transport.server import Server as TransportServer
 __all__ = ["LIMITS", "Server"]
 
 LIMITS = Limits(head=1 << 24)
-"""Heads have the names and shapes of all parameters; bodies are bounded by what the service expects."""
+"""Heads hold the names and shapes of all parameters; bodies are bounded by what the service expects."""
 
 
 class Server:
-    """Serves a `Service` at `host`:`port`, 0 for a free one.
+    """Server of a `Service` at `host`:`port`; port 0 selects a free one.
 
     Args:
-        log: by which it outlives this process; None keeps it in memory alone.
-        told: gets lines for people now and then.
-        room: for islands.
-        credentials: of this side; None: those that the environment and the user's files name.
-        bounds: on the number of connections.
+        log: persistent log of the state; None keeps it in memory only.
+        host: address to listen at.
+        port: port to listen at.
+        told: receives log lines.
+        room: limit on the number of islands.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
+        bounds: limits on the number of connections.
 
     Raises:
         ConfigError: if there are no credentials.
-        OSError: if the address cannot be had.
+        OSError: if the address is not available.
         StateError: if the files of `log` are damaged.
     """
 
@@ -68,11 +70,11 @@ class Server:
             self.service.close()
 
     def stop(self) -> None:
-        """End `run`. From any thread, and from a signal handler; waits for nobody."""
+        """End `run`. It may be called from any thread or signal handler, and does not block."""
         self._server.stop()
 
     def _serve(self, connection: Connection) -> None:
-        """Answer one rank, until its connection ends."""
+        """Answer one rank until its connection ends."""
         try:
             while (head := connection.receive(body=self.service.largest_body)) is not None:
                 refused = self.service.refusal(head, connection.left)

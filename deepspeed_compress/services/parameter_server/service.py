@@ -1,4 +1,4 @@
-"""The parameter server without sockets: it puts calls together of the parts of ranks, logs them, and answers."""
+"""Parameter server without sockets: it assembles calls from the parts of ranks, logs them, and answers."""
 
 import secrets
 import threading
@@ -26,14 +26,14 @@ __all__ = ["Answer", "Service"]
 
 Answer = tuple[Head, Buffer]
 LOOK = 0.5
-"""Seconds between looks at whether a rank that waits for others is still connected."""
+"""Seconds between checks whether a rank that waits for others is still connected."""
 SPARE = 1 << 20
-"""Bytes that the log may have in any case."""
+"""Bytes that the log may always have."""
 
 
 @dataclass
 class _Call:
-    """A call that waits for the parts of all ranks, or, with `answers` by place, that was carried out."""
+    """Call that waits for the parts of all ranks, or that was carried out, with `answers` by place."""
 
     first: Part
     parts: dict[int, tuple[Head, Part]] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class _Call:
 
 
 class Service:
-    """Serves one `Store`.
+    """Server of one `Store`.
 
     Args:
-        log: by which the store outlives this process; None keeps it in memory alone.
-        told: gets a line for people now and then.
-        room: for islands.
+        log: persistent log of the store; None keeps it in memory only.
+        told: receives log lines.
+        room: limit on the number of islands.
 
     Raises:
         StateError: if the files of `log` are damaged.
@@ -60,7 +60,7 @@ class Service:
         self._members = Membership(room)
 
     def hear(self, head: Head, body: Buffer, caller: Caller) -> Answer:
-        """Return the answer to what a rank has sent. What is not allowed is refused, and changes nothing.
+        """Return the answer to a message of a rank. An invalid message is refused, and changes nothing.
 
         Raises:
             ConnectionError: if nobody waits for the answer any more.
@@ -76,7 +76,10 @@ class Service:
 
     @property
     def largest_body(self) -> int:
-        """Most bytes of a body. Payloads may exceed tiny vectors; weights are bounded once there are any."""
+        """Return the largest size in bytes of a body.
+
+        Payloads may exceed tiny vectors; weights are bounded once there are any.
+        """
         places = self.store.places
         return max(SPARE + 4 * one.anchor.numel() for one in places) if places else LARGEST_BODY
 
@@ -95,13 +98,13 @@ class Service:
         return None
 
     def gone(self, caller: Caller) -> None:
-        """Take note that a connection has ended. Its island gets the whole anchor when it calls again."""
+        """Record that a connection has ended. Its island gets the whole anchor when it calls again."""
         with self._change:
             for number in self._members.lose(caller):
                 self.store.forget(number)
 
     def close(self) -> None:
-        """Write everything, and let another server have the files."""
+        """Write everything, and release the files for another server."""
         with self._change:
             self._save()
             if self._log is not None:
@@ -109,7 +112,7 @@ class Service:
                 self._log = None
 
     def _carry_out(self, heads: list[Head], bodies: list[Buffer]) -> Change:
-        """Carry an entry out. It is logged when, and only when, that cannot fail any more."""
+        """Carry out an entry. It is logged if, and only if, it cannot fail any more."""
         change = self.store.prepare(heads, bodies)
         if self._log is not None:
             self._log.append(heads, bodies)
@@ -138,9 +141,10 @@ class Service:
         return {"kind": "welcome", "run": self.store.records.run, "number": number, "token": token}
 
     def _resume(self, head: Head, caller: Caller) -> Head:
-        """Answer an island that has loaded a checkpoint: whether it saved that, and nothing has come of it since.
+        """Answer an island that has loaded a checkpoint.
 
-        A former process of the island is refused from then on: it does not have the new token.
+        It may resume if it saved that checkpoint and has not called since. A former process of the island is refused
+        from then on, because it does not have the new token.
         """
         records, saved = self.store.records, head.get("saved")
         if not isinstance(saved, Mapping):
@@ -152,12 +156,12 @@ class Service:
         self._carry_out([{"kind": "resume", "number": number, "token": token}], [b""])
         self._members.hear(number, caller)
         if self._holds(head) and head["number"] != number:
-            # The number that its process was given when it started.
+            # The number that its process got when it started.
             self._leave(head, caller)
         return {"kind": "resumed", "token": token}
 
     def _saved_by(self, saved: Mapping[str, Any]) -> int | None:
-        """Return the island that goes on from `saved`; None if it lives, or has called since."""
+        """Return the island that saved `saved`; None if it is connected, or has called since."""
         number, records = saved.get("number"), self.store.records
         island = records.islands.get(number) if type(number) is int else None
         if island is None or self._members.is_connected(int(saved["number"])) or saved.get("run") != records.run:
@@ -166,7 +170,7 @@ class Service:
         return number if same else None
 
     def _leave(self, head: Head, caller: Caller) -> Head:
-        """Answer an island that says goodbye: it may be forgotten when there is need of room."""
+        """Answer an island that leaves: it may be forgotten when room is needed."""
         number = integer(head.get("number"), "number")
         check_holder(self.store.records, number, head.get("token", ""))
         self._carry_out([{"kind": "leave", "number": number}], [b""])
@@ -187,7 +191,7 @@ class Service:
         return {"kind": "status", **about}
 
     def _holds(self, head: Head) -> bool:
-        """Return whether `head` is of the process that entered or resumed its island last."""
+        """Return True if `head` is from the process that entered or resumed its island last."""
         try:
             check_holder(self.store.records, integer(head.get("number"), "number"), head.get("token"))
         except ValueError:
@@ -212,7 +216,7 @@ class Service:
             if call.answers is None:
                 self._add(call, part, head)
             self._wait(call, part, caller)
-            # It may come once more, after its connection was lost: then as after a restart.
+            # The part may arrive once more after its connection was lost; it is then answered as after a restart.
             found = (call.answers or {}).pop(part.place, None)
             return self.store.repeated(part.number, part.place) if found is None else found
 
@@ -230,7 +234,7 @@ class Service:
     def _conclude(self, number: int, call: _Call) -> None:
         parts = [call.parts[place] for place in sorted(call.parts)]
         call.parts.clear()
-        # Whatever fails from here on, it is not carried out a second time.
+        # Whatever fails from here on, the call is not carried out a second time.
         del self._calls[number]
         self._change.notify_all()
         try:
@@ -287,7 +291,7 @@ def _refused(why: str) -> Head:
 
 
 def _restored(log: PushLog | None, told: Callable[[str], None]) -> Store:
-    """Return the store as it was left. The log is ready for more."""
+    """Return the store as it was left, with a new log."""
     found = None if log is None else log.read()
     store = Store(Records(uuid.uuid4().hex[:12])) if found is None else found
     if log is not None:
@@ -300,7 +304,7 @@ def _restored(log: PushLog | None, told: Callable[[str], None]) -> Store:
 
 
 def _replayed(store: Store, entry: Entry | ValueError) -> str:
-    """Carry an entry of the log out. Return why it cannot be; "" if it is."""
+    """Carry out an entry of the log. Return why it cannot be carried out; "" on success."""
     try:
         if isinstance(entry, ValueError):
             raise entry

@@ -1,13 +1,12 @@
-"""What a parameter server has: the anchor, its momentum, and the version that each island started from. No sockets, no
-files.
+"""State of a parameter server: the anchor, its momentum, and each island's starting version. No sockets or files.
 
-A push counts by 1 / (1 + s), where s is the number of samples of others that the anchor has received, for each sample
-of the push, since its island started from it: n / (n + m) for n samples among m of others. An island alone counts
-fully, and its anchor moves as in local SGD; of K equal ones each counts by 1 / K, as in a mean over all; one that is
-late counts less. It is the weight of asynchronous federated learning (Xie et al., arXiv:1903.03934, section 5,
-polynomial with a = 1) with staleness in samples. Momentum is that of delayed Nesterov (Liu et al., arXiv:2401.09135,
-algorithm 3 with c = 0): it is renewed and applied when the pushes that have come make a whole mean, here when weights
-add up to 1, so nobody has to be counted.
+The weight of a push is 1 / (1 + s), where s is the number of samples of other islands that the anchor has received
+since the island started from it, for each sample of the push: n / (n + m) for n samples among m of others. The only
+island has weight 1, and its anchor moves as in local SGD; of K equal ones each has 1 / K, as in a mean over all; a late
+one has less. It is the weight of asynchronous federated learning (Xie et al., arXiv:1903.03934, section 5, polynomial
+with a = 1) with staleness in samples. Momentum is that of delayed Nesterov (Liu et al., arXiv:2401.09135, algorithm 3
+with c = 0): it is updated and applied when the received pushes make a whole mean, here when their weights add up to 1,
+so that islands need not be counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,7 @@ from deepspeed_compress.transport.frames import Head
 __all__ = ["Change", "Store"]
 
 WHOLE = 1 - 1e-6
-"""Weights that make up a mean, to rounding."""
+"""Sum of weights that makes a whole mean, up to rounding."""
 _SHOWN = 200
 _DIFFERENCES = 10
 """Most differences between terms that a message names."""
@@ -42,13 +41,13 @@ _DIFFERENCES = 10
 
 @dataclass(frozen=True)
 class Change:
-    """The outcome of one entry of the log, which takes effect by `Store.commit`.
+    """Result of one entry of the log, which takes effect by `Store.commit`.
 
     Attributes:
-        kind: Of the answer.
-        records: As they will be.
-        places: As they will be.
-        reason: Why a push was dropped.
+        kind: Kind of the answer.
+        records: Records after the change.
+        places: Tensors after the change.
+        reason: Reason for dropping a push.
         forgotten: Islands whose next answer must be the whole anchor.
     """
 
@@ -60,10 +59,10 @@ class Change:
 
 
 class Store:
-    """The state of a parameter server. `prepare` checks and computes; `commit` cannot fail.
+    """State of a parameter server. `prepare` checks and computes; `commit` cannot fail.
 
-    The same entries in the same order give the same state, bit for bit. `answer` changes nothing but the knowledge of
-    what islands hold. Not for several threads at once.
+    The same entries in the same order give the same state, bit for bit. `answer` changes only the record of what
+    islands hold. Not thread-safe.
 
     Raises:
         ValueError: if `tensors` do not fit `records`.
@@ -79,18 +78,18 @@ class Store:
 
     @property
     def terms(self) -> Terms:
-        """What islands have alike. ValueError before the first one came."""
+        """Return the settings that islands share. Raises ValueError before the first island has entered."""
         if self._terms is None:
             raise ValueError("no island has entered yet")
         return self._terms
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `__init__` takes."""
+        """Return the tensors as `__init__` takes them."""
         found = enumerate(self.places)
         return {f"{name}/{place}": tensor for place, one in found for name, tensor in one.tensors.items()}
 
     def problem(self, terms: Any) -> str:
-        """Return why an island of `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
+        """Return why an island with `terms` may not enter; "" if it may. Raises ValueError if they are not terms."""
         own, found = self.records.terms, unfit_refused(lambda: Terms.read(terms))
         if own is None:
             unfit_refused(lambda: make_messages(found.settings, (), {}).size(1))
@@ -102,7 +101,10 @@ class Store:
         )
 
     def check(self, part: Part) -> None:
-        """ValueError if the size or the place of `part` is wrong. The content is checked when all parts are there."""
+        """Raise ValueError if the size or the place of `part` is wrong.
+
+        The content is checked when all parts have arrived.
+        """
         integer(part.place, "place", most=self.terms.ranks - 1)
         if part.kind != "push" or not part.samples:
             return
@@ -113,7 +115,7 @@ class Store:
             raise ValueError(f"the body of a push has {part.size} bytes (allowed: {expected})")
 
     def prepare(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> Change:
-        """Return what becomes of an entry: an island that enters, resumes or leaves, or a call of all of its ranks.
+        """Return the change of an entry: an island that enters, resumes or leaves, or a call of all of its ranks.
 
         Raises:
             ValueError: if it cannot be carried out. Nothing has changed then.
@@ -126,7 +128,7 @@ class Store:
         return unfit_refused(lambda: self._prepare_call([read_part(*one) for one in zip(heads, bodies, strict=True)]))
 
     def commit(self, change: Change) -> None:
-        """Let `change` take effect."""
+        """Apply `change`."""
         self.records, self.places = change.records, change.places
         if self._terms is None and self.records.terms is not None:
             self._terms = Terms.read(self.records.terms)
@@ -134,8 +136,10 @@ class Store:
             self.forget(number)
 
     def answer(self, number: int, place: int, kind: str, call: int, reason: str = "") -> tuple[Head, Buffer]:
-        """Return the answer to the rank at `place` of island `number`: the anchor as it is, or its difference to what
-        the island holds, which both sides then update alike."""
+        """Return the answer to the rank at `place` of island `number`.
+
+        It is the whole anchor, or its difference from what the island holds, which both sides then update alike.
+        """
         records = self.records
         about = {"version": records.version, "step": records.step, "weight": records.islands[number].weight}
         head = {"kind": kind, **about, **({"reason": reason} if reason else {})}
@@ -145,7 +149,7 @@ class Store:
         if kind == "taken" and place in held and not one.messages.exact:
             payload = one.messages.encode(one.anchor - held[place], call, number, remember=False)
             reached = held[place] + one.messages.decode(payload, call)
-            # A difference may exceed fp32 where the anchor does not.
+            # A difference may exceed fp32 even if the anchor does not.
             if bool(torch.isfinite(reached).all()):
                 held[place] = reached
                 return head, as_bytes(payload)
@@ -218,7 +222,7 @@ class Store:
         return self._concluded(change, first)
 
     def _concluded(self, change: Change, first: Part) -> Change:
-        """Return `change` with what every call leaves in the records."""
+        """Return `change` with the updates that every call makes to the records."""
         records = replace(change.records, step=max(change.records.step, first.step))
         weight = records.islands[first.number].weight
         token, others = records.islands[first.number].token, dict(records.islands)
@@ -302,7 +306,7 @@ def _of_place(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
 
 
 def _merged(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all ranks. ValueError if two ranks differ."""
+    """Return the shapes of all ranks. Raises ValueError if two ranks differ."""
     found: dict[str, tuple[int, ...]] = {}
     for own in shapes:
         for name, shape in own.items():

@@ -1,1 +1,1 @@
-"""Where islands that come and go meet: who is there, who takes part in an exchange, whether it counts. No torch."""
+"""Rendezvous of islands that join and leave: membership, rounds of exchange, and their commitment. No torch."""

@@ -1,4 +1,4 @@
-"""An island's side of the connection with its coordinator, which threads of its own keep up."""
+"""An island's side of the connection to its coordinator, which its own threads maintain."""
 
 import contextlib
 import threading
@@ -29,32 +29,35 @@ _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 BEATS = 4
-"""In `timeout`."""
+"""Number of beats in `timeout`."""
 PAUSE = 0.2
 """Seconds between attempts to connect."""
 CONNECTING = 5.0
-"""Least number of seconds for a connection to be made: short timeouts are meant for those that stand."""
+"""Least timeout in seconds for connecting: short timeouts are meant for established connections."""
 LEAVING = 1.0
-"""Most seconds for which the end of an island waits until the coordinator has heard of it."""
+"""Longest time in seconds that an ending island waits until the coordinator has received its message."""
 _HEAD = 1 << 24
-"""Most bytes of a message: a round, or an anchor, of thousands of ranks."""
+"""Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
 
 
 class Client:
-    """Joins as a new island when it is made. Call it from one thread; ask again for nothing.
+    """Client that joins as a new island when it is made. Call it from one thread.
 
-    Every request is repeated when a connection was lost meanwhile. IslandError where none is answered for `give_up`
-    seconds, ConfigError where the coordinator refuses this island.
+    Every request is repeated if a connection was lost in the meantime, so callers need not retry.
 
     Args:
         address: "host:port" of the coordinator.
-        timeout: seconds of silence after which either side takes the other for dead.
-        give_up: seconds.
-        terms: what all islands must have alike; `timeout` and `minimum` among it.
+        timeout: seconds of silence after which either side considers the other dead.
+        give_up: seconds without an answer after which a request fails.
+        terms: settings that all islands must share, including `timeout` and `minimum`.
         store: "host:port" of the store of this island.
-        addresses: "host:port" at which each rank hands out its anchor.
-        process: what tells this process from all others; "" where it may be several islands.
-        credentials: of this side; None: those that the environment and the user's files name.
+        addresses: "host:port" at which each rank serves its anchor.
+        process: unique identifier of this process; "" if it may hold several islands.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
+
+    Raises:
+        ConfigError: from any request, if the coordinator refuses this island.
+        IslandError: from any request that is not answered for `give_up` seconds.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class Client:
         self.run: str | None = None
         self.number = -1
         self.opened = False
-        """Whether others wait for this island to exchange."""
+        """True if others wait for this island to exchange."""
         self.version = 0
-        """Of the anchor that this island has: what it says when it joins again."""
+        """Version of this island's anchor, which it reports when it joins again."""
         self._address, self._timeout, self._give_up = address, timeout, give_up
         self._joining: dict[str, Any] = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
         self._joining |= {"addresses": list(addresses), "process": process, "give_up": float(give_up)}
@@ -97,35 +100,43 @@ class Client:
             raise
 
     def sources(self) -> Anchor:
-        """Who has the newest anchor. Waits for as many islands as there must be."""
+        """Return the islands that hold the newest anchor. Blocks until `minimum` islands have joined."""
         return _anchor(self._ask({"kind": "sources"}))
 
     def claim(self, run: str, number: int, version: int) -> Anchor:
-        """This island has loaded the anchor that island `number` of `run` saved: no sources if all begin with that."""
+        """Report that this island has loaded the anchor that island `number` of `run` saved.
+
+        Returns:
+            The anchor to use, without sources if all islands begin with the loaded one.
+        """
         return _anchor(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
 
     def ready(self, version: int) -> None:
-        """This island has the anchor of `version`, and is waited for from now on."""
+        """Report that this island has the anchor of `version`, and must be waited for from now on."""
         self.version = version
         self._send({"kind": "ready", "version": version})
 
     def arrive(self, samples: int) -> Round | Anchor | None:
-        """This island wants to exchange what it has moved by `samples`. None: too late for a round, go on. An Anchor:
-        what it has does not belong to this run any more."""
+        """Request to exchange the weight changes of `samples` samples.
+
+        Returns:
+            The round; None if it is too late for one, so that the island continues to train; or an Anchor if the
+                island's own anchor no longer belongs to this run.
+        """
         found = self._ask({"kind": "arrive", "version": self.version, "samples": samples})
         if found["kind"] == "anchor":
             return _anchor(found)
         return Round.of(found) if found["kind"] == "round" else None
 
     def vote(self, round_: int, ok: bool) -> Outcome:
-        """Whether the round counts, now that this island says whether its exchange was `ok`."""
+        """Report whether this island's exchange was `ok`, and return whether the round is committed."""
         while True:
             found = self._ask({"kind": "vote", "round": round_, "ok": ok})
             if found["id"] == round_:
                 return Outcome(round_, found["committed"])
 
     def leave(self) -> None:
-        """Leave for ever. The coordinator ends the connection once it has heard of it."""
+        """Leave for good. The coordinator ends the connection once it has received the message."""
         self._closed = True
         self._send({"kind": "leave"})
         if self._connection is not None:
@@ -145,7 +156,10 @@ class Client:
         return found
 
     def _await(self, done: Any, begun: float, long: bool = False) -> None:
-        """`long`: others may take their time, as long as the coordinator is there."""
+        """Wait until `done`.
+
+        With `long`, wait as long as the coordinator is reachable, because other islands may be slow.
+        """
         while not done():
             if self._refused:
                 raise ConfigError(f"/deepspeed_compress/islands/elastic/rendezvous: {self._refused}")
@@ -160,7 +174,7 @@ class Client:
             self._change.wait(min(left, 0.5))
 
     def _send(self, message: Message) -> None:
-        """Send `message` if there is a connection: what matters is said again after the next `join`."""
+        """Send `message` if there is a connection. Important messages are repeated after the next `join`."""
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -189,7 +203,7 @@ class Client:
         return connect(self._address, COORDINATOR, self._credentials, patience, limits, self._timeout)
 
     def _fail(self, error: OSError | ValueError) -> None:
-        """Try again, unless it is the first attempt that cannot succeed: a run that has begun waits for `give_up`."""
+        """Try again, unless it is the first attempt and cannot succeed. A run that has begun waits for `give_up`."""
         self._why = f"it cannot be reached ({error or type(error).__name__})"
         if self.run is None and isinstance(error, AuthenticationError | OtherServiceError | ValueError):
             with self._change:
@@ -231,7 +245,7 @@ class Client:
                 self._join()
             elif self._pending is not None and kind in _ANSWERS[self._pending["kind"]]:
                 self._answer = message
-                # Here, for the next round may be open before whoever asked has heard.
+                # Here, because the next round may open before the caller has received the answer.
                 self.opened = self.opened and self._pending["kind"] != "arrive"
             self._change.notify_all()
 
@@ -241,10 +255,10 @@ def _anchor(message: Message) -> Anchor:
 
 
 def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:
-    """Return the summary of whatever service of the package runs at `address`.
+    """Return the summary of whichever service of this package runs at `address`.
 
     Raises:
-        OSError: nobody answers there in time, or something else does.
+        OSError: if nothing answers there in time, or something else does.
     """
     found = credentials or Credentials.find()
     try:
@@ -256,10 +270,10 @@ def status(address: str, timeout: float = 5.0, credentials: Credentials | None =
 def forget(
     address: str, numbers: Sequence[int], timeout: float = 5.0, credentials: Credentials | None = None
 ) -> dict[str, Any]:
-    """Declare the islands `numbers` gone for ever, and return the summary of the coordinator after that.
+    """Declare the islands `numbers` gone for good, and return the coordinator's summary after that.
 
     Raises:
-        OSError: no coordinator answers at `address` in time.
+        OSError: if no coordinator answers at `address` in time.
     """
     request = {"kind": "forget", "numbers": list(numbers)}
     return _status_after(address, COORDINATOR, timeout, credentials or Credentials.find(), request)
@@ -285,4 +299,4 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         )
     }
 )
-"""Advice for an island that has found another service, by the name of that."""
+"""Advice for an island that has found another service, by the name of that service."""

@@ -1,28 +1,29 @@
-"""The coordinator of islands as a pure state machine: no sockets, no clock of its own.
+"""Coordinator of islands as a pure state machine, without sockets or a clock.
 
-There is one coordinator, and it alone decides who takes part in a round and whether the round is committed. So no two
-groups of islands can both go on: an island that cannot reach it does not exchange. An outcome is saved before anybody
-hears of it, and every other round is void for ever, so an island that comes back later is told what the others were
-told. A round is void also if its result was lost with all who had it, and the others have gone on from before.
+There is one coordinator, and it alone decides which islands take part in a round and whether the round is committed. So
+two groups of islands cannot both continue: an island that cannot reach the coordinator does not exchange. An outcome is
+saved before any island is told, and every other round is void for good, so an island that returns later is told the
+same as the others. A round is also void if its result was lost with all islands that had it, and the others have
+continued from an older anchor.
 
-**Who counts.** Decisions are made from the islands that are known and have not left, not from those that happen to be
-connected (`known`). An island is known from when it has an anchor of the run until it says `leave`, another process
+**Membership.** Decisions are made from the islands that are known and have not left, not from those that happen to be
+connected (`known`). An island is known from when it has an anchor of the run until it sends `leave`, another process
 loads its checkpoint, or a user declares it gone (`forget`).
 
-1. The run goes on from the newest anchor that a known island has. If none of its holders is connected, the others train
-   on without exchanging. Once these holders have been absent for longer than their patience (half of their `give_up`),
-   the run goes on from the newest anchor that is there.
-2. After the first exchange nobody begins anew with weights of its own, however long the holders are absent, and terms
-   stay as they are. A newcomer is told to train on with its own weights, which count for nothing, so that it can load
-   a checkpoint; when it wants to exchange it waits, and is told which islands are missing.
-3. If nobody who is connected has an anchor, the run goes on from the newest checkpoint that was loaded, once `minimum`
-   islands have loaded one and more than half of the islands of the last round are back, have left, or were absent for
-   longer than their patience. A checkpoint of another run does not replace anchors that known islands hold.
-4. Before the first exchange an absent island that has run out of patience is forgotten. Then the run may begin anew.
+1. The run continues from the newest anchor that a known island has. If none of its holders is connected, the others
+train without exchanging. Once these holders have been absent for longer than their patience (half of their `give_up`),
+the run continues from the newest anchor that is connected.
+2. After the first exchange no island begins again with its own weights, however long the holders are absent, and terms
+stay as they are. A newcomer is told to train with its own weights, which have no effect on the run, so that it can load
+a checkpoint; when it requests an exchange it waits, and is told which islands are missing.
+3. If no connected island has an anchor, the run continues from the newest checkpoint that was loaded, once `minimum`
+islands have loaded one and more than half of the islands of the last round are back, have left, or were absent for
+longer than their patience. A checkpoint of another run does not replace anchors that known islands hold.
+4. Before the first exchange an absent island whose patience is over is forgotten. Then the run may begin again.
 
-A coordinator that was started again does not know who died meanwhile. It closes no round before more than half of the
-islands of the last one have come back, or have left: another coordinator, started from a copy of the file elsewhere,
-would otherwise go on with those that reach it.
+A restarted coordinator does not know which islands died in the meantime. It closes no round before more than half of
+the islands of the last one have returned, or have left: another coordinator, started elsewhere from a copy of the file,
+would otherwise continue with the islands that reach it.
 """
 
 import json
@@ -48,14 +49,18 @@ from deepspeed_compress.services.rendezvous.wire import Message, Outcome, Partne
 __all__ = ["Coordinator", "Saved"]
 
 TRIES = 2
-"""Void rounds in a row, after which one island after the other is left out of one: a link between two may be broken."""
+"""Void rounds in a row after which islands are left out in turn: a link between two may be broken."""
 
 
 class Coordinator:
-    """The decisions about who takes part, what is exchanged, and what is committed.
+    """Decisions on membership, rounds, and their commitment.
 
-    Tell it what is heard (`hear`, `lost`) and the time (`tick`), in seconds of any clock; then send what `take`
-    returns, after saving `saved` if it has changed. `came_back`: `saved` is that of an earlier process.
+    Pass it messages (`hear`), lost connections (`lost`) and the time (`tick`), in seconds of any clock; then send the
+    messages that `take` returns, after saving `saved` if it has changed.
+
+    Args:
+        saved: the state.
+        came_back: True if `saved` is from an earlier process.
     """
 
     def __init__(self, saved: Saved, came_back: bool = False) -> None:
@@ -80,12 +85,15 @@ class Coordinator:
 
     @property
     def timeout(self) -> float:
-        """Seconds of silence after which an island is lost. Without a meaning before the first island has joined."""
+        """Return the seconds of silence after which an island is lost.
+
+        The value has no meaning before the first island has joined.
+        """
         return float((self.saved.terms or {}).get("timeout", 1.0))
 
     @property
     def minimum(self) -> int:
-        """Number of islands without which nothing begins and nothing is exchanged."""
+        """Return the number of islands without which nothing begins and nothing is exchanged."""
         return int((self.saved.terms or {}).get("minimum", 1))
 
     def to_save(self) -> str:
@@ -98,17 +106,17 @@ class Coordinator:
         return found
 
     def hear(self, name: str, message: Message, now: float) -> None:
-        """Hear `message` of the island `name`, which is a new name for every process.
+        """Handle `message` of the island `name`, which is a new name for every process.
 
         Raises:
-            ValueError: if it is not a message, or cannot be true. Then nothing has changed.
+            ValueError: if it is not a valid message, or cannot be true. Nothing has changed then.
         """
         request = read_request(message)
         self._check_versions(request)
         if name in self._islands:
             self._islands[name].heard = now
         elif not isinstance(request, requests.Join | requests.Forget):
-            # It was lost meanwhile, and has to join again.
+            # It was lost in the meantime, and has to join again.
             self._say(name, {"kind": "unknown"})
             return
         self._heard[type(request)](name, request, now)
@@ -122,7 +130,7 @@ class Coordinator:
             raise ValueError(f"version {version} is of no round (allowed: up to {self.saved.next_round - 1})")
 
     def lost(self, name: str, now: float) -> None:
-        """The connection to `name` has ended."""
+        """Handle the end of the connection to `name`."""
         one = self._islands.pop(name, None)
         if one is not None:
             self._known.lose(one.number, now)
@@ -130,7 +138,7 @@ class Coordinator:
             self._settle(now)
 
     def tick(self, now: float) -> None:
-        """Note the time. Islands that were silent for longer than `timeout` are lost."""
+        """Handle the time. Islands that were silent for longer than `timeout` are lost."""
         silent = [name for name, one in self._islands.items() if one.heard < now - self.timeout]
         for name in silent:
             self._say(name, {"kind": "unknown"})
@@ -139,7 +147,7 @@ class Coordinator:
         self._tell_for_whom_a_round_waits(now)
 
     def status(self, now: float) -> dict[str, Any]:
-        """Return, for people: the run, its newest version, and the islands that are connected or missing."""
+        """Return a summary for users: the run, its newest version, and the islands that are connected or missing."""
         there = [
             {
                 "number": one.number,
@@ -183,7 +191,7 @@ class Coordinator:
         self._say(name, {"kind": "welcome", "run": self.saved.run, "number": number})
 
     def _is_bound(self) -> bool:
-        """Return True if terms have to stay as they are, because somebody who has not left has agreed to them."""
+        """Return True if terms have to stay as they are, because an island that has not left has agreed to them."""
         return self.saved.terms is not None and bool(self._islands or self.saved.holders)
 
     def _problem(self, name: str, join: requests.Join) -> str | None:
@@ -214,7 +222,7 @@ class Coordinator:
         self._have(self._islands[name], ready.version)
 
     def _have(self, one: Island, version: int) -> None:
-        """The connected island `one` has the anchor of `version` from now on; 0 for none."""
+        """Record that the connected island `one` has the anchor of `version` from now on; 0 for none."""
         one.version = version
         self._known.hold(one)
 
@@ -234,11 +242,11 @@ class Coordinator:
         one.late = False
         self._have(one, arrive.version)
         if one.version not in self.saved.lineage:
-            # It is of another beginning, so what it has moved has no meaning here.
+            # It belongs to another beginning, so its weight changes have no meaning here.
             self._have(one, 0)
             one.wait("arrive", now)
         elif self._running is not None or (self._deadline is None and one.version != self._newest()):
-            # It is too late for one round, and no reason to begin another.
+            # It is too late for one round, and does not start another.
             self._say(name, {"kind": "over"})
         else:
             one.arrived = arrive.samples
@@ -256,7 +264,7 @@ class Coordinator:
         self.lost(name, now)
 
     def _forget(self, name: str, forget: requests.Forget, now: float) -> None:
-        """Those that are connected are not gone."""
+        """Give up the named islands, except connected ones."""
         self._known.give_up({*forget.numbers} - self._numbers())
 
     # Decisions.
@@ -278,16 +286,16 @@ class Coordinator:
         return max((one.version for one in self._islands.values() if one.version in lineage), default=0)
 
     def _newest(self) -> int:
-        """Return the version that the run goes on from: the newest one of islands that are waited for; 0 for none."""
+        """Return the version from which the run continues: the newest one of awaited islands; 0 for none."""
         return max((self._newest_there(), *self._known.awaited()))
 
     def _absent(self) -> Mapping[int, Holder]:
-        """Return the islands without which the run does not go on from what is there."""
+        """Return the islands without which the run does not continue from what is connected."""
         absent = self._known.absent(self._numbers(), since=self._newest_there())
         return {**{number: Holder(0) for number in self._known.missing}, **absent}
 
     def _settle_claims(self) -> None:
-        """Take checkpoints that were loaded for anchors, where nobody has a newer one."""
+        """Accept loaded checkpoints as anchors, if no island has a newer one."""
         claiming = [one for one in self._islands.values() if one.waits and one.claim is not None]
         if self._may_begin(claiming):
             newest = max((one.claim for one in claiming if one.claim), key=lambda claim: int(claim[1]))
@@ -299,7 +307,7 @@ class Coordinator:
                 self._have(one, one.claim[1])
 
     def _may_begin(self, claiming: list[Island]) -> bool:
-        """Return True if the run begins anew from a checkpoint."""
+        """Return True if the run begins again from a checkpoint."""
         if len(claiming) < self.minimum or not self._known.has_majority(patient=not self.saved.unproven):
             return False
         own = all(one.claim is not None and one.claim[0] == self.saved.run for one in claiming)
@@ -307,13 +315,13 @@ class Coordinator:
         return self.saved.unproven or (free and not self._newest_there())
 
     def _is_anchor(self, claim: list[Any]) -> bool:
-        """Return True if `claim` is an anchor of this run, and nobody has a newer one."""
+        """Return True if `claim` is an anchor of this run, and no island has a newer one."""
         begun = claim == self.saved.claimed and claim[1] == self.saved.version
         own = claim[0] == self.saved.run and claim[1] in self.saved.lineage
         return begun or (own and self._newest_there() > 0 and claim[1] >= self._newest())
 
     def _settle_waiting(self, now: float) -> None:
-        """Answer those that wait for an anchor, or tell them why they wait."""
+        """Answer the islands that wait for an anchor, or tell them why they wait."""
         waiting = {name: one for name, one in self._islands.items() if one.waits}
         claims = sum(one.claim is not None for one in waiting.values())
         if waiting and not (claims and self.saved.unproven) and self._may_found():
@@ -322,16 +330,19 @@ class Coordinator:
         sources = [one.addresses for one in self._islands.values() if newest and one.version == newest]
         for name, one in waiting.items():
             if sources and not (self.saved.unproven and one.claim):
-                # An island that has it already needs nobody.
+                # An island that has it already needs no source.
                 self._give(name, newest, [] if one.version == newest else sources)
             elif one.waits == "sources" and not sources and (claims or self._has_waited(one, now)):
-                # It goes on with its own weights until it has loaded a checkpoint, or wants to exchange.
+                # It continues with its own weights until it has loaded a checkpoint, or requests an exchange.
                 self._give(name, 0, [])
             else:
                 self._explain(name, claims)
 
     def _has_waited(self, one: Island, now: float) -> bool:
-        """Return True if `one` has waited in vain for islands that have not left: it may have to load a checkpoint."""
+        """Return True if `one` has waited without success for islands that have not left.
+
+        It may have to load a checkpoint.
+        """
         return bool(self._absent()) and now - one.asked >= self.timeout
 
     def _give(self, name: str, version: int, sources: list[list[str]]) -> None:
@@ -339,7 +350,7 @@ class Coordinator:
         self._say(name, {"kind": "anchor", "version": version, "sources": sources})
 
     def _explain(self, name: str, claims: int) -> None:
-        """Tell the island `name` why it waits for an anchor, unless it knows."""
+        """Tell the island `name` why it waits for an anchor, unless it was told already."""
         one, absent = self._islands[name], self._absent()
         if claims and claims < self.minimum:
             why = more_to_load(self.minimum, claims, absent)
@@ -350,7 +361,7 @@ class Coordinator:
             self._say(name, {"kind": "waiting", "why": why})
 
     def _may_found(self) -> bool:
-        """Return True if the run may begin with the own weights of an island: nobody who has not left has others."""
+        """Return True if the run may begin with an island's own weights: no island that has not left has others."""
         return not self.saved.holders and not self._known.missing and len(self._islands) >= self.minimum
 
     def _found(self, waiting: Mapping[str, Island]) -> None:
@@ -367,7 +378,7 @@ class Coordinator:
                     self._say(other, {"kind": "open"})
 
     def _close(self, now: float) -> None:
-        """Begin the exchange when all have arrived, or were waited for long enough."""
+        """Begin the exchange when all islands have arrived, or were awaited long enough."""
         arrived = {name: one for name, one in self._islands.items() if one.arrived is not None}
         if self._deadline is None or not arrived:
             self._deadline = None
@@ -376,7 +387,7 @@ class Coordinator:
         if others and now < self._deadline:
             return
         for one in others:
-            # An island that evaluates, or saves, is waited for once.
+            # An island that evaluates or saves is awaited once.
             one.late = True
         why = self._hindrance(arrived)
         if why is None:
@@ -388,7 +399,7 @@ class Coordinator:
                 self._say(name, {"kind": "waiting", "why": why})
 
     def _hindrance(self, arrived: Mapping[str, Island]) -> str | None:
-        """Return why those that have arrived cannot exchange yet; None if they can."""
+        """Return why the islands that have arrived cannot exchange yet; None if they can."""
         if not self._known.has_majority():
             return not_back(self._known.missing, len(self.saved.members))
         if len(arrived) < self.minimum:
@@ -396,8 +407,10 @@ class Coordinator:
         return None
 
     def _chosen(self, arrived: Mapping[str, Island]) -> Iterator[tuple[str, Island]]:
-        """Yield the islands that take part; the others go on. After void rounds one is left out, each in turn, as long
-        as more than two remain."""
+        """Yield the islands that take part; the others continue without the round.
+
+        After void rounds one island is left out, each in turn, as long as more than two remain.
+        """
         names, left_out = sorted(arrived, key=lambda name: arrived[name].number), None
         if self._void >= TRIES and len(names) > max(2, self.minimum):
             left_out = names[self._turn % len(names)]
@@ -412,7 +425,7 @@ class Coordinator:
     def _begin(self, chosen: Mapping[str, Island], now: float) -> None:
         newest = self._newest()
         if all(one.version != newest for one in chosen.values()):
-            # Nobody could add what they find together to the newest anchor.
+            # No island could apply their common result to the newest anchor.
             for name, one in chosen.items():
                 one.arrived = None
                 self._say(name, {"kind": "over"})
@@ -427,7 +440,7 @@ class Coordinator:
             self._say(name, round_.message())
 
     def _abandon(self, name: str) -> None:
-        """The island `name` is lost: a round that it has not voted in is void."""
+        """Handle the loss of the island `name`: a round in which it has not voted is void."""
         running = self._running
         if running is not None and running.votes.get(name, True) is None:
             self._end(running, committed=False)

@@ -1,4 +1,4 @@
-"""Reasons for which islands wait or are refused, with the islands by name and what to do."""
+"""Reasons for which islands wait or are refused, with the names of islands and what to do."""
 
 from collections.abc import Collection, Mapping
 
@@ -19,7 +19,7 @@ def names_of(islands: Mapping[int, str]) -> str:
 
 
 def few(minimum: int, there: Collection[int]) -> str:
-    """Return the reason that fewer than `minimum` islands are there."""
+    """Return the reason that fewer than `minimum` islands are connected."""
     names = f" ({names_of(dict.fromkeys(sorted(there), ''))})" if there else ""
     return (
         f"at least {minimum} islands must be there (minimum), and {len(there)} of them {_is(len(there))}{names}; start "
@@ -34,7 +34,7 @@ def more_to_load(minimum: int, claims: int, absent: Mapping[int, Holder]) -> str
 
 
 def lacking(absent: Mapping[int, Holder]) -> str:
-    """Return the reason that nobody who is connected has what the `absent` islands hold."""
+    """Return the reason that no connected island has the anchors that the `absent` islands hold."""
     numbers = " ".join(map(str, absent))
     return (
         f"{_named(absent)} {_has(len(absent))} the newest weights of this run, {_has(len(absent))} not left it, and "
@@ -44,7 +44,7 @@ def lacking(absent: Mapping[int, Holder]) -> str:
 
 
 def not_back(missing: Collection[int], members: int) -> str:
-    """Return the reason that too few islands of the last round have come back to a coordinator."""
+    """Return the reason that too few islands of the last round have returned to a coordinator."""
     return (
         f"of the {members} islands of the last exchange {members - len(missing)} have come back to the coordinator "
         f"since it was started again; missing: {names_of(dict.fromkeys(missing, ''))}. Start them again, or go on "

@@ -1,8 +1,8 @@
 """Islands that are known and have not left, whether they are connected or not.
 
-A lost connection says nothing: an island may have died, or be cut off with weights that nobody else has. So what an
-absent island holds stays in force until it leaves, somebody declares it gone, or its patience is over: an island that
-is cut off for longer ends by itself.
+A lost connection does not show whether an island has died, or is cut off with weights that no other island has. So the
+anchor of an absent island stays valid until it leaves, a user declares it gone, or its patience is over: an island that
+is cut off for longer ends itself.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -13,16 +13,22 @@ __all__ = ["Known"]
 
 
 class Known:
-    """The holders of `saved`, and how long each has been absent. `came_back`: `saved` is that of an earlier process."""
+    """Holders of anchors in `saved`, and the time for which each has been absent.
+
+    `came_back` is True if `saved` is from an earlier process.
+    """
 
     def __init__(self, saved: Saved, came_back: bool) -> None:
         self._saved = saved
         self._away: dict[int, float | None] = dict.fromkeys(saved.holders)
-        """Since when each holder that is waited for is absent; None until this process knows the time."""
+        """Time since which each awaited holder is absent; None until this process knows the time."""
         self._missing = set(saved.members) if came_back else set()
 
     def hold(self, one: Island) -> None:
-        """The connected island `one` has the anchor of its version. One that is not of the lineage means nothing."""
+        """Record that the connected island `one` has the anchor of its version.
+
+        Anchors outside the lineage are ignored.
+        """
         self._back(one.number)
         if one.version in self._saved.lineage:
             self._saved.holders[one.number] = Holder(one.version, one.host, one.patience)
@@ -30,24 +36,26 @@ class Known:
             self._saved.holders.pop(one.number, None)
 
     def replace(self, number: int) -> None:
-        """Another process has loaded what island `number` saved, and stands for it from now on."""
+        """Record that another process has loaded the checkpoint of island `number`, and replaces it from now on."""
         self._back(number)
         self._saved.holders.pop(number, None)
 
     def lose(self, number: int, now: float) -> None:
-        """Island `number` is not connected any more."""
+        """Record that island `number` is not connected any more."""
         if number in self._saved.holders:
             self._away[number] = now
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """The islands `numbers` are gone for ever."""
+        """Remove the islands `numbers`, which are gone for good."""
         for number in numbers:
             self._back(number)
         self._saved.give_up(numbers)
 
     def expire(self, now: float) -> None:
-        """Stop waiting for those that have been absent for longer than their patience. Before anything was exchanged
-        nothing is lost with them, so they are forgotten."""
+        """Stop waiting for islands that have been absent for longer than their patience.
+
+        Before the first exchange nothing is lost with them, so they are forgotten.
+        """
         for number, since in list(self._away.items()):
             one = self._saved.holders.get(number)
             if one is None or (since is not None and now - since > one.patience):
@@ -58,13 +66,13 @@ class Known:
                 self._away[number] = now
 
     def commit(self, there: Collection[int]) -> None:
-        """A round is committed while the islands `there` are connected: the others are waited for, or are given up."""
+        """Record a committed round. Islands that are neither connected (`there`) nor awaited are given up."""
         self._missing.clear()
         kept = {*there, *self._away}
         self._saved.holders = {number: one for number, one in self._saved.holders.items() if number in kept}
 
     def awaited(self) -> Iterator[int]:
-        """Yield the versions that absent islands hold, as far as they are waited for."""
+        """Yield the versions that awaited absent islands hold."""
         holders = self._saved.holders
         yield from (holders[number].version for number in self._away if number in holders)
 
@@ -75,14 +83,14 @@ class Known:
 
     @property
     def missing(self) -> list[int]:
-        """Islands of the last round that have not come back since the coordinator was started again."""
+        """Return the islands of the last round that have not returned since the coordinator was restarted."""
         return sorted(self._missing)
 
     def has_majority(self, patient: bool = False) -> bool:
         """Return True if more than half of the islands of the last round are back, or have left.
 
-        Without `patient` only a coordinator that was started again waits for them; with it also those that are absent
-        count, as long as they are waited for.
+        Without `patient`, only islands that have not returned to a restarted coordinator count as absent. With it, all
+        absent islands do, as long as they are awaited.
         """
         absent = self._missing | ({*self._away} & {*self._saved.members} if patient else set())
         return 2 * len(absent) < max(1, len(self._saved.members))

@@ -1,4 +1,4 @@
-"""Lines for people about a coordinator: which islands join and leave, why, and which rounds are committed."""
+"""Log lines of a coordinator: which islands join and leave, why, and which rounds are committed."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,16 +9,16 @@ __all__ = ["MembershipLog"]
 
 
 class MembershipLog:
-    """Turns what a coordinator says to its islands, or a supervisor to its agents, into lines.
+    """Log that turns the messages of a coordinator to its islands, or of a supervisor to its agents, into lines.
 
     Args:
-        tell: gets each line.
-        member: what a client of the service is called.
+        tell: receives each line.
+        member: noun for a client of the service.
     """
 
     def __init__(self, tell: Callable[[str], None], member: str) -> None:
         self._tell, self._member = tell, member
-        # Anybody with the secret can be refused as often as they like.
+        # Any client that has the secret can be refused as often as it likes.
         self._tell_refusal = Notices(tell)
         self._there: dict[str, str] = {}
         self._round: tuple[int, bool] | None = None
@@ -31,13 +31,13 @@ class MembershipLog:
         }
 
     def answered(self, name: str, peer: str, message: Message) -> None:
-        """The coordinator says `message` to the island `name`, whose address is `peer`."""
+        """Log `message` of the coordinator to the island `name`, whose address is `peer`."""
         handler = self._answered.get(message["kind"])
         if handler is not None:
             handler(name, peer, message)
 
     def left(self, name: str, why: str) -> None:
-        """The island `name` is gone. Only the first reason is told."""
+        """Log that the island `name` is gone. Only the first reason is logged."""
         about = self._there.pop(name, None)
         if about is not None:
             self._tell(f"{about} {why}; {len(self._there)} are left")
@@ -57,7 +57,7 @@ class MembershipLog:
         self._tell(f"{self._there.get(name, name)} waits: {message['why']}")
 
     def _outcome(self, name: str, peer: str, message: Message) -> None:
-        """Every island is told the outcome of a round; one line is enough."""
+        """Log the outcome of a round once, although every island receives it."""
         found = (message["id"], message["committed"])
         if found != self._round:
             self._round = found

@@ -1,4 +1,4 @@
-"""Fields of the messages of a coordinator; `requests` has those of islands, and `wire` says what each kind means."""
+"""Fields of the messages of a coordinator. `requests` has those of islands, and `wire` explains each kind."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Records of a coordinator: its islands, the round that runs, and the state that must outlive it."""
+"""Records of a coordinator: its islands, the running round, and the state that must outlive it."""
 
 import uuid
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from deepspeed_compress.services.rendezvous.wire import Round
 __all__ = ["Holder", "Island", "Running", "Saved"]
 
 KEPT = 1000
-"""Number of versions that are remembered: an island that comes back after more exchanges counts as a new one."""
+"""Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""
 PATIENCE = 30.0
-"""Patience with an absent island that has not said how long it waits, in units of `timeout`."""
+"""Patience with an absent island that has not specified how long it waits, in units of `timeout`."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """An island that has an anchor of the run and has not left, connected or not.
+    """Island that has an anchor of the run and has not left, connected or not.
 
-    `patience`: seconds of absence after which the others may go on from an older anchor.
+    `patience` is the seconds of absence after which the others may continue from an older anchor.
     """
 
     version: int
@@ -34,13 +34,13 @@ class Saved:
 
     Attributes:
         run: unique name of the run.
-        terms: settings that all islands must have alike.
+        terms: settings that all islands must share.
         version: version of the newest anchor.
-        lineage: versions that the newest anchor comes from, itself included.
+        lineage: versions from which the newest anchor derives, including its own.
         next_round: id of the next round.
         next_number: number of the next island.
         members: numbers of the islands in the last committed round.
-        claimed: run and version of the checkpoint that the run began from; None if it began with new weights.
+        claimed: run and version of the checkpoint from which the run began; None if it began with new weights.
         unproven: True until something is exchanged after the run began with new weights.
         holders: the islands that have an anchor of the lineage and have not left, by number. The file of an earlier
             release has none: then they are the members of the last round.
@@ -59,12 +59,11 @@ class Saved:
 
     def __post_init__(self) -> None:
         found: Mapping[Any, Any] = self.holders or {number: Holder(self.version) for number in self.members}
-        # JSON has texts for keys.
+        # JSON keys are strings.
         self.holders = {int(number): one if isinstance(one, Holder) else Holder(**one) for number, one in found.items()}
 
     def begin(self, version: int, claimed: list[Any] | None, members: Iterable[int] = ()) -> None:
-        """Begin anew with the anchor of `version`, which `members` have agreed upon. What others hold means nothing any
-        more."""
+        """Begin again with the anchor of `version`, on which `members` have agreed. Anchors of others become void."""
         self.version, self.lineage, self.claimed, self.unproven = version, [version], claimed, claimed is None
         self.next_round = max(self.next_round, version + 1)
         self.members, self.holders = list(members), {}
@@ -77,7 +76,7 @@ class Saved:
         self.holders = {number: one for number, one in self.holders.items() if one.version in self.lineage}
 
     def give_up(self, numbers: Iterable[int]) -> None:
-        """The islands `numbers` are gone for ever."""
+        """Remove the islands `numbers`, which are gone for good."""
         gone = set(numbers)
         self.members = [number for number in self.members if number not in gone]
         self.holders = {number: one for number, one in self.holders.items() if number not in gone}
@@ -85,17 +84,22 @@ class Saved:
 
 @dataclass
 class Island:
-    """An island that is connected.
+    """Connected island.
 
     Attributes:
+        number: unique number of the island.
+        store: "host:port" of its store.
+        addresses: "host:port" at which each of its ranks serves its anchor.
+        process: identifier of its process; "" if a process may hold several islands.
+        patience: seconds of absence after which the others may continue from an older anchor.
         heard: time of its last message.
         version: version of its anchor; 0 for none.
         arrived: number of samples with which it waits for a round; None if it does not wait for one.
         waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
         asked: time since which it waits for an anchor.
         claim: run and version of the anchor that it has loaded.
-        late: True if it let the others wait and has not arrived since.
-        told: reason that it was given for its waiting.
+        late: True if it made the others wait and has not arrived since.
+        told: reason for waiting that it was given.
     """
 
     number: int
@@ -114,9 +118,9 @@ class Island:
 
     @classmethod
     def of(cls, join: Join, number: int, now: float) -> "Island":
-        """Return the island `number`, which has said `join`."""
+        """Return the island `number`, which has sent `join`."""
         timeout = float(join.terms.get("timeout", 1.0))
-        # Half: those that wait for it outlast it, though they wait no longer than it would.
+        # Half: the islands that wait for it then outlast it, although they wait no longer than it would.
         patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
         return cls(number, join.store, list(join.addresses), join.process, patience, now)
 
@@ -133,10 +137,12 @@ class Island:
 
 @dataclass
 class Running:
-    """A round whose exchange goes on.
+    """Round whose exchange is running.
 
-    `votes`: by name of the island, None until it has voted. `told`: when those that have voted last heard for whom they
-    wait.
+    Attributes:
+        round: the round.
+        votes: vote of each island by name; None until it has voted.
+        told: time at which islands that have voted were last told for which ones they wait.
     """
 
     round: Round

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _LONGEST_TERMS = 1 << 16
-"""Most bytes of the terms of an island, as JSON."""
+"""Largest size in bytes of the terms of an island, as JSON."""
 _SHOWN = 300
 """Most characters of a reason."""
 _MOST = 1 << 53
@@ -34,13 +34,13 @@ _MOST = 1 << 53
 
 
 def _encodable(text: str) -> str:
-    """Return `text`. Raises ValueError for lone surrogates, which no log, file or socket takes."""
+    """Return `text`. Raises ValueError for lone surrogates, which no log, file or socket accepts."""
     text.encode()
     return text
 
 
 def _checked_terms(terms: dict[str, Any]) -> dict[str, Any]:
-    """Return `terms`. Raises ValueError if they are too long, hold something that JSON does not have, or NaN."""
+    """Return `terms`. Raises ValueError if they are too long, contain NaN, or cannot be represented in JSON."""
     try:
         size = len(json.dumps(terms, ensure_ascii=False, allow_nan=False).encode())
     except (TypeError, RecursionError) as error:
@@ -58,17 +58,17 @@ def _checked_terms(terms: dict[str, Any]) -> dict[str, Any]:
 _Count = Annotated[int, Field(ge=0, le=_MOST)]
 _Text = Annotated[str, Field(max_length=300), AfterValidator(_encodable)]
 _Claimed = Annotated[int, Field(ge=0, le=1 << 40)]
-"""Version of a checkpoint. Rounds are counted on from it, so it stays far below `_MOST`."""
+"""Version of a checkpoint. Rounds are numbered from it, so it stays far below `_MOST`."""
 
 
 class Request(BaseModel):
-    """One message of an island. Fields that are not known are ignored: newer islands may send more."""
+    """One message of an island. Unknown fields are ignored: newer islands may send more."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Join(Request):
-    """An island connects, for the first time or again. `number` and `run` are what it was told when it first did."""
+    """Connection of an island, for the first time or again. `number` and `run` are those from its first `welcome`."""
 
     kind: Literal["join"]
     name: _Text = ""
@@ -90,20 +90,20 @@ class Join(Request):
 
 
 class Beat(Request):
-    """A sign of life."""
+    """Sign of life."""
 
     kind: Literal["beat"]
 
 
 class Ready(Request):
-    """The island has the anchor of `version`; 0 for none."""
+    """Report that the island has the anchor of `version`; 0 for none."""
 
     kind: Literal["ready"]
     version: _Count
 
 
 class Claim(Request):
-    """The island has loaded the anchor that island `number` of `run` saved; -1 if no island did."""
+    """Report that the island has loaded the anchor that island `number` of `run` saved; -1 if no island did."""
 
     kind: Literal["claim"]
     run: _Text
@@ -112,7 +112,7 @@ class Claim(Request):
 
 
 class Arrive(Request):
-    """The island wants to exchange what it has moved by `samples` since its anchor of `version`."""
+    """Request to exchange the weight changes of `samples` samples since the anchor of `version`."""
 
     kind: Literal["arrive"]
     version: _Count
@@ -120,7 +120,7 @@ class Arrive(Request):
 
 
 class Vote(Request):
-    """The exchange of `round` was `ok` or not."""
+    """Report whether the exchange of `round` was `ok`."""
 
     kind: Literal["vote"]
     round: _Count
@@ -128,19 +128,19 @@ class Vote(Request):
 
 
 class Sources(Request):
-    """The island asks who has the newest anchor."""
+    """Request for the islands that hold the newest anchor."""
 
     kind: Literal["sources"]
 
 
 class Leave(Request):
-    """The island leaves for ever."""
+    """Report that the island leaves for good."""
 
     kind: Literal["leave"]
 
 
 class Forget(Request):
-    """A user declares the islands `numbers` gone for ever."""
+    """Declaration of a user that the islands `numbers` are gone for good."""
 
     kind: Literal["forget"]
     numbers: Annotated[list[_Count], Field(max_length=1 << 16)]
@@ -162,7 +162,7 @@ _KINDS: Mapping[str, type[Request]] = MappingProxyType(
 
 
 def read_request(message: Mapping[str, Any]) -> Any:
-    """Return `message` as the request of its kind. Raises ValueError if it is none."""
+    """Return `message` as the request of its kind. Raises ValueError if it is not a valid request."""
     kind = message.get("kind")
     found = _KINDS.get(kind) if isinstance(kind, str) else None
     if found is None:
@@ -174,7 +174,7 @@ def check_request(message: Mapping[str, Any]) -> None:
     """Check `message`, which an island or a user has sent.
 
     Raises:
-        ProtocolError: it is not a request.
+        ProtocolError: if it is not a valid request.
     """
     try:
         read_request(message)

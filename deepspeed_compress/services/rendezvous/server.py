@@ -1,4 +1,4 @@
-"""The process of a coordinator: connections, the clock, and the file that it comes back from."""
+"""Process of a coordinator: its connections, its clock, and the file from which it resumes."""
 
 import fcntl
 import json
@@ -28,19 +28,22 @@ from deepspeed_compress.transport.server import Server as TransportServer
 __all__ = ["Machine", "Server", "Service", "StateFile", "hold", "island_server", "put_in_place"]
 
 TICK = 0.1
-"""Seconds between looks at the clock."""
+"""Seconds between ticks of the clock."""
 LATE = 1.0
-"""Seconds between two looks after which this process itself has stood still. What arrived meanwhile is heard first."""
+"""Seconds between two ticks after which this process itself must have stalled. Pending messages are then read first."""
 FLUSH = 0.5
-"""Most seconds for which the end of a server waits until clients have read what was said to them."""
+"""Longest time in seconds that an ending server waits until clients have read their messages."""
 STRANGER = 30.0
-"""Seconds for a client that is authenticated to join, or to ask something."""
+"""Seconds that an authenticated client has to join, or to send a request."""
 _LIMITS = Limits(head=1 << 20, patience=10.0, rate=200.0, burst=400)
 
 
 def hold(path: Path) -> TextIO:
-    """The file `path`, for as long as what is returned is open; its directory is made. ConfigError where another
-    process has it."""
+    """Lock the file `path` until the returned lock file is closed. Its directory is created.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     held = path.with_suffix(path.suffix + ".lock").open("w")
     try:
@@ -52,7 +55,7 @@ def hold(path: Path) -> TextIO:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """`temporary`, which is on the disk, becomes `path`, and is so after a loss of power too."""
+    """Rename `temporary`, which is on disk, to `path`, in a way that survives a power failure."""
     os.replace(temporary, path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -62,13 +65,21 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 class StateFile:
-    """Where a coordinator keeps `Saved`. Only one coordinator at a time: ConfigError where another one has it."""
+    """File in which a coordinator keeps `Saved`. Only one coordinator may hold it.
+
+    Raises:
+        ConfigError: if another coordinator holds it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._held = path, hold(path)
 
     def read(self) -> Saved | None:
-        """What the last coordinator left; None where there was none. StateError where it is damaged."""
+        """Return the state that the last coordinator left; None if there is none.
+
+        Raises:
+            StateError: if it is damaged.
+        """
         try:
             return Saved(**json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -80,7 +91,7 @@ class StateFile:
             ) from error
 
     def write(self, text: str) -> None:
-        """On the disk when this returns, as a whole or not at all."""
+        """Write `text`. It is on disk when this returns, as a whole or not at all."""
         temporary = self._path.with_suffix(self._path.suffix + ".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -93,25 +104,25 @@ class StateFile:
 
 
 class Machine(Protocol):
-    """A state machine without sockets and clock, as `Coordinator` is, for `Server` to serve."""
+    """State machine without sockets or a clock, such as `Coordinator`, for `Server` to serve."""
 
     def hear(self, name: str, message: Message, now: float) -> None:
-        """Take `message` of `name`, which fits the table of messages."""
+        """Handle `message` of `name`, which fits the table of messages."""
 
     def lost(self, name: str, now: float) -> None:
-        """Take note that the connection to `name` has ended."""
+        """Handle the end of the connection to `name`."""
 
     def tick(self, now: float) -> None:
-        """Take note that it is `now`, in seconds of any clock."""
+        """Handle the time `now`, in seconds of any clock."""
 
     def take(self) -> list[tuple[str, Message]]:
-        """Return what is to be said to whom, in order."""
+        """Return the messages to send, in order, each with its receiver."""
 
     def status(self, now: float) -> Message:
-        """Return a summary for people."""
+        """Return a summary for users."""
 
     def to_save(self) -> str:
-        """Return what must be on the disk before anything is said."""
+        """Return the text that must be on disk before any message is sent."""
 
 
 def island_server(
@@ -121,7 +132,7 @@ def island_server(
     told: Callable[[str], None] = ignore,
     credentials: Credentials | None = None,
 ) -> "Server":
-    """Return a server for a coordinator of islands, which continues from `file` if that has a state."""
+    """Return a server for a coordinator of islands, which continues from the state in `file`, if any."""
     saved = file.read() if file is not None else None
     machine = Coordinator(saved or Saved(), came_back=saved is not None)
     service = Service(COORDINATOR, "island", check_request, frozenset({"forget"}))
@@ -130,11 +141,11 @@ def island_server(
 
 @dataclass(frozen=True)
 class Service:
-    """A service.
+    """Service of a server.
 
     Attributes:
         name: name of the service.
-        member: what its clients are called.
+        member: noun for its clients.
         check: raises ProtocolError for a message that clients may not send.
         requests: kinds of messages that a client may send without joining, such as a command of a user.
     """
@@ -147,7 +158,7 @@ class Service:
 
 @dataclass
 class _Client:
-    """One connection, with the name that it has joined by ("" before it has)."""
+    """Connection of a client, with the name under which it has joined ("" before it has)."""
 
     connection: Connection
     outgoing: Outgoing
@@ -155,22 +166,22 @@ class _Client:
 
 
 class Server:
-    """Serves one `machine` at `host`:`port`, 0 for a free one.
+    """Server of one `machine` at `host`:`port`; port 0 selects a free one.
 
-    Each connection is read by a thread of its own, as fast as `Limits.rate` allows, and written by another one. The
-    machine is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
+    Each connection is read by its own thread, as fast as `Limits.rate` allows, and written by another one. The machine
+    is used by one thread at a time. Nothing that a client sends or leaves unread delays the others.
 
     Args:
-        service: what is served. A message that its check refuses ends the connection of its client.
+        service: the service. A message that its check refuses ends the connection of its client.
         machine: called for every message.
-        file: where the state is kept before anything is said; None keeps nothing.
+        file: file to which the state is written before any message is sent; None writes nothing.
         host: address to listen at; "" for all.
-        port: 0 takes a free one, which is `port` then.
-        told: gets lines for people.
-        credentials: of this side.
+        port: port to listen at; the attribute `port` has the selected one.
+        told: receives log lines.
+        credentials: credentials of this side.
 
     Raises:
-        OSError: if the address cannot be had.
+        OSError: if the address is not available.
     """
 
     def __init__(
@@ -208,7 +219,7 @@ class Server:
             raise self._broken
 
     def stop(self) -> None:
-        """End `run`. From any thread, and from a signal handler."""
+        """End `run`. It may be called from any thread or signal handler."""
         self._transport.stop()
 
     def _begin(self, ready: Callable[[], None]) -> None:
@@ -217,7 +228,7 @@ class Server:
         ready()
 
     def _keep_time(self) -> None:
-        """Tell the machine the time. After a standstill of this process it hears first what has arrived meanwhile."""
+        """Tell the machine the time. After a stall of this process, pending messages are handled first."""
         last = time.monotonic()
         try:
             while not self._ended.wait(TICK):
@@ -286,7 +297,7 @@ class Server:
 
     def _lose(self, client: _Client, why: str) -> None:
         if self._clients.get(client.name) is not client:
-            # It never joined, or has connected again meanwhile.
+            # It never joined, or has connected again in the meantime.
             return
         del self._clients[client.name]
         self._log.left(client.name, why)
@@ -294,7 +305,10 @@ class Server:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Save first: whoever hears of an outcome must find it again. Without that nothing is said."""
+        """Send messages, after saving the state: an island that was told an outcome must find it again later.
+
+        Without a saved state nothing is sent.
+        """
         text = self._machine.to_save()
         if text != self._written and self._file is not None:
             try:

@@ -1,10 +1,10 @@
-"""Messages between islands and their coordinator: heads of frames of the transport, without bodies.
+"""Messages between islands and their coordinator: heads of the transport's frames, without bodies.
 
-An island says: `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
-wants to exchange), `vote` (how its exchange went), `sources` (who has the newest anchor), `leave`. A user says `forget`
-(islands that are gone for ever). The coordinator
-answers `welcome`, `refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and says `open` by itself. Whoever lost a
-connection says `join` again and repeats what was not answered: all of it may be said twice.
+An island sends `join`, `beat`, `ready` (it has an anchor), `claim` (it has loaded one from a checkpoint), `arrive` (it
+requests an exchange), `vote` (whether its exchange succeeded), `sources` (it requests the islands that hold the newest
+anchor), and `leave`. A user sends `forget` (islands that are gone for good). The coordinator answers `welcome`,
+`refused`, `anchor`, `round`, `over`, `outcome`, `waiting`, and sends `open` unasked. An island that has lost its
+connection sends `join` again and repeats unanswered requests, so every message may arrive twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,14 @@ COORDINATOR = "coordinator"
 
 @dataclass(frozen=True)
 class Partner:
-    """An island in a round. `samples`: that it has processed since it last exchanged. `version`: of its anchor.
-    `store`: "host:port" at which its rank 0 keeps the store by which groups are made."""
+    """Island in a round.
+
+    Attributes:
+        number: number of the island.
+        samples: samples that it has processed since its last exchange.
+        version: version of its anchor.
+        store: "host:port" of the store on its rank 0 through which process groups are made.
+    """
 
     number: int
     samples: int
@@ -31,8 +37,14 @@ class Partner:
 
 @dataclass(frozen=True)
 class Round:
-    """An exchange of `partners`, in order of their numbers. `base`: the version of the newest anchor. What comes out of
-    it has version `id`. `fresh` begins the names under which its groups are made."""
+    """Exchange between islands.
+
+    Attributes:
+        id: number of the round, and version of the resulting anchor.
+        base: version of the newest anchor.
+        fresh: prefix of the names under which its process groups are made.
+        partners: the islands in order of their numbers.
+    """
 
     id: int
     base: int
@@ -48,18 +60,18 @@ class Round:
         return {"kind": "round", **asdict(self)}
 
     def place(self, number: int) -> int:
-        """Of the island `number` among the partners."""
+        """Return the position of the island `number` among the partners."""
         return next(place for place, one in enumerate(self.partners) if one.number == number)
 
     def weight(self, number: int) -> float:
-        """What the island `number` counts by, 1 on average; 0 for all where nobody has anything that counts."""
+        """Return the weight of the island `number`, 1 on average; 0 for all islands if none has any samples."""
         total = sum(one.samples for one in self.partners)
         return len(self.partners) * self.partners[self.place(number)].samples / total if total else 0.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a round: whether it counts."""
+    """Outcome of a round."""
 
     id: int
     committed: bool
@@ -67,8 +79,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Anchor:
-    """Who has the anchor of `version`: for each such island an address "host:port" for every rank. 0: there is none,
-    and the one who is told so begins with its own."""
+    """Islands that hold the anchor of `version`.
+
+    `sources` has, for each such island, an address "host:port" for every rank. Version 0 means that there is none, so
+    the island begins with its own weights.
+    """
 
     version: int
     sources: Sequence[Sequence[str]]

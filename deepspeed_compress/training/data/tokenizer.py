@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer in the form that transformers loads: a directory with tokenizer.json.
+"""Byte-level BPE tokenizer in the form that transformers loads: a directory with tokenizer.json.
 
-Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded, there is no unknown
-token. The one special token ends each document.
+Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): any text can be encoded, so there is no unknown token.
+The one special token ends each document.
 """
 
 import json
@@ -19,14 +19,16 @@ from deepspeed_compress.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_CHARS = 200_000_000
 MIN_VOCAB = 257
-"""256 bytes and the special token."""
+"""Smallest vocabulary: 256 bytes and the special token."""
 
 
 def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> Path:
-    """Train on the first 200 million characters of `files`, write `directory`, return it.
+    """Train on the first 200 million characters of `files`, write `directory`, and return it.
 
-    A small corpus may give fewer than `vocab_size` tokens. The directory appears whole or not at all. Raises
-    DataError when a file cannot be read or `vocab_size` is less than 257.
+    A small corpus may give fewer than `vocab_size` tokens. The directory appears complete or not at all.
+
+    Raises:
+        DataError: if a file cannot be read or `vocab_size` is less than 257.
     """
     if vocab_size < MIN_VOCAB:
         raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes and one special token need {MIN_VOCAB}")
@@ -43,9 +45,10 @@ def train_tokenizer(files: Iterable[Path], directory: Path, vocab_size: int) -> 
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of `directory`; any directory with a tokenizer.json serves, trained here or not.
+    """Return the tokenizer of `directory`, which may be any directory with a tokenizer.json.
 
-    Raises DataError when there is none, it cannot be parsed, or it names no end-of-text token.
+    Raises:
+        DataError: if there is none, or it cannot be parsed.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -57,7 +60,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def end_token(directory: Path, tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a document: `eos_token` of tokenizer_config.json, else <|endoftext|>."""
+    """Return the id of the token that ends a document: `eos_token` of tokenizer_config.json, else <|endoftext|>.
+
+    Raises:
+        DataError: if the vocabulary does not have that token.
+    """
     name = _named_end_token(directory / "tokenizer_config.json") or END_OF_TEXT
     identifier = tokenizer.token_to_id(name)
     if identifier is None:
@@ -84,7 +91,7 @@ def _untrained() -> Tokenizer:
 
 
 def _sample(files: Iterable[Path], limit: int) -> Iterator[str]:
-    """Pieces of the text until `limit` characters are read."""
+    """Yield parts of the text until `limit` characters are read."""
     for file in files:
         for document in documents(file):
             for piece in document:

@@ -1,12 +1,11 @@
-"""The token cache, a corpus encoded once and read through a memory map; and which of its tokens a step reads.
+"""Token cache, a corpus encoded once and read through a memory map; and the selection of the tokens that a step reads.
 
-`<directory>/<key>.bin` holds the tokens of all files one after another, uint16 or uint32, little endian;
-`<key>.json` says where each file starts. The key is a digest of the texts and of the tokenizer, so a cache
-never serves other data. Both are written under a temporary name and renamed, the .json last: where it exists,
-the cache is complete.
+`<directory>/<key>.bin` holds the tokens of all files one after another, uint16 or uint32, little endian; `<key>.json`
+has the start of each file. The key is a digest of the texts and of the tokenizer, so a cache never serves other data.
+Both are written under a temporary name and renamed, the .json last: if it exists, the cache is complete.
 
-There is no iterator state: what step n reads follows from (seed, n) alone, so a resumed run reads on exactly,
-and the batch of a step is the same at any number of data-parallel ranks.
+There is no iterator state: (seed, n) alone determine what step n reads, so a resumed run continues exactly, and the
+batch of a step is the same with any number of data-parallel ranks.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ from itertools import pairwise
 
 FORMAT = 1
 Progress = Callable[[str, int, int], None]
-"""Called as progress(what, done, total), in bytes of text; while encoding, characters stand for bytes."""
+"""Function called as progress(what, done, total), in bytes of text; while encoding, characters are counted as bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,11 @@ class TokenCache:
 
 
 def cache_key(files: list[Path], tokenizer: Path, progress: Progress | None = None) -> str:
-    """32 hexadecimal digits from the content of `files` in order and of the tokenizer."""
+    """Return 32 hexadecimal digits from the content of `files` in order and of the tokenizer.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
     total, done = _size(files), 0
     digest = hashlib.sha256(f"format {FORMAT}".encode())
     for file in [tokenizer / "tokenizer.json", *files]:
@@ -64,10 +67,13 @@ def build_cache(
     progress: Progress | None = None,
     chunk_chars: int = CHUNK_CHARS,
 ) -> None:
-    """Encode `files` into `directory` under `key`; nothing is done when that cache is there.
+    """Encode `files` into `directory` under `key`, unless that cache exists.
 
-    Safe when several processes do it at once: the last rename wins and all contents are the same. Memory use
-    does not grow with the corpus. Raises DataError when a file cannot be read or nothing can be written.
+    Several processes may do it at once: the last rename wins and all contents are the same. Memory use does not grow
+    with the corpus.
+
+    Raises:
+        DataError: if a file cannot be read or nothing can be written.
     """
     if _index_file(directory, key).is_file():
         return
@@ -79,7 +85,7 @@ def build_cache(
 
 
 def open_cache(directory: Path, key: str) -> TokenCache:
-    """Map a cache that `build_cache` made. Raises DataError when it is missing or damaged."""
+    """Map a cache that `build_cache` made. Raises DataError if it is missing or damaged."""
     try:
         index = json.loads(_index_file(directory, key).read_text(encoding="utf-8"))
         tokens = np.memmap(_token_file(directory, key), dtype=index["dtype"], mode="r")
@@ -114,7 +120,7 @@ def _encode_all(
 
 
 def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> Iterator[tuple[list[int], int]]:
-    """Tokens of each piece of text, and how many characters they stand for."""
+    """Yield the tokens of each part of the text, and the number of characters that they represent."""
     for document in documents(file, chunk_chars):
         for piece in document:
             yield tokenizer.encode(piece, add_special_tokens=False).ids, len(piece)
@@ -122,7 +128,7 @@ def _encoded(file: Path, tokenizer: Tokenizer, end: int, chunk_chars: int) -> It
 
 
 class _Renamed:
-    """A temporary file next to `target` which takes its name on commit, and is removed without one."""
+    """Temporary file next to `target` that takes its name on commit, and is removed otherwise."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -156,26 +162,27 @@ def _index_file(directory: Path, key: str) -> Path:
 
 
 Segment = tuple[int, int]
-"""First token and end of a stretch of text that a window may not leave."""
+"""First token and end of a slice of text that a window may not leave."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Stretches of a token cache, cut into windows of `length` tokens."""
+    """Slices of a token cache, cut into windows of `length` tokens."""
 
     cache: TokenCache
     segments: tuple[Segment, ...]
     length: int
 
     def read(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of the windows that begin at `starts` (n,), as (n, length)."""
+        """Return the tokens of the windows that begin at `starts` (n,), as (n, length) int64."""
         return np.asarray(self.cache.tokens[starts[:, None] + np.arange(self.length)], dtype=np.int64)
 
 
 def split_windows(cache: TokenCache, length: int, held_out: float) -> tuple[Windows, Windows]:
-    """(train, held out): the last `held_out` of each file is never trained on.
+    """Return (train, held out): the last fraction `held_out` of each file is never trained on.
 
-    Raises DataError when either part has no window of `length` tokens.
+    Raises:
+        DataError: if either part has no window of `length` tokens.
     """
     cuts = [(start, end - int((end - start) * held_out), end) for start, end in pairwise(cache.bounds)]
     train = _windows(cache, [(start, cut) for start, cut, _ in cuts], length, "train")
@@ -184,7 +191,7 @@ def split_windows(cache: TokenCache, length: int, held_out: float) -> tuple[Wind
 
 
 def step_starts(windows: Windows, count: int, seed: int, step: int) -> NDArray[np.int64]:
-    """First tokens of the `count` windows of a step, (count,), drawn uniformly with replacement."""
+    """Return the first tokens of the `count` windows of a step, (count,), drawn uniformly with replacement."""
     positions = np.array([end - start - windows.length + 1 for start, end in windows.segments])
     last = positions.cumsum()
     drawn = np.random.default_rng((seed, step)).integers(last[-1], size=count)
@@ -194,9 +201,10 @@ def step_starts(windows: Windows, count: int, seed: int, step: int) -> NDArray[n
 
 
 def eval_starts(windows: Windows, batches: int, batch_size: int) -> NDArray[np.int64]:
-    """First tokens of the held-out windows, (batches or fewer, batch_size): disjoint, spread evenly.
+    """Return the first tokens of the held-out windows, (batches or fewer, batch_size): disjoint, spread evenly.
 
-    Raises DataError when the held-out text has fewer than `batch_size` windows.
+    Raises:
+        DataError: if the held-out text has fewer than `batch_size` windows.
     """
     places = np.fromiter(_disjoint(windows), dtype=np.int64)
     batches = min(batches, places.size // batch_size)
