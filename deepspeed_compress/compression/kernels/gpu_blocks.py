@@ -64,7 +64,7 @@ def _lloyd(magnitudes, total, widths):
 
 @triton.jit
 def rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
-    """Return the codes (int32) of `reference.quantize_rows`, given a scale and, if `stochastic`, `noise` per element."""
+    """Return the codes (int32) of `reference.quantize_rows`, given a scale per element. `noise` is for `stochastic`."""
     return integers(tl.div_rn(rows, tl.where(scales > 0, scales, 1.0)), noise, -levels, levels, stochastic)
 
 
