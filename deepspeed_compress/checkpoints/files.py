@@ -328,8 +328,8 @@ class Checkpoint:
 
     Attributes:
         place: path.
-        step: optimizer step; None if there is no list.
-        world: number of ranks; None if there is no list.
+        step: optimizer step; None without readable lists.
+        world: number of ranks; None without readable lists.
         size: total size of the files in bytes.
         time: newest modification time of the files.
         automatic: see `Save`.

@@ -44,7 +44,7 @@ class Shelf:
         return any(number > self.copied for number, _ in self._sent)
 
     def forget(self, number: int, of_copy: bool) -> bool:
-        """Remove the checkpoint `number`, which failed to be written or, if `of_copy`, sent. Return True if this is news.
+        """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed. Return True if this is news.
 
         A checkpoint that was not written is not sent either. A failure is not news if another one preceded it and no
         checkpoint was complete in between.

@@ -235,7 +235,7 @@ class Residuals:
             slot.written = False
 
     def rollback(self) -> None:
-        """Discard the values that the running step wrote, because the optimizer skipped the step."""
+        """Discard the values of the running step, because it was skipped."""
         for slot in self._slots.values():
             slot.written = False
 
