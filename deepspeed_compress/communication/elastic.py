@@ -125,7 +125,7 @@ class _Patience:
     """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
 
     A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
-    void round doubles the timeout. A committed round sets it to at least twice the time that the round took.
+    void round doubles the timeout. A committed round sets it to twice the time that the round took.
     """
 
     least: float

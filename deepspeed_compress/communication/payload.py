@@ -263,7 +263,7 @@ class PayloadReducer:
     def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
         """Encode the elements that this rank owns, and start to send them to all ranks.
 
-        `total` holds them part after part, as elements or, if `in_basis`, as the codec's coefficients.
+        `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
         """
         with self.run.meter.phase("compress", total.device):
             mine = _room(total.device, layout.sizes[self._rank])
@@ -297,7 +297,7 @@ class PayloadReducer:
         Messages are added in the order of ranks.
 
         Args:
-            local: this rank's values, part after part; overwritten with the result.
+            local: this rank's values in message order; overwritten with the result.
             sent: the round.
             scale: factor of the sum.
             deliver: return elements for the optimizer; otherwise, return coefficients for `send_owned`.

@@ -25,7 +25,7 @@ class Bucket:
     Attributes:
         gradients: flat view of the gradients, without the padding at the end.
         partition: owners of the elements.
-        scale: factor by which Megatron would multiply the sum over the ranks.
+        scale: factor of the sum over the ranks that gives Megatron's result.
     """
 
     gradients: Tensor

@@ -92,7 +92,7 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
 def square_norm(values: Tensor) -> Tensor:
     """Return the sum of squares of `values` (flat fp32, bf16 or fp16): fp64 [].
 
-    The norm is computed in fp32, so the result is infinite if the norm overflows fp32.
+    Squares are added in fp32, so the result is infinite if their sum overflows fp32.
     """
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
     return norm.to(torch.float64).square()
