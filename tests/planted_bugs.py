@@ -84,8 +84,8 @@ BUGS: Mapping[str, Bug] = {
     ),
     "a skipped step changes residuals": Bug(
         "compression/residuals.py",
-        '        """The optimizer skipped the step: as if it had not been."""\n',
-        '        """The optimizer skipped the step: as if it had not been."""\n        self.commit()\n',
+        '        """Discard the values of the running step, because it was skipped."""\n',
+        '        """Discard the values of the running step, because it was skipped."""\n        self.commit()\n',
         ("compression/test_feedback.py", "engine/test_overflow.py"),
     ),
     "an applied step leaves residuals as they were": Bug(

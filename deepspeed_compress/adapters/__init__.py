@@ -1,1 +1,1 @@
-"""Engines other than DeepSpeed: each has one file that takes its buckets to a session, and none needs DeepSpeed."""
+"""Adapters for engines other than DeepSpeed. Each passes the engine's buckets to a session; none needs DeepSpeed."""

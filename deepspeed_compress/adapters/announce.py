@@ -1,4 +1,4 @@
-"""The line at the start, where DeepSpeed is not."""
+"""The line that is printed at the start of training without DeepSpeed."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ __all__ = ["announce"]
 def announce(session: Session, group: ProcessGroup, where: str, figures: Callable[[], Sequence[str]]) -> None:
     """Write the line to standard error, on the first rank of `group`, unless `monitor.announce` is false.
 
-    `where`: the engine. `figures`: what there is to tell of gradients and weights; nothing where nothing is compressed.
+    `where` names the engine. `figures` returns texts about gradients and weights, none if nothing is compressed.
     """
     if group.rank() == 0 and session.config.monitor.announce:
         tell(partial(joined, session.config, where, group.size(), figures))

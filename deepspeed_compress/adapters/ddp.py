@@ -1,9 +1,9 @@
-"""PyTorch's `DistributedDataParallel`: a communication hook in place of the all-reduce of its buckets.
+"""Adapter for PyTorch's `DistributedDataParallel`: a communication hook replaces the all-reduce of its buckets.
 
-The seam is `register_comm_hook` (torch/nn/parallel/distributed.py). A hook gets a bucket as soon as its gradients are
-there, and gives a future of their mean, which the reducer (torch/csrc/distributed/c10d/reducer.cpp) waits for when
-backward is over. So gradients are encoded and sent off where they are complete, and all are finished with the last
-bucket. What is sent together is ours to say (`plan`).
+The seam is `register_comm_hook` (torch/nn/parallel/distributed.py). A hook receives a bucket as soon as its gradients
+are complete, and returns a future of their mean. The reducer (torch/csrc/distributed/c10d/reducer.cpp) waits for the
+futures at the end of backward. Gradients are therefore encoded and sent as soon as they are complete, and all are
+finished with the last bucket. Which gradients are sent together is up to this package (`plan`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,18 +44,18 @@ def attach(
     """Compress the gradients of `model`. Call it once, on all ranks of its process group, before the first backward.
 
     Args:
-        model: of torch; one process group, one device.
+        model: torch's DDP module, with one process group and one device.
         config: a path or a dict, with the section `deepspeed_compress`.
-        optimizer: steps the parameters of `model`, or wraps the optimizer that does, as Accelerate's. It ends the step
-            of the compression too.
-        scaler: the `GradScaler` of the loss, where there is one.
+        optimizer: the optimizer of the parameters of `model`, or a wrapper of it such as Accelerate's. Its steps also
+            end the steps of compression.
+        scaler: the `GradScaler` of the loss, if there is one.
 
     Returns:
-        What saves and loads the memories of compression, and tells what it does.
+        A handle that saves and loads the state of compression and reports on it.
 
     Raises:
         ConfigError: the section is missing or wrong.
-        UnsupportedError: this model cannot be compressed rightly, or not with this section.
+        UnsupportedError: this model cannot be compressed correctly, or not with this section.
 
     Examples:
         >>> model = DistributedDataParallel(network)
@@ -82,7 +82,7 @@ def attach(
 
 
 def _exchange(model: DistributedDataParallel, attached: Attached, target: Target) -> None:
-    """Have `model` exchange what the section says. Nothing is left on it if this raises."""
+    """Install the hooks on `model` that the section requires. If this raises, nothing is left on the model."""
     patches = attached.session.patches
     if attached.session.config.gradients.method == "none":
         patches.on_undo(model.register_forward_pre_hook(partial(_count, attached, target)).remove)
@@ -91,12 +91,12 @@ def _exchange(model: DistributedDataParallel, attached: Attached, target: Target
     buckets = _Buckets(attached, Plan(target, model.bucket_bytes_cap), unused)
     before_forward = partial(_before_forward, attached, tuple(target.parameters.values()))
     patches.on_undo(model.register_forward_pre_hook(before_forward).remove)
-    # Last, since DDP has no way to take it back.
+    # Last, because DDP cannot unregister it.
     model.register_comm_hook(None, buckets.reduce)
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """The parameters that `model` reduces gradients of."""
+    """Return the parameters whose gradients `model` reduces."""
     ignored = model.parameters_to_ignore
     every = model.module.named_parameters()
     return {name: parameter for name, parameter in every if parameter.requires_grad and name not in ignored}
@@ -105,7 +105,7 @@ def _trained(model: DistributedDataParallel) -> dict[str, Parameter]:
 def _limits(
     model: DistributedDataParallel, section: CompressConfig, target: Target, optimizer: Optimizer
 ) -> Iterator[str]:
-    """What is wrong with this model, and with this section for it."""
+    """Yield what is wrong with this model, or with the section for it."""
     if section.weights.method != "none":
         what = f'"{section.weights.method}" has no effect, because DDP sends no weights (allowed: "none")'
         yield f'/{SECTION}/weights/method: {what}. Write "method": "none", or remove weights'
@@ -127,7 +127,10 @@ def _limits(
 
 
 def _limits_of_unused(section: CompressConfig) -> Iterator[str]:
-    """A mean of a parameter that no rank has used is dropped by DDP: it must be possible to take it back."""
+    """Yield what is wrong with the section if parameters may be unused.
+
+    DDP drops the mean of a parameter that no rank has used, so it must be possible to put it back into the residuals.
+    """
     gradients = section.gradients
     without = "make the model without find_unused_parameters, or with static_graph=True"
     if gradients.method in OWN_MOMENTUM | {"powersgd"}:
@@ -142,7 +145,7 @@ def _sparse(module: nn.Module) -> bool:
 
 
 def _figures(attached: Attached, target: Target) -> list[str]:
-    """Of one reduction a step."""
+    """Return texts about one reduction per step."""
     if attached.session.config.gradients.method == "none":
         return []
     parameters, ranks = target.described(), target.group.size()
@@ -152,7 +155,7 @@ def _figures(attached: Attached, target: Target) -> list[str]:
 
 
 def _count(attached: Attached, target: Target, model: DistributedDataParallel, inputs: object) -> None:
-    """Method "none": DDP is left alone, and sends all gradients for each forward pass that will be synchronised."""
+    """Count the bytes of method "none", with which DDP sends all gradients for each synchronized forward pass."""
     if torch.is_grad_enabled() and model.require_backward_grad_sync:
         size = sum(parameter.nbytes for parameter in target.parameters.values())
         for kind in ("bytes_uncompressed", "bytes_sent"):
@@ -163,16 +166,19 @@ def _before_forward(
     attached: Attached, parameters: Sequence[Parameter], model: DistributedDataParallel, inputs: object
 ) -> None:
     if model._join_config.enable:
-        # Ranks that have no more data would take part in reductions, and not in steps.
+        # Ranks that have run out of data would take part in reductions, but not in steps.
         raise UnsupportedError("join() cannot be combined with compressed gradients: give all ranks equally many steps")
     if attached.steps.reduced and all(parameter.grad is None for parameter in parameters):
-        # Cleared by the module, not by the optimizer.
+        # The module cleared them, not the optimizer.
         attached.steps.forget()
 
 
 class _Buckets:
-    """Reduces the gradients of one model, which it must not hold: the model's reducer, which no garbage collection
-    looks into, holds it."""
+    """The hook that reduces the gradients of one model.
+
+    It must not hold the model, because the model's C++ reducer, which garbage collection cannot traverse, holds the
+    hook.
+    """
 
     def __init__(self, attached: Attached, plan: Plan, unused: Unused | None) -> None:
         self._session, self._steps = attached.session, attached.steps
@@ -182,13 +188,13 @@ class _Buckets:
         self._sent: list[tuple[Batch, PendingMeans | None]] = []
         self._means: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
-    # DDP looks at the annotations.
+    # DDP checks the annotations.
     def reduce(
         self,
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """The hook: what is in the bucket becomes the mean over all ranks."""
+        """Reduce the bucket to the mean over all ranks. This is the communication hook."""
         if bucket.index() == 0:
             self._begin()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -200,7 +206,7 @@ class _Buckets:
         return mean
 
     def _begin(self) -> None:
-        """The first bucket of a backward pass."""
+        """Prepare for the first bucket of a backward pass."""
         method = self._session.config.gradients.method
         if self._steps.reduced and method in OWN_MOMENTUM:
             raise UnsupportedError(
@@ -216,7 +222,7 @@ class _Buckets:
         if place.batch not in self._open:
             self._open[place.batch] = self._plan.batches[place.batch].opened(gradient)
         self._open[place.batch].add(place.position, gradient)
-        # In the order of the plan: random numbers depend on it.
+        # Send in the order of the plan, on which random numbers depend.
         while len(self._sent) in self._open and not self._open[len(self._sent)].missing:
             self._send(self._open.pop(len(self._sent)))
 
@@ -226,7 +232,7 @@ class _Buckets:
         self._sent.append((batch, pending))
 
     def _finish(self) -> None:
-        """All gradients have been sent: all means go back before the first of them is waited for."""
+        """Finish all reductions. All means are sent back before the first of them is waited for."""
         for _, pending in self._sent:
             if pending is not None:
                 pending.send_back()
@@ -243,5 +249,5 @@ class _Buckets:
 
 
 def _future(device: torch.device) -> torch.futures.Future[Tensor]:
-    # With devices it takes along what their streams have still to do.
+    # A future with devices also waits for pending work of their streams.
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

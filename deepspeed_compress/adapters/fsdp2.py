@@ -1,7 +1,7 @@
-"""PyTorch's FSDP2 (`fully_shard`): what brings gradients to the ranks that own them, and weights to all.
+"""Adapter for PyTorch's FSDP2 (`fully_shard`): replaces its reduce-scatter of gradients and its all-gather of weights.
 
 The seams are `FSDPModule.set_custom_reduce_scatter` and `set_custom_all_gather` (torch/distributed/fsdp/_fully_shard).
-Memories are by names of parameters and ranges of their elements, so they do not depend on how a model is divided.
+Residuals are stored by parameter name and element range, so they do not depend on how a model is sharded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,23 +38,23 @@ __all__ = ["Attached", "attach"]
 
 
 def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scaler | None = None) -> Attached:
-    """Compress what `model` exchanges. Call it once, on all ranks of its mesh, before the first forward.
+    """Compress the communication of `model`. Call it once, on all ranks of its mesh, before the first forward.
 
     Args:
-        model: after `fully_shard`; all parts that are divided share one mesh, of one dimension, or of two for copies of
-            the model (HSDP): the first one is that of the copies.
+        model: a model after `fully_shard`. All sharded modules must use the same mesh, with one dimension, or with two
+            for copies of the model (HSDP), of which the first is that of the copies.
         config: a path or a dict, with the section `deepspeed_compress`.
-        optimizer: steps the parameters of `model`, or wraps the optimizer that does, as Accelerate's. It ends the step
-            of the compression too.
-        scaler: the `GradScaler` of the loss, where there is one.
+        optimizer: the optimizer of the parameters of `model`, or a wrapper of it such as Accelerate's. Its steps also
+            end the steps of compression.
+        scaler: the `GradScaler` of the loss, if there is one.
 
     Returns:
-        What saves and loads the memories of compression, and tells what it does.
+        A handle that saves and loads the state of compression and reports on it.
 
     Raises:
         ConfigError: the section is missing or wrong.
-        UnsupportedError: this model cannot be compressed rightly, or not with this section.
-        SeamError: this PyTorch is not known.
+        UnsupportedError: this model cannot be compressed correctly, or not with this section.
+        SeamError: this version of PyTorch is not supported.
 
     Examples:
         >>> for block in network.blocks:
@@ -76,20 +76,20 @@ def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scale
 
 
 def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None:
-    """Have `model` exchange what the section says. Nothing is left on it if this raises."""
+    """Install the hooks on `model` that the section requires. If this raises, nothing is left on the model."""
     session = attached.session
     exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
     check = exchange(divided.units, divided.ranks, attached)
     gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
     hook = partial(_before_forward, attached, divided.units, check, gathers)
-    # Before FSDP2's own, which gathers.
+    # Must run before FSDP2's own hook, which gathers.
     session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
     announce(session, divided.whole, divided.text, partial(_figures, divided, session))
 
 
 @dataclass(frozen=True)
 class _Divided:
-    """A model that FSDP2 has divided. `whole`: the process group of all ranks that train it, copies too."""
+    """A model that FSDP2 has sharded. `whole`: process group of all ranks that train it, including copies."""
 
     units: Sequence[Unit]
     ranks: Ranks
@@ -110,7 +110,7 @@ class _Divided:
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are, also of parameters that are kept on the host."""
+        """Return the device of the gradients, including those of parameters that are offloaded to the host."""
         device: torch.device = self.units[0].theirs.device
         return device
 
@@ -121,7 +121,10 @@ class _Divided:
 
     @cached_property
     def trained(self) -> Parameters:
-        """What reducers know. What is not compressed travels in a type that holds all gradients exactly."""
+        """Return the description of the trained parameters for reducers.
+
+        Uncompressed elements are sent in a dtype that holds all gradients exactly.
+        """
         chosen = {unit: unit.trained() for unit in self.units}
         dtypes = {unit.reduce_dtype(parameter) for unit, found in chosen.items() for parameter in found.values()}
         every = {name: parameter for found in chosen.values() for name, parameter in found.items()}
@@ -129,7 +132,7 @@ class _Divided:
 
     @cached_property
     def gathered(self) -> Parameters:
-        """Frozen parameters too."""
+        """Return the description of all parameters, including frozen ones."""
         every = {name: one.sharded_param for unit in self.units for name, one in unit.parameters()}
         return _described(every, self.units, self.trained.dtype)
 
@@ -142,7 +145,7 @@ class _Divided:
         return Exchanged(whole, self.trained, self.device, position, hybrid)
 
     def rounding(self, session: Session) -> WeightReduction | None:
-        """What rounds weights; None where they are gathered exactly."""
+        """Return the reduction that rounds weights, or None if they are gathered exactly."""
         weights, run = session.config.weights, Run(session.clock, session.meter, session.config.seed)
         return WeightReduction(weights, self.gathered, run) if isinstance(weights, CompressedWeights) else None
 
@@ -185,12 +188,12 @@ def _before_forward(
     gathers.before_forward()
     gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
     if attached.steps.reduced and all(gradient is None for gradient in gradients):
-        # Cleared by the module, not by the optimizer.
+        # The module cleared them, not the optimizer.
         attached.steps.forget()
 
 
 def _figures(divided: _Divided, session: Session) -> list[str]:
-    """Of one reduction a step."""
+    """Return texts about one reduction per step."""
     texts, shards, config = [], divided.ranks.shard.size(), session.config
     if config.gradients.method != "none":
         trained = divided.trained

@@ -1,9 +1,9 @@
-"""Gradients that FSDP2 reduces: `FSDPModule.set_custom_reduce_scatter`.
+"""Reduction of the gradients of FSDP2 by `FSDPModule.set_custom_reduce_scatter`.
 
-FSDP2 (`foreach_reduce`) copies the gradients of a unit into one flat buffer as soon as backward has them all, calls
-what is set here to bring each rank its part of their mean, and adds that part to what the parameters have. It waits for
-the result, on CUDA in a stream of its own. The buffer does not say which parameters are in it: those that have a
-gradient, which are read before it is made.
+FSDP2 (`foreach_reduce`) copies the gradients of a unit into one flat buffer as soon as backward has computed all of
+them. It calls the custom reduce-scatter to compute each rank's part of their mean, waits for the result (on CUDA in a
+separate stream), and adds it to the gradients. The buffer does not say which parameters it contains: it is those that
+have a gradient, which are determined before it is created.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ __all__ = ["compress_gradients", "count_gradients", "uncompressed_bytes"]
 def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
     """Reduce the gradients of `units` by the session.
 
-    Returns what raises UnsupportedError where other code has taken the place of this since.
+    Returns a function that raises UnsupportedError if other code has replaced the custom reduce-scatter since.
     """
     reductions = []
     for unit in units:
@@ -52,7 +52,7 @@ def _check_all(reductions: Sequence["_Reduction"]) -> None:
 
 
 def count_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
-    """Method "none": FSDP2 is left alone, and what it sends is counted. Returns what does nothing."""
+    """Count the bytes of method "none", with which FSDP2 is left unchanged. Returns a function that does nothing."""
     for unit in units:
         attached.session.patches.wrap(unit.theirs, "post_backward", partial(_count, unit, attached))
     return partial(_check_all, ())
@@ -68,11 +68,11 @@ def _count(unit: Unit, attached: Attached, post_backward: Callable[..., None], *
 
 
 def uncompressed_bytes(unit: Unit, names: Sequence[str], ranks: Ranks, copies: bool = True) -> int:
-    """Bytes that a rank sends where FSDP2 alone reduces the gradients of `names`; `copies`: between copies too."""
+    """Return the bytes that a rank sends if FSDP2 reduces the gradients of `names`, including copies if `copies`."""
     shards = ranks.shard.size()
     padded = find_layout(_sizes(unit, names), shards, whole=False).numel
     size = padded * unit.reduce_dtype(unit.trained()[names[0]]).itemsize
-    # gloo reduce-scatters by an all-reduce of everything.
+    # gloo implements reduce-scatter by an all-reduce of everything.
     inside = ring_all_reduce if dist.get_backend(ranks.shard) == "gloo" else ring_reduce_scatter
     replicas = ranks.size // shards if copies else 1
     return inside(size, shards) + ring_all_reduce(size // shards, replicas)
@@ -83,7 +83,7 @@ def _sizes(unit: Unit, names: Sequence[str]) -> Sizes:
 
 
 class _Reduction(ReduceScatter):
-    """Reduces the gradients of one unit."""
+    """Custom reduce-scatter of the gradients of one unit."""
 
     def __init__(self, unit: Unit, ranks: Ranks, attached: Attached) -> None:
         self._unit, self._ranks = unit, ranks
@@ -91,13 +91,13 @@ class _Reduction(ReduceScatter):
         self._trained = frozenset(unit.trained())
         self._coming: tuple[str, ...] = ()
         self._reduced_in: int | None = None
-        """The step, counted from the start of the process, in which this was called last."""
+        """Step of the last call, counted from the start of the process."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def around_post_backward(self, post_backward: Callable[..., None], *unused: Any) -> None:
-        """`FSDPParamGroup.post_backward`, at the beginning of which gradients can still be seen."""
+        """Run `FSDPParamGroup.post_backward`, after recording which parameters have gradients."""
         self._coming = self._unit.with_gradients()
         post_backward(*unused)
 
@@ -109,8 +109,10 @@ class _Reduction(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` becomes this rank's part of the mean of `input_tensor`, which is overwritten; both are flat,
-        on one device, and of the type of reductions."""
+        """Write this rank's part of the mean of `input_tensor`, which is overwritten, to `output_tensor`.
+
+        Both are flat, on the same device, and of the reduction dtype.
+        """
         self._begin()
         layout = self._layout(input_tensor.numel(), group.size())
         size = uncompressed_bytes(self._unit, self._coming, self._ranks)
@@ -142,7 +144,7 @@ class _Reduction(ReduceScatter):
         self._steps.reduced, self._reduced_in = True, step
 
     def _layout(self, numel: int, shards: int) -> Layout:
-        """Of the gradients that are coming."""
+        """Return the layout of the gradients that are about to be reduced."""
         if not self._trained.issuperset(self._coming):
             late = ", ".join(sorted(set(self._coming) - self._trained))
             raise UnsupportedError(f"{late}: frozen when fsdp2.attach was called, and trained now; attach afterwards")
@@ -154,9 +156,12 @@ class _Reduction(ReduceScatter):
         return layout
 
     def _scale(self, op: Any, shards: int) -> float:
-        """The factor of the sum over all ranks, copies too; FSDP2 divides by itself what is left (`foreach_reduce`)."""
+        """Return the factor of the sum over all ranks, including copies.
+
+        FSDP2 applies the remaining factor (`foreach_reduce`).
+        """
         factor: float | None = self._unit.theirs.gradient_divide_factor
         if factor is not None:
-            # Of all ranks, copies too.
+            # The divisor for all ranks, including copies.
             return 1.0 if op == dist.ReduceOp.SUM else 1.0 / factor
         return shards / self._ranks.size if op == dist.ReduceOp.SUM else 1.0 / self._ranks.size

@@ -1,4 +1,4 @@
-"""Who owns which elements of gradients in the flat buffer that FSDP2 reduce-scatters."""
+"""Ownership of the gradient elements in the flat buffer that FSDP2 reduce-scatters."""
 
 import math
 from collections.abc import Iterator
@@ -19,19 +19,25 @@ Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """`segments` lie at their offsets in a buffer of `numel` elements, the others of which are padding; in this order
-    they form the bucket that `partition` cuts."""
+    """Layout of a buffer.
+
+    `segments` lie at their offsets in a buffer of `numel` elements; the other elements are padding. Concatenated in
+    this order, they form the bucket that `partition` cuts.
+    """
 
     segments: tuple[Segment, ...]
     partition: Partition
     numel: int
 
     def bucket(self, buffer: Tensor) -> Tensor:
-        """The elements of the flat `buffer` [numel] without padding: itself where that is all, else a copy, fp32."""
+        """Return the elements of the flat `buffer` [numel] without padding.
+
+        The result is the buffer itself if it has no padding and the same order, else an fp32 copy.
+        """
         return buffer if self._is_buffer else gather(buffer, self.segments)
 
     def hand_over(self, bucket: Tensor, rank: int, out: Tensor) -> None:
-        """Copy what `rank` owns of `bucket` into `out`: its part of the buffer, flat, in which padding becomes 0."""
+        """Copy the elements of `bucket` that `rank` owns to `out`, its flat part of the buffer. Padding becomes 0."""
         share = self.numel // self.partition.world_size
         places = [replace(one, offset=one.offset - rank * share) for one in self.segments if one.owner == rank]
         if sum(place.numel for place in places) != share:
@@ -46,11 +52,12 @@ class Layout:
 
 @lru_cache(maxsize=LAYOUTS)
 def find_layout(sizes: Sizes, ranks: int, whole: bool) -> Layout:
-    """Of the gradients of parameters of `sizes`, in the order of FSDP2, over `ranks`.
+    """Return the layout of the gradients of parameters of `sizes`, in the order of FSDP2, over `ranks`.
 
-    FSDP2 (`foreach_reduce_scatter_copy_in`) writes for one rank after the other its rows of every parameter, equally
-    many: those of the last ranks are filled up, or nothing but padding. `whole`: the bucket has one parameter after the
-    other, as what looks at whole parameters needs it, else it has the order of the buffer.
+    FSDP2 (`foreach_reduce_scatter_copy_in`) writes, for one rank after another, its rows of every parameter. All ranks
+    have the same number of rows: those of the last ranks are padded, or consist only of padding. If `whole`, the bucket
+    holds one parameter after another, for reducers that need whole parameters; otherwise, it has the order of the
+    buffer.
     """
     segments = list(_segments(sizes, ranks))
     if whole:
@@ -74,5 +81,5 @@ def _segments(sizes: Sizes, ranks: int) -> Iterator[Segment]:
 
 
 def _share(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a parameter that each rank has room for."""
+    """Return the number of elements of a parameter that each rank has room for."""
     return math.ceil(shape[0] / ranks) * math.prod(shape[1:])

@@ -1,4 +1,4 @@
-"""What cannot be right with FSDP2: refused before anything is attached, all of it at once."""
+"""Checks of what cannot work with FSDP2. All problems are reported at once, before anything is attached."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ _GATHERED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_division_limits(units: Sequence[Unit], ranks: Ranks) -> Iterator[str]:
-    """What is wrong with how `units` are divided."""
+    """Yield what is wrong with the sharding of `units`."""
     for unit in units:
         if not unit.alone or unit.ranks() != ranks:
             yield f"{unit.names[0]}: it is divided over other ranks than {units[0].names[0]}; use one mesh for all"
@@ -29,7 +29,7 @@ def find_division_limits(units: Sequence[Unit], ranks: Ranks) -> Iterator[str]:
 
 
 def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressConfig) -> Iterator[str]:
-    """What is wrong with `config` for the gradients of `units`."""
+    """Yield what is wrong with `config` for the gradients of `units`."""
     for unit in units:
         if type(unit.theirs._reduce_scatter_comm) is not DefaultReduceScatter:
             yield f"{unit.names[0]}: it has a reduce-scatter of its own (set_custom_reduce_scatter or alike); set none"
@@ -44,7 +44,7 @@ def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressCo
 
 
 def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
-    """HSDP: a mesh of two dimensions."""
+    """Yield what is wrong with `config` for HSDP, which has a mesh of two dimensions."""
     gradients, shards = f"/{SECTION}/gradients", ranks.shard.size()
     if shards == 1:
         yield "its mesh divides nothing (the second dimension is 1); use DistributedDataParallel and ddp.attach"
@@ -61,7 +61,7 @@ def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
 
 
 def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights) -> Iterator[str]:
-    """What is wrong with `weights`, or with what `units` gather."""
+    """Yield what is wrong with `weights`, or with the dtypes that `units` gather."""
     place, found = f"/{SECTION}/weights", weights.model_dump(include={"method", "bits", "rounding"})
     if (found["method"], found.get("rounding")) != ("blockwise", "nearest") or found.get("bits", 0) < 4:
         why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"

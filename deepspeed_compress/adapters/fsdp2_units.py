@@ -1,7 +1,7 @@
-"""What FSDP2 has divided, read from the model: all that is private of torch is named here.
+"""Access to the sharded parameters of an FSDP2 model. All private names of torch are listed here.
 
-FSDP2 (torch/distributed/fsdp/_fully_shard) exchanges a group of parameters at once (`FSDPParamGroup`): those of a
-module that `fully_shard` was called for, but those of modules inside for which it was called too.
+FSDP2 (torch/distributed/fsdp/_fully_shard) communicates one group of parameters at a time (`FSDPParamGroup`): those of
+a module that `fully_shard` was called for, except for those of submodules that it was called for too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ from deepspeed_compress.errors import SeamError, UnsupportedError
 __all__ = ["Ranks", "Unit", "check_torch_of_fsdp2", "find_units", "reduce_by_shards_alone"]
 
 KNOWN = (Version("2.13"), Version("2.14.dev0"))
-"""Versions of torch whose FSDP2 is known: the first one, and the first one that is not."""
+"""Supported versions of torch: from the first one, up to and excluding the second."""
 
 _GROUP = (
     "fsdp_params",
@@ -50,7 +50,7 @@ _PARAMETER = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """Process groups of FSDP2: `shard` divides parameters, `replicate` has the same part of them; None without HSDP."""
+    """Process groups of FSDP2: `shard` shards parameters; ranks of `replicate` (None without HSDP) hold copies."""
 
     shard: ProcessGroup
     replicate: ProcessGroup | None
@@ -62,10 +62,12 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that FSDP2 exchanges at once.
+    """Parameters that FSDP2 communicates together.
 
-    `module`: whose public methods set what exchanges them. `theirs`: the `FSDPParamGroup`. `names`: of its parameters
-    in the model, in its order.
+    Attributes:
+        module: module whose public methods set the custom collectives.
+        theirs: the `FSDPParamGroup`.
+        names: names of its parameters in the model, in its order.
     """
 
     module: FSDPModule
@@ -74,40 +76,44 @@ class Unit:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of parameters before FSDP2 has divided them."""
+        """Return the shapes of the parameters before sharding."""
         return {name: tuple(one._orig_size) for name, one in self.parameters()}
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else that its module holds is exchanged apart, over other ranks."""
+        """Return True if the module has no other parameter group, which would use other ranks."""
         return len(self.module._get_fsdp_state()._fsdp_param_groups) == 1
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
-        """(name, `FSDPParam`)."""
+        """Return (name, `FSDPParam`) pairs."""
         return zip(self.names, self.theirs.fsdp_params, strict=True)
 
     def trained(self) -> dict[str, Parameter]:
-        """The parameters that are trained, as the optimizer has them: this rank's part of each."""
+        """Return the trained parameters as the optimizer has them: this rank's shard of each."""
         return {name: one.sharded_param for name, one in self.parameters() if one.sharded_param.requires_grad}
 
     def reduce_dtype(self, parameter: Parameter) -> torch.dtype:
-        """Of its gradient in a reduction."""
+        """Return the dtype of the parameter's gradient in a reduction."""
         policy = self.theirs.mp_policy
         return policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
     def gather_dtypes(self) -> set[torch.dtype]:
-        """Of the weights in a gather; several travel as bytes."""
+        """Return the dtypes of the weights in a gather. Several dtypes are sent as bytes."""
         dtypes = {one.sharded_param.dtype for _, one in self.parameters()}
         chosen = self.theirs.mp_policy.param_dtype
         return {chosen if chosen is not None and dtype.is_floating_point else dtype for dtype in dtypes}
 
     def with_gradients(self) -> tuple[str, ...]:
-        """Those whose gradients are there to be reduced now, as `FSDPParamGroup.post_backward` finds them."""
+        """Return the parameters whose gradients `FSDPParamGroup.post_backward` would reduce now."""
         unused = self.theirs.reduce_scatter_unused_params
         return tuple(name for name, one in self.parameters() if _has_gradient(one, unused))
 
     def ranks(self) -> Ranks:
-        """Raises UnsupportedError where it is not FSDP2 that divides the parameters."""
+        """Return the process groups of the unit.
+
+        Raises:
+            UnsupportedError: the parameters are not sharded by FSDP2.
+        """
         info = self.theirs.mesh_info
         if info.shard_mesh_dim is None:
             raise UnsupportedError("replicate() of torch divides nothing: use DistributedDataParallel and ddp.attach")
@@ -115,7 +121,7 @@ class Unit:
 
 
 def _has_gradient(parameter: Any, unused: bool) -> bool:
-    # The unsharded parameter is there from the first gather on.
+    # The unsharded parameter exists from the first gather on.
     whole = vars(parameter).get("_unsharded_param")
     if whole is None:
         return False
@@ -124,7 +130,11 @@ def _has_gradient(parameter: Any, unused: bool) -> bool:
 
 
 def check_torch_of_fsdp2() -> None:
-    """SeamError unless the FSDP2 of this torch is known."""
+    """Check that the FSDP2 of this torch is supported.
+
+    Raises:
+        SeamError: it is not.
+    """
     if not KNOWN[0] <= Version(torch.__version__) < KNOWN[1]:
         raise SeamError(
             f"PyTorch {torch.__version__} is installed, but fsdp2.attach reads internals that it knows in torch "
@@ -133,10 +143,14 @@ def check_torch_of_fsdp2() -> None:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """All of `model`, in its order. SeamError where torch has something else than is known."""
+    """Return all units of `model`, in its order.
+
+    Raises:
+        SeamError: torch's internals differ from those that are known.
+    """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
-        # The names of parameters are those of their parts.
+        # Only the shards are registered under the names of parameters.
         module.reshard()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[int, Unit] = {}
@@ -158,16 +172,16 @@ def _check(group: Any) -> None:
 
 
 def reduce_by_shards_alone(unit: Unit) -> Callable[[], None]:
-    """Leave the all-reduce between copies of the model to what reduce-scatters: FSDP2 goes on as without copies.
+    """Disable FSDP2's all-reduce between copies of the model, which the custom reduce-scatter performs instead.
 
-    There is no public way to have another all-reduce than torch's: `set_all_reduce_hook` comes after it. Where parts
-    lie, and what gathers them, stays. Returns what undoes it.
+    There is no public way to replace torch's all-reduce: `set_all_reduce_hook` runs after it. The placement of shards
+    and their gather do not change. Returns a function that undoes this.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     theirs, before, after_forward = unit.theirs, unit.theirs.mesh_info, unit.theirs.post_forward_mesh_info
     theirs.mesh_info = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
-    # The same object means that a forward pass divides parameters again as they were.
+    # If both are the same object, a forward pass reshards parameters to the same mesh.
     if theirs.post_forward_mesh_info is before:
         theirs.post_forward_mesh_info = theirs.mesh_info
 

@@ -1,9 +1,9 @@
-"""Weights that FSDP2 gathers for forward and backward: `FSDPModule.set_custom_all_gather`.
+"""Gathers of the weights of FSDP2 for forward and backward by `FSDPModule.set_custom_all_gather`.
 
-No rank keeps what it gathered, so there is nothing that a difference could be taken to: the weights themselves are
-rounded, the parts that the optimizer steps stay exact, and every gather of a step rounds them alike (ZeRO++,
-arXiv:2306.10209, section 3.1, with 8 bits). What is gathered while the model is in evaluation, and in steps that send
-everything uncompressed, is exact.
+No rank keeps gathered weights, so there is nothing to take a difference to. Instead, the weights themselves are
+rounded, while the shards that the optimizer updates stay exact, and every gather of a step rounds them alike (ZeRO++,
+arXiv:2306.10209, section 3.1, uses 8 bits). Gathers are exact in evaluation mode and in steps that send everything
+uncompressed.
 """
 
 import warnings
@@ -30,7 +30,7 @@ __all__ = ["Gathers", "is_gathered_by_us"]
 
 
 class _Waited(dist.Work):
-    """A gather under way, as FSDP2 waits for one."""
+    """A gather in progress, in the form that FSDP2 waits for."""
 
     def __init__(self, pending: PendingGather) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Waited(dist.Work):
 
 
 class Gathers:
-    """The gathers of the weights of `model`: rounded by `weights`, None leaves them exact and counts them."""
+    """Gathers of the weights of `model`, rounded by `weights`; if that is None, exact and only counted."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, session: Session, weights: WeightReduction | None
@@ -65,26 +65,29 @@ class Gathers:
 
     @property
     def rounds(self) -> bool:
-        """Whether a gather that begins now is rounded."""
+        """Return True if a gather that begins now is rounded."""
         return self._reducer is not None and self._model.training and not self.session.dense
 
     def before_forward(self) -> None:
-        """Weights that are still here from a forward pass in training are gathered again where they must be exact."""
+        """Drop rounded weights that are left from a training forward if exact ones are needed now."""
         for gather in self._gathers if not self.rounds else ():
             gather.forget()
 
     def rounds_over(self, group: ProcessGroup) -> bool:
-        """Whether one over `group` is: what a forward pass has left divided over fewer ranks is rounded already."""
+        """Return True if a gather over `group` that begins now is rounded.
+
+        A forward pass may leave weights sharded over fewer ranks; these are rounded already.
+        """
         return self.rounds and group.group_name == self._shard.group_name
 
     def start(self, weights: Tensor, partition: Partition) -> PendingGather:
-        """Begin to gather `weights`, cut by `partition`, and to round them."""
+        """Start to gather `weights`, cut by `partition`, with rounding."""
         assert self._reducer is not None
         return self._reducer(self._group, weights.dtype).start_all_gather(weights, partition)
 
 
 class _Gather(AllGather):
-    """Gathers the weights of one unit: by `gathers`, or exactly by `theirs`."""
+    """Custom all-gather of the weights of one unit: rounded by `gathers`, or exact by `theirs`."""
 
     def __init__(self, unit: Unit, gathers: Gathers, theirs: AllGather) -> None:
         self.unit, self.theirs, self._gathers = unit, theirs, gathers
@@ -97,7 +100,7 @@ class _Gather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """`output_tensor` becomes the parts of all ranks of `group`, of which this one has `input_tensor`."""
+        """Write the parts of all ranks of `group` to `output_tensor`. `input_tensor` is this rank's part."""
         if not self._gathers.rounds_over(group):
             self._rounded = self._rounded and self._gathers.rounds
             self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
@@ -108,13 +111,13 @@ class _Gather(AllGather):
             mine.copy_(input_tensor)
         pending = self._gathers.start(output_tensor, self._partition(group.size()))
         if output_tensor.device.type == "cpu":
-            # Nothing else lets it travel beside what is computed.
+            # Only this lets the gather overlap with computation.
             return _Waited(pending)
         pending.wait()
         return None
 
     def forget(self) -> None:
-        """Divide the weights again if those that are here are rounded."""
+        """Reshard the weights if the gathered ones are rounded."""
         if self._rounded:
             self.unit.module.reshard()
             self._rounded = False

@@ -1,7 +1,7 @@
-"""Groups of our own over the ranks of an engine's group.
+"""Additional process groups over the ranks of an engine's group.
 
-Messages of several models may be under way at once, and those of the engine beside them: in one group nothing would
-tell them apart. Ranks outside know nothing of it, so only those inside take part.
+Messages of several models, and of the engine itself, may be in progress at the same time. In one group, they could not
+be told apart. Only the ranks inside a group take part in its creation, because others do not know of it.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,12 @@ __all__ = ["find_place_among", "find_place_in", "make_group", "make_groups", "ma
 
 
 def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
-    """Groups of the ranks of `whole`, divided by nodes if `config` has a hierarchy. All ranks of `whole` must call it.
+    """Return groups of the ranks of `whole`, divided by nodes if `config` has a hierarchy.
 
-    Raises ConfigError when the division is impossible or has no effect.
+    All ranks of `whole` must call this.
+
+    Raises:
+        ConfigError: the division is impossible or has no effect.
     """
     ranks, gloo = dist.get_process_group_ranks(whole), dist.get_backend(whole) == "gloo"
     nodes = _nodes(ranks, config)
@@ -34,22 +37,28 @@ def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
 
 
 def make_hybrid_groups(node: ProcessGroup, across: ProcessGroup, whole: ProcessGroup) -> Groups:
-    """Groups of the ranks of `whole`, each `node` of which holds a copy of the model, its parts on the ranks `across`.
-    All ranks of `whole` must call it."""
+    """Return groups of the ranks of `whole` for copies of the model.
+
+    Each `node` holds a copy, and the ranks of `across` hold the same part of it. All ranks of `whole` must call this.
+    """
     ranks = [dist.get_process_group_ranks(group) for group in (whole, node, across)]
     downward = make_group(ranks[2]) if dist.get_backend(across) == "gloo" else None
     return Groups(make_group(ranks[0]), make_group(ranks[1]), make_group(ranks[2]), downward, copies=True)
 
 
 def find_place_in(whole: ProcessGroup, config: CompressConfig) -> Position:
-    """Where this rank is in `whole`, which is all that its memories concern."""
+    """Return the position of this rank in `whole`, to which all of its residuals belong."""
     nodes = _nodes(dist.get_process_group_ranks(whole), config)
     return Position(whole.rank(), whole.size(), 0, 1, node_size=len(nodes[0]) if nodes else 1)
 
 
 def find_place_among(whole: ProcessGroup | None, config: CompressConfig) -> Position | None:
-    """Where this rank is, among all ranks of the job, that are divided into groups like `whole`; None without one. All
-    ranks of the job must call it."""
+    """Return this rank's position among all ranks of the job, which form groups like `whole`.
+
+    Returns None if `whole` is None.
+
+    All ranks of the job must call this.
+    """
     mine: tuple[int, ...] = () if whole is None else tuple(dist.get_process_group_ranks(whole))
     found: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -65,5 +74,5 @@ def _nodes(ranks: Sequence[int], config: CompressConfig) -> list[tuple[int, ...]
 
 
 def make_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A new group of these global `ranks`, all of which must call it."""
+    """Return a new group of these global `ranks`, all of which must call this."""
     return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What no engine but DeepSpeed can do with a section: refused before anything is attached, all of it at once."""
+"""Checks of settings that only DeepSpeed supports. All problems are reported at once, before anything is attached."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,11 +32,11 @@ _LIMITS: tuple[tuple[str, Callable[[CompressConfig], object], str], ...] = (
     ("parallelism", lambda config: config.parallelism, "the engine was made without it"),
     ("schedule/phases", _phases_of_weights, "settings of weights hold throughout"),
 )
-"""Keys, whether they are in use, and why nothing would come of them."""
+"""Keys, functions that return a value other than None if they are in use, and why they would have no effect."""
 
 
 def find_common_limits(config: CompressConfig, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
-    """What is wrong with `config` wherever DeepSpeed is not, with this optimizer, on this device."""
+    """Yield what is wrong with `config` without DeepSpeed, for this optimizer and device."""
     for key, used, why in _LIMITS:
         if used(config) is not None:
             yield f"/{SECTION}/{key} works with DeepSpeed alone: {why}; remove the key"
@@ -46,14 +46,14 @@ def find_common_limits(config: CompressConfig, optimizer: Optimizer, device: tor
 
 
 def find_foreign_optimizer(optimizer: Optimizer, parameters: Iterable[Parameter]) -> Iterator[str]:
-    """What is wrong where `optimizer` steps none of `parameters`."""
+    """Yield a problem if `optimizer` updates none of `parameters`."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in stepped for parameter in parameters):
         yield "the optimizer steps none of its parameters; pass the one that does"
 
 
 def refuse(engine: Any, problems: Iterable[str]) -> None:
-    """UnsupportedError naming all `problems`, if there are any."""
+    """Raise an UnsupportedError that names all `problems`, if there are any."""
     found = list(problems)
     if found:
         text = "\n".join(f"- {problem}" for problem in found)

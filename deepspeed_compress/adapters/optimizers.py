@@ -1,4 +1,4 @@
-"""Optimizers that wrap another one: the optimizer of torch, whose steps can be followed, is inside."""
+"""Unwrapping of optimizers that wrap a torch optimizer, whose steps can be followed."""
 
 from typing import Any
 
@@ -9,13 +9,14 @@ from deepspeed_compress.errors import UnsupportedError
 __all__ = ["unwrap"]
 
 _INSIDE = ("optimizer", "optim")
-"""Attributes under which wrappers keep it: `AcceleratedOptimizer` of Accelerate, `PostLocalSGDOptimizer` of torch."""
+"""Attributes in which wrappers keep it: Accelerate's `AcceleratedOptimizer`, torch's `PostLocalSGDOptimizer`."""
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer of torch that `optimizer` is, or that it calls.
+    """Return the torch optimizer that `optimizer` is, or that it wraps.
 
-    Raises UnsupportedError for anything else.
+    Raises:
+        UnsupportedError: there is none.
     """
     found: Optimizer | None = optimizer
     while found is not None and not _can_be_followed(found):
@@ -31,5 +32,5 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 
 
 def _can_be_followed(optimizer: Any) -> bool:
-    """Return True for an optimizer of torch whose constructor was called: wrappers are subclasses that do not."""
+    """Return True for a torch optimizer whose constructor was called, unlike that of wrappers, which are subclasses."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)

@@ -1,8 +1,8 @@
-"""Which gradients are sent together: batches that depend on the model alone.
+"""Assignment of gradients to batches that are sent together and depend only on the model.
 
-An engine forms its buckets in the order in which gradients arrive, and DDP learns it in the first backward pass of a
-process. Blocks, and with them bits, would differ when a run is resumed; so gradients are copied into batches of our
-own, and these are sent in one order.
+An engine forms its buckets in the order in which gradients arrive, which DDP learns in the first backward pass of a
+process. Blocks, and therefore bits, would differ after resuming a run. Gradients are therefore copied into separate
+batches, which are sent in a fixed order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ __all__ = ["Batch", "Plan"]
 
 @dataclass(frozen=True)
 class Place:
-    """Of a parameter: the number of its batch, and its first element there."""
+    """Position of a parameter: the number of its batch, and its first element there."""
 
     batch: int
     position: int
@@ -28,9 +28,13 @@ class Place:
 
 @dataclass
 class Batch:
-    """Gradients in one flat tensor: those that have come, with their positions, of a batch cut by `partition`.
+    """Gradients of a batch, cut by `partition`, in one flat tensor.
 
-    `missing`: elements that have not come yet.
+    Attributes:
+        partition: partition of the batch.
+        flat: the tensor.
+        come: the gradients that have arrived, with their positions.
+        missing: number of elements that have not arrived yet.
     """
 
     partition: Partition
@@ -45,7 +49,7 @@ class Batch:
         self.missing -= gradient.numel()
 
     def hand_back(self) -> None:
-        """Copy what is in `flat` now to where it has come from."""
+        """Copy the parts of `flat` back to the gradients that they came from."""
         for position, gradient in self.come:
             gradient.copy_(self._part(position, gradient))
 
@@ -55,20 +59,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch before any gradient has come."""
+    """A batch before any gradient has arrived."""
 
     partition: Partition
 
     def opened(self, gradient: Tensor) -> Batch:
-        """For gradients like `gradient`."""
+        """Return an empty batch for gradients with the dtype and device of `gradient`."""
         numel = self.partition.numel
         return Batch(self.partition, gradient.new_empty(numel), missing=numel)
 
 
 class Plan:
-    """Batches of about `size` bytes of the parameters of `target`, the last one first, as backward comes to them.
+    """Batches of about `size` bytes of the parameters of `target`, last parameter first, as in backward.
 
-    Gradients of a batch have one type.
+    All gradients of a batch have the same dtype.
     """
 
     def __init__(self, target: Target, size: int) -> None:
@@ -88,7 +92,7 @@ class Plan:
 
 
 def _divided(target: Target, size: int) -> Iterator[Sequence[tuple[str, Parameter]]]:
-    """(name, parameter) of each batch."""
+    """Yield the (name, parameter) pairs of each batch."""
     open_batches: dict[torch.dtype, list[tuple[str, Parameter]]] = {}
     for name, parameter in reversed(list(target.parameters.items())):
         batch = open_batches.setdefault(parameter.dtype, [])

@@ -1,4 +1,4 @@
-"""The session of a model outside DeepSpeed, and what its user holds: `Attached`."""
+"""The session of a model outside DeepSpeed, and the handle that its user holds: `Attached`."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,15 +37,19 @@ from deepspeed_compress.session.torch_version import check_torch
 __all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session", "read_section"]
 
 Config = str | Path | dict[str, Any]
-"""A ds_config.json, or what is in one; only the section `deepspeed_compress` counts."""
+"""Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What one session compresses: gradients of `parameters`, which the ranks of `group` reduce.
+    """The gradients that one session compresses.
 
-    `position`: of this rank among those whose memories are saved together. `make_groups`: the groups of messages, of an
-    engine that divides the ranks by itself.
+    Attributes:
+        group: ranks that reduce the gradients.
+        parameters: their parameters.
+        device: device of the gradients.
+        position: position of this rank among those whose states are saved together.
+        make_groups: creates the groups for messages. Engines that partition the ranks replace it.
     """
 
     group: ProcessGroup
@@ -70,7 +74,10 @@ class Target:
         return Exchanged(self.group, self.described(), self.device, find_place_in(self.group, config))
 
     def described(self) -> Parameters:
-        """For reducers. What is not compressed travels in a type that holds all gradients exactly."""
+        """Return the description of the parameters for reducers.
+
+        Uncompressed elements are sent in a dtype that holds all gradients exactly.
+        """
         dtypes = {parameter.dtype for parameter in self.parameters.values()}
         names = {name: user_name(parameter, name) for name, parameter in self.parameters.items()}
         return Parameters(
@@ -85,7 +92,7 @@ class Target:
 class Attached:
     """Compression of one model, for as long as the model lives.
 
-    `session` has what is in force, and tells of it (`subscribe`, `settings`, `events`).
+    `session` holds the settings in force and reports on them (`subscribe`, `settings`, `events`).
     """
 
     session: Session
@@ -93,8 +100,13 @@ class Attached:
     place: Place
 
     def save(self, directory: str | Path) -> None:
-        """Write what is remembered into `directory`, two files a rank. All ranks of the model must call it, between
-        steps. StateError on all of them if one cannot write."""
+        """Write the state of compression into `directory`, two files per rank.
+
+        All ranks of the model must call this, between steps.
+
+        Raises:
+            StateError: on all ranks, if one of them cannot write.
+        """
         scale = self.session.clock.loss_scale
         save = partial(
             save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
@@ -102,11 +114,13 @@ class Attached:
         save_on_all(save, self.place.group)
 
     def load(self, directory: str | Path) -> None:
-        """Go on from what `save` has written. All ranks of the model must call it, before a step, and after the model,
-        the optimizer and the scaler of the loss have been loaded.
+        """Resume from the files that `save` wrote.
 
-        What is wrong on one rank is a StateError on all, or with `on_missing_state` "reset" a CompressWarning: memories
-        start empty then. Another number of ranks takes the sums of the memories over.
+        All ranks of the model must call this before a step, after the model, the optimizer and the gradient scaler have
+        been loaded. If the number of ranks differs, the sums of the residuals are preserved.
+
+        An error on one rank raises StateError on all ranks or, with `on_missing_state` "reset", emits a CompressWarning
+        and leaves the residuals empty.
         """
         self.session.reset()
         self.session.journal.adopt(None)
@@ -116,9 +130,10 @@ class Attached:
 
 
 def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:
-    """The section, validated, and the whole configuration. CompressWarning names keys of DeepSpeed beside it.
+    """Return the validated section and the whole configuration.
 
-    Raises ConfigError as `parse_section` does.
+    Emits a CompressWarning that names DeepSpeed keys outside the section, which have no effect. Raises ConfigError as
+    `parse_section` does.
     """
     document = read_ds_config(config)
     section, others = parse_section(document), sorted(document.keys() - {SECTION, "scheduler"})
@@ -135,8 +150,10 @@ def attach_session(
     section: CompressConfig,
     document: Mapping[str, Any],
 ) -> Attached:
-    """Make the session of `exchanged` and follow the steps of `optimizer`, some of which `scaler` may leave out. All
-    ranks of its group must call it."""
+    """Create the session of `exchanged` and follow the steps of `optimizer`, some of which `scaler` may skip.
+
+    All ranks of the group must call this.
+    """
     group = exchanged.group
     session = make_session(exchanged, section, document, writes=group.rank() == 0)
     with session.patches.undone_on_failure():
@@ -146,7 +163,7 @@ def attach_session(
 
 
 def make_session(exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool) -> Session:
-    """A session, which all ranks of the group of `exchanged` must make. `writes`: whether this one tells of itself."""
+    """Return a session. All ranks of the group of `exchanged` must call this. `writes`: this rank reports."""
     check_torch(torch.__version__)
     check_world(section, exchanged.group.size())
     run = Run(StepClock(), Meter(), section.seed, make_pace(section.communication, exchanged.group))
@@ -163,7 +180,7 @@ def make_session(exchanged: Exchanged, section: CompressConfig, document: Mappin
 def _reductions(section: CompressConfig, exchanged: Exchanged, run: Run) -> Reductions | None:
     if section.gradients.method == "none":
         return None
-    # Any step may be left out: by a scaler, or by the program.
+    # Any step may be skipped, by a scaler or by the program.
     stores = ResidualStores(transactional=True)
     groups = exchanged.make_groups(exchanged.group, section)
     dist.barrier(exchanged.group)
@@ -171,5 +188,5 @@ def _reductions(section: CompressConfig, exchanged: Exchanged, run: Run) -> Redu
 
 
 def _first_alone(first: bool, sizes: Sizes) -> tuple[int, Sizes] | None:
-    """Ranks send alike, so the first one tells of itself."""
+    """Return what this rank sends if it is the first one. All ranks send alike, so only the first one reports."""
     return (0, sizes) if first else None

@@ -1,4 +1,4 @@
-"""Optimizer steps without an engine: what an optimizer of torch, and a scaler of the loss, tell of them."""
+"""Tracking of optimizer steps without an engine, through the hooks of a torch optimizer and a gradient scaler."""
 
 import warnings
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from deepspeed_compress.session.session import Session
 __all__ = ["UNKNOWN", "Scaler", "StepFollower", "Steps"]
 
 UNKNOWN = None
-"""Samples of a step: there is no engine that counts them."""
+"""Number of samples of a step, which only an engine would count."""
 SEVERAL = 3
-"""Steps of another optimizer, after which a warning tells of it."""
+"""Number of steps by another optimizer after which a warning is emitted."""
 
 
 class Scaler(Protocol):
-    """`torch.amp.GradScaler`, or one with its methods."""
+    """Interface of `torch.amp.GradScaler`."""
 
     def get_scale(self) -> float: ...
 
@@ -30,36 +30,41 @@ class Scaler(Protocol):
 
 
 class StepFollower(Protocol):
-    """Tells sessions how the steps of an optimizer end. `count`: steps that are over, left out ones included.
-    `reduced`: whether gradients of the running step have been reduced."""
+    """Interface for objects that report to sessions how the steps of an optimizer end.
+
+    Attributes:
+        count: number of finished steps, including skipped ones.
+        reduced: True if gradients of the running step have been reduced.
+    """
 
     count: int
     reduced: bool
 
     @property
     def loss_scale(self) -> float:
-        """The factor that gradients carry; 1.0 without one."""
+        """Return the factor that gradients carry; 1.0 without a scaler."""
 
     def begin(self, step: int) -> None:
         """Begin optimizer step `step` (0-based)."""
 
     def forget(self) -> None:
-        """The gradients have been cleared: if any were reduced since the last step, it was in vain."""
+        """Discard the reductions of the running step, if any, because the gradients were cleared."""
 
 
 class Steps:
-    """Tells `session` how every step of `optimizer` ended. `count`: steps that are over, left out ones included.
+    """Reports to `session` how every step of `optimizer` ended.
 
-    A step is over when the optimizer has stepped; with a `scaler`, when that is updated after it, for the scale of the
-    loss changes there, and steps that overflow are left out. Where the scale changes for another optimizer, the running
-    step counts as left out. Gradients that were reduced and are cleared before anybody
-    stepped were in vain, as in a program that leaves steps out by itself: that step leaves no trace either.
+    `count` is the number of finished steps, including skipped ones. A step is finished when the optimizer has stepped.
+    With a `scaler`, it is finished at the scaler's next update, because the loss scale changes there and steps that
+    overflow are skipped. If the scale changes for another optimizer, the running step is treated as skipped. The same
+    applies if gradients were reduced and then cleared before the optimizer stepped, as in a program that skips steps
+    itself.
     """
 
     def __init__(self, session: Session, optimizer: Optimizer, scaler: Scaler | None) -> None:
         self.count = 0
         self.reduced = False
-        """Whether gradients of the running step have been reduced."""
+        """True if gradients of the running step have been reduced."""
         self._session = session
         self._optimizer = optimizer
         self._scaler = scaler
@@ -83,18 +88,20 @@ class Steps:
         self._session.begin(step, self.loss_scale)
 
     def forget(self) -> None:
-        """The gradients have been cleared: if any were reduced since the last step, it was in vain."""
+        """Discard the reductions of the running step, if any, because the gradients were cleared."""
         if self.reduced and not self._asked:
             self._warn_of_another()
             self._end(False, self._session.clock.loss_scale)
 
     def _changes(self) -> int:
-        """How often the parameters have been changed in place, in all."""
+        """Return the total number of in-place changes of the parameters."""
         return sum(parameter._version for group in self._optimizer.param_groups for parameter in group["params"])
 
     def _warn_of_another(self) -> None:
-        """Of parameters that have changed in steps that count as left out, several in a row: once may be the program,
-        which has gone back to weights that it kept."""
+        """Warn if parameters have changed in several consecutive steps that were treated as skipped.
+
+        A single change may be the program restoring saved weights.
+        """
         self._elsewhere += self._changes() != self._changes_before
         if self._elsewhere == SEVERAL:
             warnings.warn(
@@ -108,7 +115,7 @@ class Steps:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._elsewhere = 0
         overflow = vars(optimizer).get("found_inf")
-        # Of a fused optimizer, which a scaler calls also in steps that it leaves out.
+        # Set on a fused optimizer, which a scaler also calls in steps that it skips.
         self._applied = overflow is None or not float(overflow)
         if self._scaler is None:
             self._end(True, 1.0)
@@ -124,7 +131,7 @@ class Steps:
     def _update(self, update: Callable[..., None], *args: Any, **options: Any) -> None:
         update(*args, **options)
         scale = self.loss_scale
-        # Else it was for another optimizer, and the step of this one goes on.
+        # Otherwise, the update was for another optimizer, and this optimizer's step continues.
         if self._asked or self._applied or scale != self._session.clock.loss_scale:
             self._end(self._applied, scale)
 

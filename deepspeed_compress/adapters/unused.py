@@ -1,7 +1,8 @@
-"""Parameters that no rank has used in a backward pass (`find_unused_parameters`).
+"""Handling of parameters that no rank has used in a backward pass (`find_unused_parameters`).
 
-DDP leaves their gradients alone and drops what was reduced for them. Error feedback has sent what it remembered of them
-by then: the owner of each element takes the dropped mean back, so that it comes with the next message.
+DDP leaves their gradients unchanged and drops their reduced means. By then, error feedback has already sent their
+residuals. The owner of each element therefore adds the dropped mean to its residual, so that the next message contains
+it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ __all__ = ["Unused"]
 
 
 class Unused:
-    """Knows which parameters of `target` were used since the last reduction."""
+    """Tracker of the parameters of `target` that were used since the last reduction."""
 
     def __init__(self, session: Session, target: Target) -> None:
         self._session = session
@@ -34,8 +35,10 @@ class Unused:
             session.patches.on_undo(handle.remove)
 
     def take_back(self, buckets: Sequence[tuple[Tensor, Partition]]) -> None:
-        """Remember the means in `buckets` of what no rank has used. Collective, and the host waits for it, as DDP's own
-        host does for its map of used parameters."""
+        """Add the means in `buckets` of parameters that no rank has used to the residuals.
+
+        Collective. The host waits for it, as DDP's host does for its map of used parameters.
+        """
         used = self._used.to(self._device, copy=True)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         self._used.zero_()
@@ -49,7 +52,7 @@ class Unused:
     def _remember(self, mean: Tensor, segment: Segment) -> None:
         store = self._session.stores.get("gradients")
         if store is not None:
-            # The mean of all ranks is that of the sum, so one of them has to send all of it.
+            # The mean is 1 / ranks times the sum, so the one owner must send all of it.
             kept = store.read([segment], mean.device)
             store.write([segment], kept.add_(mean, alpha=self._group.size()))
 

@@ -1,1 +1,1 @@
-"""Checkpoints that training does not wait for: snapshots in memory, a process that writes them, and what is whole."""
+"""Checkpoints that do not block training: snapshots in memory, a writer process, and tracking of completeness."""

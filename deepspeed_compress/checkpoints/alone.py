@@ -1,4 +1,4 @@
-"""One job at a time in a directory: locks that the kernel lifts when their process ends, however it ends."""
+"""Exclusive use of a directory by one job, with locks that the kernel releases whenever their process ends."""
 
 import fcntl
 import os
@@ -13,12 +13,11 @@ LOCK = ".deepspeed_compress.lock"
 
 
 def hold(directory: Path) -> TextIO | None:
-    """The lock of `directory`, which is made, for as long as the file that is returned is open; None where another
-    process has it.
+    """Lock `directory`, which is created if needed, until the returned file is closed.
 
-    Locks of POSIX, which belong to the process: one that it forks, and that outlives it, does not have them; and the
-    same process may hold a directory twice, until it closes one of the files. Where the file system knows no locks,
-    nobody is kept out.
+    Returns None if another process holds the lock. The locks are POSIX locks, which belong to the process: a forked
+    child that outlives it does not hold them, and the same process may lock a directory twice, until it closes one of
+    the files. On a file system without locks, no process is excluded.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / LOCK, "w", opener=_private)  # noqa: SIM115  (held by who called)
@@ -34,8 +33,10 @@ def hold(directory: Path) -> TextIO | None:
 
 @contextmanager
 def in_turn(directory: Path) -> Iterator[None]:
-    """Between others that do the same in `directory`, which is there; they are waited for, where the file system knows
-    locks."""
+    """Exclude other processes that use this function for `directory`, which must exist.
+
+    Waits for its turn. On a file system without locks, no process is excluded.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Which start of a job may change a directory of checkpoints: the newest.
+"""Restriction of changes in a directory of checkpoints to the newest start of a job.
 
-Processes that write outlive their ranks, and with the lowest priority on a busy machine they may do so for long. What
-they have left to do must not get between the files of the ranks that follow, which save the same tags again.
+Writer processes outlive their ranks, possibly for long on a busy machine because of their low priority. Their remaining
+work must not interfere with the files of the ranks that follow, which save the same tags again.
 """
 
 import fcntl
@@ -21,38 +21,46 @@ _LENGTH = 32
 
 
 def this_start() -> str:
-    """A name that no other process has had on any machine: a start of a job is named by its first rank."""
+    """Return a name that is unique to this process on all machines. A start of a job is named by its first rank."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    # What follows the name of the program, in which anything may stand; the 22nd field is when it began.
+    # The fields after the name of the program, which may contain anything. The 22nd field is the start time.
     begun = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return hashlib.sha256(f"{machine} {os.getpid()} {begun}".encode()).hexdigest()[:_LENGTH]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Of the start `start` on the directory `place`. Whoever has made no claim there keeps nobody out."""
+    """Claim of the start `start` on the directory `place`. Without any claim, no process is excluded."""
 
     place: Path
     start: str
 
     def take(self) -> None:
-        """When this has returned, nobody of another start changes anything. OSError where nothing can be written."""
+        """Take over the directory. Afterwards, no process of another start changes anything.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
         descriptor = os.open(self.place / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if not self._is_ours(descriptor):
                 os.pwrite(descriptor, self.start.encode(), 0)
-                # Others see it with their next file. Whoever is about to rename one is waited for.
+                # Other processes notice it at their next file. Wait for those that are about to rename one.
                 _lock(descriptor, fcntl.LOCK_EX)
         finally:
             os.close(descriptor)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For as long as files are renamed or removed. StateError where a later start has taken the directory."""
+        """Hold the claim while files are renamed or removed.
+
+        Raises:
+            StateError: a later start has taken the directory.
+        """
         try:
             descriptor = os.open(self.place / _FILE, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            # The directory was removed since, or this host has another one.
+            # The directory was removed meanwhile, or is a different one on this host.
             yield
             return
         try:
@@ -64,7 +72,11 @@ class Claim:
             os.close(descriptor)
 
     def check(self) -> None:
-        """StateError where a later start has taken the directory."""
+        """Check that the claim still holds.
+
+        Raises:
+            StateError: a later start has taken the directory.
+        """
         with self.held():
             pass
 
@@ -73,6 +85,6 @@ class Claim:
 
 
 def _lock(descriptor: int, kind: int) -> None:
-    """Where the file system knows no locks, what was checked may be old by one file."""
+    """Lock the file. On a file system without locks, the check of a claim may be outdated by one file."""
     with suppress(OSError):
         fcntl.flock(descriptor, kind)

@@ -1,10 +1,10 @@
-"""Files of a checkpoint that go into the memory of another host: who sends them, and the process that takes them.
+"""Copies of checkpoint files in the memory of another host: the sending side, and the process that receives them.
 
-Connections are those of `transport`, with a secret that the ranks of the job alone have. A message is the list of a
-rank (`files.FileList`), which has the digests of its files, and then the files; every file must fit its digest. The
-rank's list is written last: if it is there, its files are whole.
+Connections use `transport`, with a secret that only the ranks of the job know. A message consists of the list of a rank
+(`files.FileList`), which has the digests of its files, and the files themselves. Every file must match its digest. The
+rank's list is written last, so its presence means that the files are complete.
 
-The end of a rank waits for copies that are on their way as long as they move, but for no silent peer.
+When a rank ends, it waits for copies in progress as long as they advance, but not for a silent peer.
 """
 
 import hashlib
@@ -37,16 +37,16 @@ __all__ = ["COPIES", "Destination", "Receiver", "own_address", "send_copies", "w
 COPIES = "copies"
 """Name of the service."""
 _PATIENCE = 60.0
-"""Seconds for which a connection may be silent."""
+"""Maximum number of seconds for which a connection may be silent."""
 _GRACE = 5.0
-"""Seconds for which the process goes on taking after its rank has died: what the others had kept is on its way."""
+"""Seconds for which the process keeps receiving after its rank has died, for copies that are already in progress."""
 _CHUNK = 1 << 18
 _LONGEST = 1 << 24
-"""Most bytes of a list."""
+"""Maximum number of bytes of a list."""
 _MOST = 1 << 50
-"""Most bytes of the files of a rank."""
+"""Maximum number of bytes of the files of a rank."""
 _CONNECTIONS = 256
-"""Ranks of the former host that send at once, and then some."""
+"""Maximum number of connections: enough for all ranks of the sending host."""
 _COUNT = an_integer(0, 2**63 - 1)
 _MESSAGES: Table = {
     "copy": {"tag": a_text(1000, 1), "list": a_mapping},
@@ -62,11 +62,13 @@ _MESSAGES: Table = {
 
 @dataclass(frozen=True)
 class Destination:
-    """The process that takes copies on the next host.
+    """The process that receives copies on the next host.
 
     Attributes:
-        key: Secret of the job.
-        max_rate: Bytes a second; None for no limit.
+        address: host.
+        port: port.
+        key: secret of the job.
+        max_rate: bytes per second; None for no limit.
     """
 
     address: str
@@ -76,7 +78,7 @@ class Destination:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host on the way to `towards`, at which others reach it. Nothing is sent."""
+    """Return this host's address on the route to `towards`, at which other hosts reach it. Sends nothing."""
     family = socket.getaddrinfo(towards, None, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))
@@ -86,14 +88,17 @@ def own_address(towards: str) -> str:
 def send_copies(
     place: Path, listed: FileList, destination: Destination, moves: Callable[[], None] = lambda: None
 ) -> None:
-    """Send the files of `listed`, which are below the tag directory `place`.
+    """Send the files of `listed` to `destination`.
 
     Args:
-        moves: called whenever a piece was sent.
+        place: tag directory of the files.
+        listed: list of the files.
+        destination: the receiving process.
+        moves: called whenever a part was sent.
 
     Raises:
-        OSError: if the connection fails.
-        StateError: if the other host refuses them, or one of them has changed.
+        OSError: the connection fails.
+        StateError: the other host refuses the files, or one of them has changed.
     """
     host = f"[{destination.address}]" if ":" in destination.address else destination.address
     try:
@@ -119,7 +124,7 @@ def _sent(connection: Connection, place: Path, listed: FileList, pieces: Iterato
 
 
 def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the files at `rate` bytes a second."""
+    """Yield the content of the files at `rate` bytes per second."""
     begun, sent, chunk = time.monotonic(), 0, _CHUNK if rate is None else max(1, min(_CHUNK, int(rate)))
     for name in sorted(listed.files):
         with (place / name).open("rb") as stream:
@@ -136,9 +141,9 @@ def _credentials(key: bytes) -> Credentials:
 
 
 class Receiver:
-    """The process of this host that takes copies of files into `directory`, from the side of the rank that starts it.
+    """Handle of this host's process that receives copies into `directory`, used by the rank that starts it.
 
-    It ends when that rank has, and what is on its way has come.
+    The process ends after that rank has ended and copies in progress have arrived.
     """
 
     def __init__(self, directory: Path, key: bytes) -> None:
@@ -152,14 +157,14 @@ class Receiver:
         theirs.close()
 
     def close(self) -> None:
-        """End the process, after copies that move have come."""
+        """End the process, after copies that are advancing have arrived."""
         self._connection.send(None)
         self._connection.close()
         os.waitpid(self.process, 0)
 
 
 class _Taker:
-    """What the process does: serves connections, and ends."""
+    """The receiving process: serves connections until its rank ends."""
 
     def __init__(self, directory: Path, key: bytes) -> None:
         self._directory, self._movement = directory, Movement()
@@ -167,11 +172,11 @@ class _Taker:
         self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
 
     def end_with(self, rank: Any) -> None:
-        """End the server when the rank at the other end of a pipe ends, or says so."""
+        """End the server when the rank at the other end of a pipe ends or sends a message."""
         try:
             rank.recv()
         except EOFError:
-            # It was killed.
+            # The rank was killed.
             time.sleep(_GRACE)
         self.server.stop(DRAIN)
         while True:
@@ -192,14 +197,14 @@ class _Taker:
         try:
             self._take(head, connection)
         except (OSError, StateError, ValueError, KeyError, TypeError) as error:
-            # The other side listens when it has sent everything.
+            # The sender reads the answer only after it has sent everything.
             for _ in self._pieces(connection):
                 pass
             return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
         return {"kind": "taken"}
 
     def _take(self, head: Mapping[str, Any], connection: Connection) -> None:
-        """Write the files of one message. The former list of the rank goes first, as when it replaces files itself."""
+        """Write the files of one message. The rank's old list is removed first, as when it replaces files itself."""
         place, listed = self._read_head(head, connection.left)
         place.mkdir(exist_ok=True)
         list_file(place, listed.rank).unlink(missing_ok=True)
@@ -229,13 +234,13 @@ class _Taker:
 
 
 class _Pieces:
-    """A body that is dealt out to files."""
+    """A message body that is split into files."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces, self._rest = pieces, memoryview(b"")
 
     def take(self, size: int) -> Iterator[memoryview]:
-        """Yield the next `size` bytes, which must be there."""
+        """Yield the next `size` bytes, which must be available."""
         while size:
             if not self._rest:
                 self._rest = next(self._pieces)
@@ -252,7 +257,11 @@ def _inside(place: Path, name: str) -> Path:
 
 
 def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str) -> None:
-    """Write `chunks` to `file`. StateError if that is not their digest; nothing is left of them then."""
+    """Write `chunks` to `file`.
+
+    Raises:
+        StateError: `sha256` is not their digest. Nothing is left of them.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     written, digest = temporary(file), hashlib.sha256()
     try:
@@ -270,7 +279,7 @@ def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str)
 
 
 def _live(taker: _Taker, rank: Any) -> None:
-    """Be the process that takes copies. Does not return."""
+    """Run the receiving process. Does not return."""
     code = 1
     try:
         leave_rank({rank.fileno(), *taker.server.descriptors})

@@ -1,8 +1,8 @@
-"""A file that is written past the page cache, with its digest taken on the way.
+"""Files that are written past the page cache and hashed while they are written.
 
-Pages of the cache are made, filled and written back by the same processors that train; past it (open(2), O_DIRECT) the
-disk reads what is to be written by itself, and a digest that is taken of each block on its way needs no second look at
-the file. File systems that cannot do so are written to as ever.
+The processors that train would also have to allocate, fill and write back pages of the cache. Past the cache (open(2),
+O_DIRECT), the disk reads the data itself, and hashing each block before it is written avoids reading the file again.
+File systems without support for this are written through the cache.
 """
 
 import errno
@@ -18,21 +18,21 @@ from typing import Any
 __all__ = ["DirectFile"]
 
 _BLOCK = 1 << 20
-"""Bytes that are written at a time: they fit into a processor's own cache, from their copy to their digest."""
+"""Number of bytes written at a time. They fit into a processor's cache between their copy and their digest."""
 
 
 class DirectFile(io.RawIOBase):
-    """A new file at `path`, for writing from its beginning to its end. Raises OSError as `open` and `os.write` do.
+    """A new file at `path`, written sequentially. Raises OSError as `open` and `os.write` do.
 
     Args:
-        path: of the file, which is replaced.
-        max_rate: bytes a second; None for as many as the disk takes.
+        path: path of the file, which is replaced.
+        max_rate: bytes per second; None for no limit.
     """
 
     def __init__(self, path: Path, max_rate: float | None = None) -> None:
         super().__init__()
         self._descriptor = _opened(path)
-        # Of whole pages, at the beginning of one, as the disk wants it.
+        # Whole pages, page-aligned, as O_DIRECT requires.
         self._block = mmap.mmap(-1, _BLOCK)
         self._filled = self._written = 0
         self._digest = hashlib.sha256()
@@ -42,7 +42,7 @@ class DirectFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """All of `data`, any bytes, which are on the disk after `finish`."""
+        """Write all bytes of `data` and return their number. They are on the disk after `finish`."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
@@ -54,7 +54,7 @@ class DirectFile(io.RawIOBase):
         return size
 
     def finish(self) -> str:
-        """The SHA-256 of all that was written, in hexadecimal, once it is on the disk."""
+        """Flush everything to the disk and return its SHA-256 in hexadecimal."""
         if self._filled:
             self._write_block()
         if os.fstat(self._descriptor).st_size != self._written:
@@ -68,7 +68,7 @@ class DirectFile(io.RawIOBase):
         super().close()
 
     def _write_block(self) -> None:
-        """What has been collected; past the cache in whole pages, so that the file is cut when it is finished."""
+        """Write the collected bytes. Past the cache, whole pages are written, and `finish` truncates the file."""
         page = mmap.PAGESIZE if self._is_direct() else 1
         whole = memoryview(self._block)
         self._digest.update(whole[: self._filled])
@@ -87,7 +87,7 @@ class DirectFile(io.RawIOBase):
                 written = 0
             left = left[written:]
             if written % mmap.PAGESIZE or not written:
-                # It wants larger pages than ours, or took a part of one.
+                # The disk requires larger blocks, or wrote a part of a page: continue through the cache.
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
 
     def _is_direct(self) -> bool:

@@ -1,7 +1,7 @@
-"""Which checkpoints of a directory are whole: what each rank has written is listed, with digests, in a file beside it.
+"""Completeness of the checkpoints in a directory: each rank lists its files with digests in a file next to them.
 
-A list is removed before its files are replaced, and written after them; all carry the name of one save. So a directory
-with the lists of all ranks of one save has been written to its end, and a flipped bit or a missing file has a name.
+A list is removed before its files are replaced and written after them, and all lists contain the name of one save. A
+directory with the lists of all ranks of one save is therefore complete, and damaged or missing files can be named.
 """
 
 import hashlib
@@ -53,14 +53,22 @@ _STEM = "deepspeed_compress_files_rank_"
 LATEST = "latest"
 _LONGEST_TAG = 1024
 _REMOVED = ".deepspeed_compress_removed_"
-"""Before the tag of a checkpoint that is being removed."""
+"""Prefix of the tag of a checkpoint that is being removed."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """One call of `save_checkpoint`, alike on all ranks: number `number` of the run `run`.
+    """One call of `save_checkpoint`, equal on all ranks: number `number` of the run `run`.
 
-    `latest`: whether the file `latest` shall name it once it is whole. `automatic`: not by the program.
+    Attributes:
+        directory: directory of the checkpoints.
+        tag: name of this checkpoint's directory.
+        run: name of the run.
+        number: number of the save in the run.
+        step: optimizer step.
+        world: number of ranks.
+        latest: let the file `latest` name the checkpoint once it is complete.
+        automatic: True if the program did not request the save.
     """
 
     directory: Path
@@ -79,8 +87,19 @@ class Save:
 
 @dataclass(frozen=True)
 class FileList:
-    """What one rank has written. `files`: bytes and SHA-256 of each, by its path below the tag directory. `problem`:
-    why they are not all."""
+    """The files that one rank has written.
+
+    Attributes:
+        version: version of the format.
+        run: see `Save`.
+        number: see `Save`.
+        step: see `Save`.
+        rank: the rank.
+        world: number of ranks.
+        automatic: see `Save`.
+        files: size in bytes and SHA-256 of each file, by its path below the tag directory.
+        problem: reason why files are missing; empty if none is.
+    """
 
     version: int
     run: str
@@ -94,7 +113,11 @@ class FileList:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "FileList":
-        """Return the list of JSON `fields`. ValueError, TypeError, KeyError or AttributeError where they are wrong."""
+        """Return the list of JSON `fields`.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: a field is wrong.
+        """
         found = cls(**{**fields, "files": {name: (size, sha) for name, (size, sha) in fields["files"].items()}})
         wrong = [name for name, is_right in _FIELDS.items() if not is_right(getattr(found, name))]
         if wrong:
@@ -103,7 +126,7 @@ class FileList:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As JSON, with a digest of all of it."""
+        """Return the JSON fields, including a digest of all of them."""
         found = asdict(self)
         return {**found, "sha256": _sha256_of(found)}
 
@@ -136,13 +159,13 @@ def _sha256_of(fields: Mapping[str, Any]) -> str:
 
 
 def listed(save: Save, rank: int, digests: Mapping[Path, str]) -> FileList:
-    """The list of files that are there, by their SHA-256."""
+    """Return the list of existing files, given their SHA-256."""
     found = {file.relative_to(save.place).as_posix(): (file.stat().st_size, one) for file, one in digests.items()}
     return FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, found)
 
 
 def list_failure(save: Save, rank: int, problem: str) -> None:
-    """Tell those who wait for the list of `rank` that there will be none."""
+    """Write a list with `problem`, so that others do not wait for the list of `rank`."""
     write_list(
         save.place,
         FileList(VERSION, save.run, save.number, save.step, rank, save.world, save.automatic, {}, problem),
@@ -150,12 +173,15 @@ def list_failure(save: Save, rank: int, problem: str) -> None:
 
 
 def write_list(place: Path, listed: FileList) -> None:
-    """The files of `listed` are below the tag directory `place`, or will never be."""
+    """Write the list of `listed.rank` into the tag directory `place`."""
     replace_text(list_file(place, listed.rank), json.dumps(listed.fields, indent=1))
 
 
 def unlist(save: Save, rank: int) -> None:
-    """Before files of the same tag are replaced. The first rank does it for those that a save of more ranks had."""
+    """Remove the list of `rank` before files of the same tag are replaced.
+
+    The first rank also removes the lists that a save with more ranks has left.
+    """
     list_file(save.place, rank).unlink(missing_ok=True)
     if not rank:
         ours = {list_file(save.place, other) for other in range(save.world)}
@@ -164,19 +190,23 @@ def unlist(save: Save, rank: int) -> None:
 
 
 def check_place(save: Save) -> None:
-    """StateError where the directory is gone: whoever removed it does not want what would be written there."""
+    """Check that the tag directory exists. If it was removed, nothing may be written there.
+
+    Raises:
+        StateError: it does not exist.
+    """
     if not save.place.is_dir():
         raise StateError(f"{save.place} could not be made, or was removed before all of it was written")
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of what is in `file`."""
+    """Return the SHA-256 of `file`."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def replace_text(file: Path, text: str) -> None:
-    """`file` is as it was, or has all of `text`, whatever happens meanwhile."""
+    """Replace the content of `file` by `text` atomically."""
     written = temporary(file)
     with written.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -186,7 +216,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def rename(written: Path, file: Path, held: Callable[[], AbstractContextManager[None]]) -> None:
-    """`written` becomes `file` while `held()`; it is removed where that may not be."""
+    """Rename `written` to `file` while `held()` is entered. Remove it if `held()` raises StateError."""
     try:
         with held():
             os.replace(written, file)
@@ -196,27 +226,35 @@ def rename(written: Path, file: Path, held: Callable[[], AbstractContextManager[
 
 
 def temporary(file: Path) -> Path:
-    """A name of this process alone: one that outlives its rank may write the same file as the run that follows."""
+    """Return a name that is unique to this process, since a process of an earlier run may still write the same file."""
     return file.with_name(f"{file.name}.{os.getpid()}.tmp")
 
 
 def list_file(place: Path, rank: int) -> Path:
-    """Where `rank` lists its files of the tag directory `place`."""
+    """Return the path of the list of `rank` in the tag directory `place`."""
     return place / f"{_STEM}{rank:05d}.json"
 
 
 def read_lists(place: Path) -> list[FileList]:
-    """The lists in a tag directory, by rank. Raises StateError where one cannot be read."""
+    """Return the lists in a tag directory, by rank.
+
+    Raises:
+        StateError: one of them cannot be read.
+    """
     return [read_list(file) for file in list_paths(place)]
 
 
 def list_paths(place: Path) -> list[Path]:
-    """The lists in a tag directory, by rank."""
+    """Return the paths of the lists in a tag directory, by rank."""
     return sorted(place.glob(f"{_STEM}*.json"))
 
 
 def read_list(file: Path) -> FileList:
-    """StateError where it cannot be read."""
+    """Return the list in `file`.
+
+    Raises:
+        StateError: it cannot be read.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found.pop("sha256") != _sha256_of(found):
@@ -230,9 +268,10 @@ def read_list(file: Path) -> FileList:
 
 
 def find_missing(save: Save) -> list[int]:
-    """The ranks that have not listed their files of `save` yet, or of a later one of this run that replaces them.
+    """Return the ranks that have not yet listed their files of `save`, or of a later save of this run that replaces it.
 
-    Raises StateError where one never will.
+    Raises:
+        StateError: a rank has failed to write its files.
     """
     missing: list[int] = []
     check_place(save)
@@ -247,9 +286,9 @@ def find_missing(save: Save) -> list[int]:
 
 
 def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
-    """What is wrong with the checkpoint in the tag directory `place`; nothing for one without lists.
+    """Yield what is wrong with the checkpoint in the tag directory `place`; nothing for one without lists.
 
-    Of the lists, those numbered `part`, `part + parts` ... are compared with their files, so that ranks share the work.
+    Only lists number `part`, `part + parts` ... are compared with their files, so that ranks can share the work.
     """
     if not place.is_dir():
         yield f"{place} is missing"
@@ -272,7 +311,7 @@ def find_problems(place: Path, part: int = 0, parts: int = 1) -> Iterator[str]:
 
 
 def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
-    """Files of `listed` that are not below `place` as they were written."""
+    """Yield a problem for each file of `listed` below `place` that is missing or has changed."""
     for name, (size, sha256) in listed.files.items():
         file = place / name
         if not file.is_file():
@@ -285,7 +324,17 @@ def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tag directory. `step`, `world`: None where no list tells. `complete`: all ranks have listed their files."""
+    """A tag directory.
+
+    Attributes:
+        place: path.
+        step: optimizer step; None without readable lists.
+        world: number of ranks; None without readable lists.
+        size: total size of the files in bytes.
+        time: newest modification time of the files.
+        automatic: see `Save`.
+        complete: True if all ranks have listed their files.
+    """
 
     place: Path
     step: int | None
@@ -295,7 +344,7 @@ class Checkpoint:
     automatic: bool
     complete: bool
     problem: str = ""
-    """Why its lists cannot be read."""
+    """Reason why the lists cannot be read; empty if they can."""
 
     @property
     def tag(self) -> str:
@@ -303,9 +352,9 @@ class Checkpoint:
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete.
+    """Return the checkpoints in `directory`, oldest first.
 
-    A link is another name of what it leads to, and no checkpoint.
+    Checkpoints without lists were written by DeepSpeed alone, and are treated as complete. Symbolic links are ignored.
     """
     places = (place for place in directory.iterdir() if not place.is_symlink() and not _is_removed(place))
     tags = map(_checkpoint, filter(_holds_states, places))
@@ -321,7 +370,7 @@ def _holds_states(place: Path) -> bool:
 
 
 def _files(place: Path) -> Iterator[os.stat_result]:
-    """Of all files below `place`. Ranks write and rename there meanwhile, and others remove what is superfluous."""
+    """Yield the status of all files below `place`, while other processes may write, rename and remove files there."""
     for top, _, names in os.walk(place):
         for name in names:
             with suppress(FileNotFoundError):
@@ -329,7 +378,7 @@ def _files(place: Path) -> Iterator[os.stat_result]:
 
 
 def _checkpoint(place: Path) -> Checkpoint | None:
-    """None where it was removed meanwhile."""
+    """Return the checkpoint in `place`, or None if it was removed meanwhile."""
     files = list(_files(place))
     if not files:
         return None
@@ -349,7 +398,10 @@ def _checkpoint(place: Path) -> Checkpoint | None:
 
 
 def tags_to_try(directory: Path) -> list[str]:
-    """What to load: what `latest` names, then those before it that are complete, the newest first; [] without any."""
+    """Return the tags to load: the one that `latest` names, then older complete ones, newest first.
+
+    Empty without `latest`.
+    """
     named = latest_tag(directory)
     if named is None:
         return []
@@ -359,13 +411,17 @@ def tags_to_try(directory: Path) -> list[str]:
 
 
 def publish(save: Save) -> None:
-    """`latest` names this save from now on; nothing where it shall not."""
+    """Let `latest` name this save, unless `save.latest` is False."""
     if save.latest:
         replace_text(save.directory / LATEST, save.tag)
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What `latest` names; None without it. StateError where it names nothing that can be a directory."""
+    """Return the tag that `latest` names, or None if there is no such file.
+
+    Raises:
+        StateError: it cannot be read, or its content cannot be the name of a directory.
+    """
     latest = directory / LATEST
     if not latest.is_file():
         return None
@@ -380,9 +436,10 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def prune(directory: Path, keep: int) -> list[str]:
-    """Remove complete automatic checkpoints but the newest `keep`, and tell their tags.
+    """Remove complete automatic checkpoints except for the newest `keep`, and return their tags.
 
-    StateError where some cannot be removed; all others are.
+    Raises:
+        StateError: some cannot be removed. All others are.
     """
     for left in filter(_is_removed, directory.iterdir()):
         shutil.rmtree(left, ignore_errors=True)
@@ -401,7 +458,7 @@ def prune(directory: Path, keep: int) -> list[str]:
 
 
 def protected(directory: Path) -> frozenset[str]:
-    """Return the tags in `directory` that are not removed: what `latest` or a link there names."""
+    """Return the tags in `directory` that must not be removed: those that `latest` or a symbolic link names."""
     linked = (place.resolve() for place in directory.iterdir() if place.is_symlink())
     tags = {place.name for place in linked if place.parent == directory.resolve()}
     latest = latest_tag(directory)
@@ -409,14 +466,17 @@ def protected(directory: Path) -> frozenset[str]:
 
 
 def superfluous(found: Sequence[Checkpoint], keep: int, kept: Collection[str]) -> list[Checkpoint]:
-    """The complete ones of `found` but the newest `keep` and the tags `kept`."""
+    """Return the complete ones of `found`, except for the newest `keep` and the tags `kept`."""
     complete = [one for one in found if one.complete]
     return [one for one in complete[: max(0, len(complete) - keep)] if one.tag not in kept]
 
 
 def remove(found: Checkpoint) -> None:
-    """By another name first: what is left if that is interrupted is not taken for a whole one. OSError where nothing
-    was removed."""
+    """Rename the checkpoint and then remove it, so that an interruption does not leave one that looks complete.
+
+    Raises:
+        OSError: nothing was removed.
+    """
     gone = found.place.with_name(f"{_REMOVED}{found.tag}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(found.place, gone)
@@ -428,6 +488,6 @@ def _is_removed(place: Path) -> bool:
 
 
 def unlist_all(place: Path) -> None:
-    """What is left in the tag directory `place` is whole for nobody."""
+    """Remove all lists in the tag directory `place`, so that no process treats the rest as complete."""
     for file in list_paths(place):
         file.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Checkpoints in the memory of a host: a directory in `/dev/shm` that outlives the processes that train.
+"""Checkpoints in the memory of a host: a directory in `/dev/shm` that outlives the training processes.
 
-It looks like one on disk, with a directory for each tag, and files and lists of ranks in it (`files`). But a host holds
-the files of its own ranks alone, and copies of those of the host before it. So whether all of a checkpoint is there is
-known when all hosts have been asked, and what one of them lacks comes from another.
+It has the structure of one on disk: a directory per tag, with the files and lists of ranks (`files`). But a host holds
+only the files of its own ranks, and copies of those of the previous host. Whether a checkpoint is complete is therefore
+known only after all hosts were asked, and files that a host lacks are sent from another one.
 """
 
 import os
@@ -30,14 +30,19 @@ __all__ = [
 ]
 
 ENVIRONMENT = "DS_COMPRESS_MEMORY_DIR"
-"""Names the directory where something else makes it, and removes it at the end of the job."""
+"""Environment variable with the directory, for systems that create it and remove it at the end of the job."""
 _SHARED_MEMORY = Path("/dev/shm")
 _JOB = ".deepspeed_compress_job"
 
 
 def job_name(directory: Path) -> str:
-    """The job whose checkpoints on disk are in `directory`, by a file there: whoever removes the directory begins
-    another job. Raises StateError where there is no such file, and none can be made."""
+    """Return the name of the job whose checkpoints on disk are in `directory`, from a file there.
+
+    The file is created if it does not exist, so removing the directory starts a new job.
+
+    Raises:
+        StateError: the file can neither be read nor created, or is damaged.
+    """
     file = directory / _JOB
     try:
         if not file.is_file():
@@ -52,8 +57,11 @@ def job_name(directory: Path) -> str:
 
 
 def job_directory(job: str) -> Path:
-    """Where this host keeps what is in memory of `job`; nobody but this user may read it. Raises StateError where
-    somebody else has made it, or may."""
+    """Return the directory of this host for the checkpoints of `job` in memory. Only this user can read it.
+
+    Raises:
+        StateError: another user has created it, or has access to it.
+    """
     named = os.environ.get(ENVIRONMENT)
     base = Path(named).absolute() if named else _SHARED_MEMORY / f"deepspeed_compress_{os.getuid()}"
     for place in (base, base / job):
@@ -76,7 +84,7 @@ def _make_private(place: Path) -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """What a host holds of one save: `lists` by rank. Its files may be damaged all the same."""
+    """The lists that a host holds of one save, by rank. The files may still be damaged."""
 
     tag: str
     run: str
@@ -87,12 +95,12 @@ class Held:
 
     @property
     def save(self) -> tuple[int, str, str, int]:
-        """Which one it is, wherever it is held; the later, the larger."""
+        """Return the identity of the save, equal on all hosts. Later saves compare greater."""
         return (self.step, self.tag, self.run, self.number)
 
 
 def find_held(directory: Path) -> tuple[list[Held], list[str]]:
-    """What is in `directory`, and what is wrong with lists that cannot be read."""
+    """Return the saves in `directory`, and the problems of lists that cannot be read."""
     found: list[Held] = []
     problems: list[str] = []
     for place in sorted(place for place in directory.iterdir() if place.is_dir() and not place.is_symlink()):
@@ -116,7 +124,7 @@ def _readable(place: Path, problems: list[str]) -> Iterator[FileList]:
 
 
 def keep_only(directory: Path, tags: Iterable[str]) -> None:
-    """Remove all other tags. What another process has removed, or still writes, is no error."""
+    """Remove all tags except for `tags`. Ignores files that other processes have removed or still write."""
     for place in directory.iterdir():
         if place.is_dir() and not place.is_symlink() and place.name not in tags:
             unlist_all(place)
@@ -125,7 +133,10 @@ def keep_only(directory: Path, tags: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Missing:
-    """A file of the tag directory that hosts `needed_by` lack; host `source` has it. `listed`: whose it is."""
+    """A file of the tag directory that host `source` has and the hosts `needed_by` lack.
+
+    `listed` is the list of the rank that wrote it.
+    """
 
     name: str
     listed: FileList
@@ -136,12 +147,12 @@ class Missing:
 def missing_files(
     lists: Mapping[int, FileList], whole: Iterable[frozenset[int]], ranks: Iterable[frozenset[int]]
 ) -> Iterator[Missing]:
-    """What must go from host to host before all ranks can load.
+    """Yield the files that must be sent between hosts before all ranks can load.
 
     Args:
-        lists: of all ranks.
-        whole: for each host, the ranks whose files it has, undamaged; each rank is in one of them.
-        ranks: for each host, those that run there.
+        lists: lists of all ranks.
+        whole: for each host, the ranks whose files it has, undamaged. Each rank must be in one of them.
+        ranks: for each host, the ranks that run there.
     """
     hosts = list(zip(whole, ranks, strict=True))
     for rank, listed in sorted(lists.items()):
@@ -154,6 +165,9 @@ def missing_files(
 
 
 def _is_for_all(name: str) -> bool:
-    """Whether other ranks read the file too. Masters and memories are for the rank that wrote them."""
+    """Return True if other ranks read the file too.
+
+    Files with fp32 master weights and residuals are read only by the rank that wrote them.
+    """
     masters = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
     return not masters and not name.startswith("deepspeed_compress_rank_")

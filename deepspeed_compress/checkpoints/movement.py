@@ -1,4 +1,4 @@
-"""Which copies of checkpoints move, so that an end waits for them, and for no silent peer."""
+"""Tracking of copies that are advancing, so that shutdown waits for them but not for silent peers."""
 
 import time
 from typing import Any
@@ -6,38 +6,38 @@ from typing import Any
 __all__ = ["DRAIN", "LOOK", "Movement"]
 
 DRAIN = 30.0
-"""Most seconds for which an end waits for copies that move."""
+"""Maximum number of seconds for which shutdown waits for advancing copies."""
 STILL = 2.0
-"""Seconds after which a copy does not move any more."""
+"""Number of seconds without progress after which a copy is considered stalled."""
 LOOK = 0.1
-"""Seconds between looks at copies that move."""
+"""Number of seconds between checks of the copies."""
 
 
 class Movement:
-    """When copies moved last, by what carries them. For several threads."""
+    """Times at which copies last advanced, by carrier. For use by several threads."""
 
     def __init__(self) -> None:
         self._last: dict[object, float] = {}
 
     def begin(self, carrier: object) -> None:
-        """Take note of one that has yet to begin: nobody waits for it."""
+        """Register a copy that has not started. It counts as stalled, so shutdown does not wait for it."""
         self._last[carrier] = -STILL
 
     def note(self, carrier: object) -> None:
-        """Take note that it moves."""
+        """Record that a copy has advanced."""
         self._last[carrier] = time.monotonic()
 
     def end(self, carrier: object) -> None:
-        """Take note that it has ended."""
+        """Record that a copy has ended."""
         self._last.pop(carrier, None)
 
     def still(self) -> list[Any]:
-        """Return those that do not move any more."""
+        """Return the carriers of stalled copies."""
         now = time.monotonic()
         return [one for one, last in list(self._last.items()) if now - last >= STILL]
 
     def wait(self) -> None:
-        """Wait while a copy moves, at most `DRAIN` seconds."""
+        """Wait while any copy is advancing, at most `DRAIN` seconds."""
         deadline = time.monotonic() + DRAIN
         while len(self._last) > len(self.still()) and time.monotonic() < deadline:
             time.sleep(LOOK)

@@ -1,4 +1,4 @@
-"""Flat parts of what ranks hold, cut anew for another number of ranks: by the names of parameters, not by places."""
+"""Resharding of flat parts for another number of ranks, by the names of parameters instead of positions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Fragments", "Piece", "even_piece"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `begin` to `begin + numel` of the parameter `name`, and where they `start` in a flat part."""
+    """Elements `begin` to `begin + numel` of the parameter `name`, which `start` at that index in a flat part."""
 
     name: str
     begin: int
@@ -22,29 +22,36 @@ class Piece:
 
 
 def even_piece(name: str, numel: int, rank: int, ranks: int, start: int) -> tuple[Piece, int]:
-    """What `rank` of `ranks` holds of a parameter of `numel` elements that is divided evenly, and the room that this
-    takes from `start` on: the last ranks may hold less, or nothing, and pad it (as ZeRO 3 does)."""
+    """Return the part of an evenly sharded parameter that `rank` holds, and the room that it occupies from `start`.
+
+    The parameter has `numel` elements on `ranks` ranks. The last ranks may hold fewer elements or none, and pad their
+    room (as ZeRO 3 does).
+    """
     share = -(-numel // ranks)
     begin = min(rank * share, numel)
     return Piece(name, begin, start, min(share, numel - begin)), share
 
 
 class Fragments:
-    """What has been read of one kind of values, such as masters, by parameter. Tensors are views, and copied last."""
+    """Values of one kind that were read, such as fp32 master weights, by parameter.
+
+    Tensors are views until `cut` copies them.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[int, Tensor]]] = {}
 
     def add(self, pieces: Iterable[Piece], part: Tensor) -> None:
-        """`part`, flat, of one rank."""
+        """Add `pieces` of the flat `part` of one rank."""
         for piece in pieces:
             values = part.narrow(0, piece.start, piece.numel)
             self._found.setdefault(piece.name, []).append((piece.begin, values))
 
     def cut(self, pieces: Sequence[Piece], size: int) -> Tensor:
-        """A new flat part of `size` elements that holds `pieces`; zero between them.
+        """Return a new flat part of `size` elements that holds `pieces`, with zeros between them.
 
-        Raises StateError where something of a piece has not been read.
+        Raises:
+            StateError: elements of a piece have not been read.
         """
         found = {piece.name: self._found.get(piece.name, []) for piece in pieces}
         dtype = next((values.dtype for some in found.values() for _, values in some), torch.float32)
@@ -61,7 +68,7 @@ class Fragments:
 
 
 def _copy(target: Tensor, first: int, begin: int, values: Tensor) -> int:
-    """Into `target`, which begins at element `first`, what `values` from element `begin` on have of it; how much."""
+    """Copy the overlap of `values`, from element `begin` on, to `target`, from element `first` on. Return its size."""
     low, high = max(first, begin), min(first + target.numel(), begin + values.numel())
     if low < high:
         target[low - first : high - first] = values[low - begin : high - begin]

@@ -1,4 +1,4 @@
-"""Processes that are forked from a rank and outlive it."""
+"""Helper for processes that are forked from a rank and outlive it."""
 
 import gc
 import os
@@ -10,29 +10,30 @@ import torch
 __all__ = ["leave_rank"]
 
 _NICE = 19
-"""Training goes first."""
+"""Lowest priority, in favor of training."""
 
 
 def leave_rank(kept: Collection[int]) -> None:
-    """In the new process: let go of what belongs to the rank, but for the descriptors `kept`.
+    """Detach a forked process from its rank. Only the descriptors `kept` stay open.
 
-    Its terminal's signals, its priority, its sockets and files, so that others notice when the rank dies; and its
-    output, whose readers would wait for this process when the rank has long ended.
+    The process ignores terminal signals, lowers its priority, and closes the rank's sockets and files, so that others
+    notice when the rank dies. It also closes the rank's output, whose readers would otherwise wait for this process.
 
-    A process group of its own is what signals to all of the rank's spare. A session of its own would make the priority
-    count for nothing: Linux (sched_autogroup) shares processors out among sessions first.
+    It gets its own process group, which signals to the rank's group do not reach. It does not get its own session,
+    because Linux (sched_autogroup) distributes processors among sessions first, which would make the priority
+    ineffective.
     """
     os.setpgid(0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     torch.set_num_threads(1)
-    # What is collected here would close descriptors that are others by then.
+    # Garbage collection would close descriptor numbers that have been reused by then.
     gc.disable()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - set(kept):
         try:
             os.dup2(nothing, descriptor, inheritable=False)
         except OSError:
-            # The one that listed them.
+            # The descriptor of the directory listing, which is closed already.
             continue

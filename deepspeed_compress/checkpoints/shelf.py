@@ -1,4 +1,4 @@
-"""Which checkpoints in memory are still of use, known alike on all ranks without asking each other once more."""
+"""Catalog of the checkpoints in memory that are still needed. Equal on all ranks without further communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 __all__ = ["Shelf"]
 
 _KEPT = 2
-"""Newest ones that all ranks have written: one may turn out to be damaged."""
+"""Number of complete checkpoints to keep, since one may turn out to be damaged."""
 
 
 @dataclass
 class Shelf:
-    """Numbers and tags of what was saved in memory, and which of them were sent to other hosts too.
+    """Numbers and tags of the checkpoints that were saved in memory, and of those that were also sent to other hosts.
 
-    `written`, `copied`: all ranks have ended everything up to these numbers. What has failed on a rank is forgotten on
-    all. `copies`: whether anything is sent.
+    Attributes:
+        copies: True if checkpoints are sent.
+        written: all ranks have finished writing everything up to this number.
+        copied: all ranks have finished sending everything up to this number.
     """
 
     copies: bool
@@ -23,10 +25,13 @@ class Shelf:
     _saved: list[tuple[int, str]] = field(default_factory=list)
     _sent: list[tuple[int, str]] = field(default_factory=list)
     _failed: dict[bool, tuple[int, bool]] = field(default_factory=dict)
-    """The last that failed to be written, and to be sent, and whether it was news."""
+    """Number of the last failure to write (False) and to send (True), and whether it was news."""
 
     def begin(self, number: int, tag: str) -> bool:
-        """The one with `number` is saved now. Whether it is sent too: not while another one is on its way."""
+        """Register the checkpoint `number`, and return True if it should also be sent.
+
+        It is not sent while another one is being sent.
+        """
         self._saved.append((number, tag))
         send = self.copies and not self.sending
         if send:
@@ -35,12 +40,15 @@ class Shelf:
 
     @property
     def sending(self) -> bool:
-        """Whether a copy is on its way, as far as all ranks know."""
+        """Return True if a copy is in progress, as far as all ranks know."""
         return any(number > self.copied for number, _ in self._sent)
 
     def forget(self, number: int, of_copy: bool) -> bool:
-        """It is not whole, or its copies are not. What was not written is not sent either. Whether that is news: others
-        may have failed before, and none was whole since."""
+        """Remove the checkpoint `number`, whose writing or, if `of_copy`, sending failed. Return True if this is news.
+
+        A checkpoint that was not written is not sent either. A failure is not news if another one preceded it and no
+        checkpoint was complete in between.
+        """
         self._sent = [one for one in self._sent if one[0] != number]
         if not of_copy:
             self._saved = [one for one in self._saved if one[0] != number]
@@ -52,13 +60,16 @@ class Shelf:
         return news
 
     def begin_anew(self, tag: str | None) -> None:
-        """Training goes on from `tag`, whole in memory; None: from somewhere else."""
+        """Restart from the checkpoint `tag`, which is complete in memory; None if training resumes from elsewhere."""
         self._saved = [] if tag is None else [(0, tag)]
         self._sent = list(self._saved) if self.copies else []
 
     def of_use(self) -> frozenset[str]:
-        """The tags that stay: the newest two that are whole, the newest of which all copies have arrived, and all that
-        are not at their end."""
+        """Return the tags to keep.
+
+        These are the newest two complete ones, the newest one whose copies have all arrived, and all that are in
+        progress.
+        """
         self._saved = _newest(self._saved, self.written, _KEPT)
         self._sent = _newest(self._sent, self.copied, 1)
         return frozenset(tag for _, tag in (*self._saved, *self._sent))

@@ -1,4 +1,4 @@
-"""On how many ranks a checkpoint loads, as far as the names of its files and the state of compression tell."""
+"""Numbers of ranks on which a checkpoint loads, judging by the names of its files and the state of compression."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["loads_on"]
 
 
 def loads_on(place: Path) -> str:
-    """Of the tag directory `place`, in a few words: replicas are ranks of one data-parallel group."""
+    """Return a short text for the tag directory `place`. Replicas are the ranks of one data-parallel group."""
     if (place / "zero").is_dir():
         return "any sizes, with load_universal"
     models = len({file.name.partition("mp_rank_")[2] for file in place.glob("*mp_rank_*_model_states.pt")})
@@ -18,7 +18,7 @@ def loads_on(place: Path) -> str:
 
 
 def _by_node(place: Path) -> bool:
-    """Whether memories are those of a hierarchy."""
+    """Return True if the residuals are those of a hierarchy."""
     try:
         found = json.loads((place / "deepspeed_compress_rank_00000.json").read_text(encoding="utf-8"))
         return bool(found["position"]["node_size"] > 1)

@@ -1,7 +1,7 @@
-"""Calls that write files, with their tensors in memory that another process can read.
+"""Snapshots of calls that write files, with their tensors in memory that another process can read.
 
-A call is pickled, but for its tensors: these are copied into a `Memory`, where the process that writes finds them. So a
-snapshot takes no longer than copying it, and what is written is what was there when it was taken.
+A call is pickled except for its tensors, which are copied into a `Memory` that the writer process shares. A snapshot
+takes no longer than this copy, and the files contain the values at the time of the snapshot.
 """
 
 import io
@@ -24,8 +24,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Call:
-    """`function(*arguments)`, which writes `files`, and returns the SHA-256 of those that it knows. What it is made of
-    can be pickled."""
+    """A call `function(*arguments)` that writes `files` and returns the SHA-256 of some of them. Must be picklable."""
 
     function: Callable[..., Mapping[Path, str] | None]
     arguments: tuple[Any, ...]
@@ -34,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a contiguous tensor lies, and what it is."""
+    """Location and type of a contiguous tensor in a memory."""
 
     offset: int
     dtype: torch.dtype
@@ -42,7 +41,10 @@ class _Slot:
     requires_grad: bool = False
 
     def tensor(self, memory: mmap.mmap) -> Tensor:
-        """The tensor in `memory`. Its storage is no larger than it: torch.save writes whole storages."""
+        """Return the tensor in `memory`.
+
+        Its storage is no larger than the tensor, because torch.save writes whole storages.
+        """
         numel = torch.Size(self.shape).numel()
         if not numel:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -51,8 +53,10 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the process that writes is told of a snapshot: `size` bytes of memory, and in which of them each call is,
-    pickled. It may be reading of another one still, so this is short: whoever tells it would wait."""
+    """Description of a snapshot for the writer process: the `size` of its memory and the slices of its pickled calls.
+
+    It must be short: the writer may still be busy with another snapshot, and a long message would block the sender.
+    """
 
     size: int
     calls: tuple[slice, ...]
@@ -63,7 +67,7 @@ Pin = Callable[[Tensor], object]
 
 
 def _leave(memory: Tensor) -> None:
-    """Nothing is done about it."""
+    """Do nothing."""
 
 
 def _flat(memory: mmap.mmap) -> Tensor:
@@ -71,32 +75,32 @@ def _flat(memory: mmap.mmap) -> Tensor:
 
 
 class Copies(Protocol):
-    """How tensors get to where they are kept: pairs of a place on the host and what is copied there."""
+    """Interface for copying tensors to host memory, given pairs of target and source."""
 
     def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """What is copied may be changed when this has returned: programs do, between one step and the next."""
+        """Start to copy. Sources may change as soon as this returns, as programs do between steps."""
 
     def finish(self) -> None:
-        """All copies are there. May run in another thread."""
+        """Wait for all copies. May run in another thread."""
 
 
 class HostCopies:
-    """By the processor that calls."""
+    """Synchronous copies by the calling thread."""
 
     def begin(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source)
 
     def finish(self) -> None:
-        """They are there."""
+        """Return at once, since `begin` has copied everything."""
 
 
 class Memory:
-    """Anonymous memory with a file descriptor, which can be passed on; it grows, and is used again.
+    """Growable, reusable anonymous memory with a file descriptor that can be passed to other processes.
 
     Args:
-        pin: is told of the memory, and may let a device write to it.
-        unpin: is told when it is given up.
+        pin: called with the memory; may let a device write to it.
+        unpin: called when the memory is released.
     """
 
     def __init__(self, pin: Pin = _leave, unpin: Pin = _leave) -> None:
@@ -105,24 +109,24 @@ class Memory:
         self._bytes: mmap.mmap | None = None
 
     def reserve(self, size: int) -> mmap.mmap:
-        """At least `size` bytes, and at least one page."""
+        """Return a mapping of at least `size` bytes and at least one page."""
         if self._bytes is None or size > len(self._bytes):
             size = max(size, mmap.PAGESIZE)
             os.ftruncate(self.descriptor, size)
             if self._bytes is not None:
                 self._unpin(_flat(self._bytes))
-            # Tensors in the former mapping hold it for as long as they live.
+            # Tensors in the old mapping keep it alive.
             self._bytes = mmap.mmap(self.descriptor, size)
             self._pin(_flat(self._bytes))
         return self._bytes
 
 
 class Snapshot:
-    """Calls whose tensors are kept as they are at `copy`.
+    """Calls with the values that their tensors have at `copy`.
 
     Args:
-        memory: where they are kept; nobody else may use it until the snapshot is written.
-        copies: how they get there.
+        memory: destination of the values. It must not be used otherwise until the snapshot is written.
+        copies: method of copying.
     """
 
     def __init__(self, memory: Memory, copies: Copies) -> None:
@@ -133,13 +137,13 @@ class Snapshot:
         self._waiting: list[tuple[_Slot, Tensor]] = []
 
     def add(self, call: Call) -> None:
-        """Keep `call`, but for what its tensors hold."""
+        """Add `call`, without the values of its tensors."""
         stream = io.BytesIO()
         _Pickler(stream, self).dump(call)
         self._calls.append(stream.getvalue())
 
     def copy(self) -> None:
-        """Copy all tensors. They may be changed then, though copies may be under way until `finish`."""
+        """Copy all tensors. They may change afterwards, although copies may be in progress until `finish`."""
         memory = self._memory.reserve(self._size)
         for place, call in zip(self._places, self._calls, strict=True):
             memory[place] = call
@@ -147,11 +151,11 @@ class Snapshot:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """All has been copied. May run beside training."""
+        """Wait for all copies. May run concurrently with training."""
         self._copies.finish()
 
     def kept(self) -> Kept:
-        """How the calls are read, when everything has been copied."""
+        """Return the description from which the calls can be read, after everything has been copied."""
         return Kept(len(self._memory.reserve(self._size)), tuple(self._places))
 
     @property
@@ -160,12 +164,12 @@ class Snapshot:
 
     @property
     def _places(self) -> list[slice]:
-        """Of the calls, behind all tensors."""
+        """Return the slices of the pickled calls, which follow all tensors."""
         ends = list(accumulate(map(len, self._calls), initial=self._end))
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def place(self, tensor: Tensor) -> _Slot:
-        """Where `tensor` will lie; the same tensor lies in one place."""
+        """Return the slot for `tensor`. The same tensor always has the same slot."""
         own = (tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
         key = (tensor.data_ptr(), tensor.stride(), tensor.device, *own)
         known = self._slots.get(key) if tensor.numel() else None
@@ -180,7 +184,7 @@ class Snapshot:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain tensors become their slots, as torch.save writes them: without their graph. All else is pickled as ever."""
+    """Pickler that replaces plain tensors by their slots, without their autograd graph, like torch.save."""
 
     def __init__(self, stream: io.BytesIO, snapshot: Snapshot) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
@@ -202,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_calls(kept: Kept, descriptor: int) -> Iterator[Call]:
-    """The calls of a snapshot, in the process that writes."""
+    """Yield the calls of a snapshot, in the writer process."""
     if kept.calls:
         memory = mmap.mmap(descriptor, kept.size)
         yield from (_Unpickler(io.BytesIO(memory[place]), memory).load() for place in kept.calls)

@@ -1,7 +1,7 @@
-"""The process that writes what a rank has kept: forked from it, in a session of its own, there until all is written.
+"""The writer process of a rank, which is forked from it and runs until all snapshots are written.
 
-A fork has every module that is needed to read what is kept, at no cost of memory. It holds none of the sockets of the
-rank, so that others notice when the rank dies, and it goes on writing then.
+A fork shares all modules that are needed to read snapshots, at no cost of memory. It holds none of the rank's sockets,
+so others notice when the rank dies, and it then continues to write.
 """
 
 import os
@@ -39,12 +39,19 @@ _LOOK_EVERY = 0.05
 
 @dataclass(frozen=True)
 class Task:
-    """A snapshot to be written, by who has the `claim`.
+    """A snapshot to write under a `claim`.
 
-    `publishes`: this rank names it `latest` once all ranks have written theirs, for which it waits `patience` seconds,
-    and removes all but the `keep` newest automatic ones. `problem`: why it cannot be written, which others must hear.
-    In memory: `only`, the tags that are still of use, this one among them; all others are removed before it is written.
-    `copy`: where the files go besides.
+    Attributes:
+        save: the save.
+        rank: the rank.
+        claim: the claim on the directory.
+        kept: description of the snapshot.
+        publishes: this rank lets `latest` name the checkpoint once all ranks have written theirs, and prunes old ones.
+        patience: seconds to wait for all ranks.
+        keep: number of automatic checkpoints to keep; None for all.
+        problem: reason why it cannot be written, to be reported to the other ranks.
+        only: for checkpoints in memory, the tags to keep, including this one. All others are removed before writing.
+        copy: destination for a copy of the files.
     """
 
     save: Save
@@ -61,8 +68,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of writing, or of sending a copy. `problem`: "" where all went well. `notice`: what went wrong besides,
-    though the checkpoint is whole."""
+    """Result of writing, or of sending a copy.
+
+    Attributes:
+        save: the save.
+        problem: what went wrong; empty on success.
+        of_copy: True for the result of sending a copy.
+        notice: what else went wrong although the checkpoint is complete.
+    """
 
     save: Save
     problem: str
@@ -71,7 +84,7 @@ class Outcome:
 
 
 class Writer:
-    """The process of this rank, from the side of the rank. `private`: what it writes is for this user alone."""
+    """Handle of the writer process, used by its rank. `private`: only this user can access the files."""
 
     def __init__(self, private: bool = False) -> None:
         self._connection, theirs = Pipe()
@@ -81,31 +94,39 @@ class Writer:
         theirs.close()
 
     def send(self, task: Task, descriptor: int) -> None:
-        """Have the snapshot in the memory `descriptor` written. Raises OSError when the process is gone."""
+        """Let the process write the snapshot in the memory `descriptor`.
+
+        Raises:
+            OSError: the process has ended.
+        """
         self._connection.send(task)
         send_handle(self._connection, descriptor, self.process)
 
     def outcomes(self, wait: bool = False) -> list[Outcome]:
-        """What has been written since the last call; with `wait` at least one. Raises EOFError when it is gone."""
+        """Return the outcomes since the last call. If `wait`, wait for at least one.
+
+        Raises:
+            EOFError: the process has ended.
+        """
         found: list[Outcome] = []
         while self._connection.poll(None if wait and not found else 0):
             found.append(self._connection.recv())
         return found
 
     def close(self) -> None:
-        """It ends when all that was sent is written."""
+        """Wait until the process has written everything, and end it."""
         self._connection.close()
         os.waitpid(self.process, 0)
 
 
 def _serve(connection: Connection, private: bool) -> None:
-    """The life of the process; it does not return."""
+    """Run the writer process. Does not return."""
     code = 1
     try:
         leave_rank({connection.fileno()})
         if private:
             os.umask(0o077)
-            # Of every file there is a digest besides, and nothing but torch.load reads it.
+            # Every file has a digest, and only torch.load reads it.
             torch.serialization.set_crc32_options(False)
         code = _write_all(connection)
     finally:
@@ -125,16 +146,16 @@ def _write_all(connection: Connection) -> int:
         _, notice = _tried(partial(_prune, task)) if not problem else (None, "")
         _say(connection, said, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
-            # The next checkpoint need not wait for the network.
+            # The next checkpoint must not wait for the network.
             movement.note(task)
             Thread(target=_copy, args=(connection, said, task, listed, problem, movement), daemon=True).start()
-    # The end of a rank waits for no host that is silent.
+    # The end of a rank must not wait for a silent host.
     movement.wait()
     return 0
 
 
 def _say(connection: Connection, said: Lock, outcome: Outcome) -> None:
-    # The rank may have died, or not want to know; what it sent before is written all the same.
+    # The rank may have died or stopped reading. What it sent before is written anyway.
     with suppress(OSError), said:
         connection.send(outcome)
 
@@ -149,7 +170,7 @@ def _copy(
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returns, and what went wrong: whatever it is, training must hear of it and go on."""
+    """Return the result of `work` and an error text. Any error is reported to the training process, which continues."""
     try:
         return work(), ""
     except Exception as error:
@@ -175,7 +196,7 @@ def _write(task: Task, descriptor: int) -> FileList:
         with task.claim.held():
             files.write_list(task.save.place, listed)
     except Exception as error:
-        # The rank that waits for all lists need not wait for this one.
+        # Spare the rank that waits for all lists from waiting for this one.
         with suppress(OSError, StateError), task.claim.held():
             files.list_failure(task.save, task.rank, _told(error))
         raise
@@ -187,14 +208,14 @@ def _write(task: Task, descriptor: int) -> FileList:
 
 
 def _prune(task: Task) -> None:
-    """Remove old checkpoints, once the new one is whole."""
+    """Remove old checkpoints, once the new one is complete."""
     if task.publishes and task.keep is not None:
         with task.claim.held():
             files.prune(task.save.directory, task.keep)
 
 
 def _carry_out(call: Call, task: Task) -> dict[Path, str]:
-    """The digests of its files."""
+    """Run the call, and return the SHA-256 of each of its files."""
     files.check_place(task.save)
     task.claim.check()
     known = call.function(*call.arguments) or {}
@@ -202,8 +223,11 @@ def _carry_out(call: Call, task: Task) -> dict[Path, str]:
 
 
 def _await_lists(task: Task) -> None:
-    """Until all ranks have listed their files. Raises StateError after `patience`, where one of them has failed, or
-    where the ranks are of the past."""
+    """Wait until all ranks have listed their files.
+
+    Raises:
+        StateError: `patience` has elapsed, a rank has failed, or a later start has taken the directory.
+    """
     deadline = time.monotonic() + task.patience
     while missing := files.find_missing(task.save):
         task.claim.check()
@@ -218,8 +242,11 @@ def _await_lists(task: Task) -> None:
 def write_torch(
     state: Any, path: Path, max_rate: float | None, held: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Mapping[Path, str]:
-    """`torch.save` to `path`, by a temporary name, which is changed `held`; at most `max_rate` bytes a second. Returns
-    the SHA-256 of the file."""
+    """Write `state` to `path` by `torch.save`, and return the SHA-256 of the file.
+
+    It is written under a temporary name, which is renamed while `held()` is entered, at no more than `max_rate` bytes
+    per second.
+    """
     temporary = files.temporary(path)
     with DirectFile(temporary, max_rate) as stream:
         torch.save(state, cast(IO[bytes], stream))

@@ -1,4 +1,5 @@
-"""The only code that communicates: compressed reduce-scatter, all-reduce and all-gather of flat buckets.
+"""Communication of flat buckets: compressed reduce-scatter, all-reduce and all-gather.
 
-Its contract is `reducer.Reducer`; `reduction.Reductions` makes reducers of settings.
+Only this package communicates tensors. Its interface is `reducer.Reducer`; `reduction.Reductions` builds reducers from
+settings.
 """

@@ -1,7 +1,8 @@
-"""Anchors from a living island for one that joins: fp32 tensors of equal places, over an authenticated connection.
+"""Transfer of anchors from a running island to one that joins: fp32 tensors over an authenticated connection.
 
-Only the island that joins waits: a rank hands out a copy in a thread, while it trains on. Requests for the same version
-share one copy. A few are sent at once; others wait for their turn, and are told to ask again if that takes too long.
+Each rank of the joining island receives the tensors from a rank of equal place. Only the joining island waits: the
+sending rank serves a copy in a thread while it trains on. Requests for the same version share one copy. A few copies
+are sent at once. Other requests wait for their turn, and are told to retry if that takes too long.
 """
 
 import threading
@@ -22,15 +23,15 @@ from deepspeed_compress.transport.server import Bounds, Server
 __all__ = ["AnchorCopy", "AnchorServer", "Handed", "fetch_anchor"]
 
 Handed = tuple[int, Mapping[str, Any], Mapping[str, Tensor]]
-"""A version, what else is to be known of it, and flat fp32 tensors on the host by name."""
+"""Version, metadata, and flat fp32 tensors on the host by name."""
 ANCHOR = "anchor"
 """Name of the service."""
 TRANSFERS = 4
-"""Copies that are sent at once."""
+"""Maximum number of copies that are sent at once."""
 CONNECTIONS = 64
-"""Islands that may ask at once."""
+"""Maximum number of open connections."""
 SLOWEST = 10.0
-"""Least number of seconds for a piece of an anchor (256 KiB) to be taken."""
+"""Minimum time limit, in seconds, for a part of an anchor (256 KiB) to be received."""
 _LONGEST_WAIT = 3600.0
 _REQUEST: Table = {
     ANCHOR: {"version": an_integer(0, 2**63 - 1), "timeout": optional(a_number(0.0, _LONGEST_WAIT))},
@@ -43,16 +44,16 @@ _ANSWER: Table = {
 
 
 class AnchorCopy(dict[str, Tensor]):
-    """Tensors of one version, shared by all who are sent it. Unlike a dict it can be referred to weakly."""
+    """Tensors of one version, shared by all requests. Unlike a dict, it supports weak references."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How many requests are served at once.
+    """Limits on concurrent requests.
 
     Attributes:
-        transfers: copies that are sent at once.
-        connections: connections that may be open, others of which wait for their turn.
+        transfers: maximum number of copies that are sent at once.
+        connections: maximum number of open connections, including those that wait for their turn.
     """
 
     transfers: int = TRANSFERS
@@ -63,14 +64,15 @@ DEFAULT_TURNS = Turns()
 
 
 class AnchorServer:
-    """Hands out what `copy(version)` returns: what this rank has once that is at least of `version`.
+    """Server of the anchor of this rank.
 
     Args:
-        host: address of this machine at which others reach it, and at which alone it listens.
-        copy: called by threads of this server; None if there is nothing to hand out.
-        timeout: seconds for which a joining island waits, and in which it must take each piece.
-        credentials: of this side; None: those that the environment and the user's files name.
-        turns: how many requests are served at once.
+        host: address of this machine at which others reach it. The server listens on no other address.
+        copy: function from a minimum version to the anchor, once that version is reached; None if there is nothing to
+            send. Called by threads of this server.
+        timeout: seconds for which a joining island waits, and within which it must receive each part.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
+        turns: limits on concurrent requests.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class AnchorServer:
         threading.Thread(target=self._server.run, daemon=True).start()
 
     def close(self) -> None:
-        """End all connections. Does not wait."""
+        """End all connections without waiting."""
         self._server.stop()
 
     def _serve(self, connection: Connection) -> None:
@@ -98,7 +100,7 @@ class AnchorServer:
         if request is None:
             return
         check_message(request, _REQUEST)
-        # The other side must hear that it is busy before it gives up.
+        # The client must receive "busy" before it gives up.
         if not self._turns.acquire(timeout=min(self._timeout, request.get("timeout") or SLOWEST) / 2):
             connection.send({"kind": "busy"})
             return
@@ -125,10 +127,19 @@ def fetch_anchor(
     run: str,
     credentials: Credentials | None = None,
 ) -> Handed:
-    """Return what the rank at `address` has, as soon as that is at least of `version`: tensors of `sizes`, of `run`.
+    """Return the anchor of the rank at `address`, once its version is at least `version`.
+
+    Args:
+        address: host and port.
+        version: minimum version.
+        timeout: seconds to wait for the connection and for each part.
+        sizes: expected number of elements of each tensor, by name.
+        run: expected run.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
 
     Raises:
-        OSError: if nothing comes for `timeout` seconds, something else listens there, or too many islands ask.
+        OSError: nothing arrives for `timeout` seconds, the rank does not have that version of the run, something else
+            listens there, or too many islands ask.
     """
     size = 4 * sum(sizes.values())
     limits = Limits(body=size, patience=timeout)

@@ -1,10 +1,12 @@
-"""Exchanges without rounds: an island pushes what it has moved to a server, and takes what all have found, when both
-have travelled. Nobody waits for anybody, and training goes on meanwhile.
+"""Exchanges without rounds: an island pushes its update to a server and receives the newest anchor in return.
 
-What masters have moved from the anchor that the island set out from is sent as in a round, with error feedback that
-becomes final when the server has taken it. The answer is how the newest anchor differs from the one that the server
-knows the island to hold; both add what it decodes to, so the next difference has what this one has left out, and no
-memory is needed for that. Masters become the new anchor, and keep what they have moved since the push.
+No island waits for another, and training continues while both messages are in flight.
+
+The update, which is the difference of the fp32 master weights to the anchor that the island started from, is encoded as
+in a round. Its error feedback is committed once the server has accepted it. The reply is the difference of the newest
+anchor to the one that the server knows the island to hold. Both sides add the decoded reply, so the next difference
+contains whatever this one left out, and replies need no residual. The master weights become the new anchor plus the
+updates made since the push.
 """
 
 import time
@@ -28,14 +30,14 @@ from deepspeed_compress.errors import CompressError
 __all__ = ["AsynchronousExchange", "Calls"]
 
 _PAUSE = 0.1
-"""Seconds before ranks ask again that were told of different versions."""
+"""Seconds to wait before ranks that received different versions ask again."""
 
 Said = tuple[Mapping[str, Any], bytes | bytearray | memoryview]
-"""What is said, and the bytes that come with it."""
+"""Head of a message, and the bytes of its body."""
 
 
 class Calls(Protocol):
-    """See `parameter_server.client.PushClient`."""
+    """Client interface; see `parameter_server.client.PushClient`."""
 
     def start(self, head: Mapping[str, Any], body: Any = b"") -> "Future[Said]": ...
     def ask(self, head: Mapping[str, Any], body: Any = b"") -> Said: ...
@@ -44,8 +46,15 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A push that travels. `sent`: the masters when it left, `healthy` or not finite, after `samples` in all; it took
-    `seconds` to leave."""
+    """A push in progress.
+
+    Attributes:
+        answer: future of the reply.
+        sent: master weights at the time of the push.
+        healthy: True if they were finite.
+        samples: total number of samples at that time.
+        seconds: time that it took to send.
+    """
 
     answer: "Future[Said]"
     sent: Tensor
@@ -59,13 +68,13 @@ class AsynchronousExchange:
 
     Args:
         settings: the section's `islands`, with `elastic.parameter_server`.
-        masters: of this rank.
-        site: of a group, what is remembered and counted.
+        masters: fp32 master weights of this rank.
+        site: returns the residual stores and counters for given groups.
         team: the ranks of this island.
-        calls: of this rank to the server.
-        terms: what islands must have alike.
-        step: of the island's schedule.
-        diverged: is called when the masters are those of the others again, after some were not finite.
+        calls: this rank's connection to the server.
+        terms: settings that must be equal on all islands.
+        step: returns the step of the island's schedule.
+        diverged: called when the master weights equal the anchor again after some were not finite.
     """
 
     def __init__(
@@ -87,7 +96,7 @@ class AsynchronousExchange:
         self._messages = FramedMessages(settings.exchange, self._segments, Reductions(alone))
         self._anchor = self.stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.run, self.number, self.version = "", -1, 0
-        """The server's run, the number of this island, the version of the anchor that it set out from."""
+        """The server's run, the number of this island, and the version of the anchor that it started from."""
         self._token = ""
         self._call, self._samples = 0, 0
         self._flight: _Flight | None = None
@@ -95,16 +104,25 @@ class AsynchronousExchange:
         self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
 
     def start(self, samples: int = 0) -> Mapping[str, Any]:
-        """Take the anchor, or begin with the own weights where there is none, after `samples` in all; what was said
-        beside it. Collective in the island."""
+        """Take the anchor, or propose this island's weights if there is none, and return the head of the reply.
+
+        `samples` is the total number of samples so far. Collective in the island.
+        """
         self._samples = samples
         head, _ = self._team.share(partial(self._calls.ask, {"kind": "enter", "terms": dict(self._terms)}))
         self.run, self.number, self._token = head["run"], head["number"], head["token"]
         return self._renew(claim=0)
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
-        """Go on after a checkpoint was loaded, which `saved` is `described` of; None: of weights alone, after so many
-        `steps`. Masters and the anchor are loaded. Collective in the island."""
+        """Resume after a checkpoint was loaded, and return the head of the reply (empty if the server knew the island).
+
+        The master weights and the anchor must be loaded already. Collective in the island.
+
+        Args:
+            saved: result of `described` at the time of saving; None for a checkpoint of weights only.
+            steps: number of steps of the checkpoint.
+            samples: total number of samples so far.
+        """
         if self._flight is not None:
             self._heard(self._flight.answer)
             self._call += 1
@@ -117,7 +135,7 @@ class AsynchronousExchange:
             self.number, self._call, self.version = saved["number"], saved["call"], saved["version"]
             self._samples, self._token = saved["samples"], answer["token"]
             return {}
-        # What it has sent since then has been taken, or is lost with the one that had it.
+        # The server has accepted what was sent since then, or it was lost with the old server.
         for name, store in self.stores.by_name.items():
             if name != ANCHOR:
                 store.clear()
@@ -126,13 +144,16 @@ class AsynchronousExchange:
         return self._renew(claim=max(1, steps) if saved is None else saved["version"], loaded=saved is not None)
 
     def described(self) -> dict[str, Any]:
-        """What `resume` must know."""
+        """Return the state that `resume` needs."""
         about = {"run": self.run, "number": self.number, "call": self._call}
         return {**about, "version": self.version, "samples": self._samples}
 
     def step_ended(self, samples: int) -> Met | None:
-        """After an optimizer step, `samples` in all: push if it is time, or take what has come. Collective in the
-        island. IslandError where the server has not answered for `give_up`."""
+        """Push if it is time, or apply a reply that has arrived.
+
+        Called after an optimizer step. Collective in the island. `samples` is the total number of samples so far.
+        Raises IslandError if the server has not replied for `give_up`.
+        """
         if not self._word.heard(self._team.place == 0 and self._wants()):
             return None
         if self._flight is not None:
@@ -141,7 +162,10 @@ class AsynchronousExchange:
         return None
 
     def finish(self, patience: float) -> Met | None:
-        """As before saving: take what comes within `patience` seconds. Collective in the island."""
+        """Apply a pending reply if it arrives within `patience` seconds, as before saving.
+
+        Collective in the island.
+        """
         flight = self._flight
         if flight is None:
             return None
@@ -151,13 +175,13 @@ class AsynchronousExchange:
         return self._land(flight) if self._team.all(flight.answer.done()) else None
 
     def leave(self) -> None:
-        """Say goodbye, and end all calls. Does not wait for a server that does not answer."""
+        """Announce that the island leaves, and end all calls. Does not wait for an unresponsive server."""
         entered = self._token and self._team.place == 0
         own = {"kind": "leave", "number": self.number, "token": self._token}
         self._calls.close(own if entered else None)
 
     def anchor(self) -> Tensor:
-        """That this rank set out from: flat fp32, a copy."""
+        """Return a copy of the anchor that this rank started from, as flat fp32."""
         return self._anchor.read(self._segments, self._masters.device)
 
     def _wants(self) -> bool:
@@ -169,7 +193,7 @@ class AsynchronousExchange:
         sent = self._masters.read(self._segments)
         healthy = self._team.all(bool(torch.isfinite(sent).all()))
         self._cadence.restart()
-        # One that diverged says so, and gets the anchor.
+        # An island that diverged reports so, and receives the anchor.
         head = self._head("push", samples=samples - self._samples if healthy else 0)
         moved = sent - self.anchor()
         payload = self._messages.encode(moved, self._call + 1, self.number, remember=True) if healthy else moved[:0]
@@ -190,7 +214,7 @@ class AsynchronousExchange:
             store.commit() if taken else store.rollback()
         self._samples = flight.samples
         if not self._team.same(head["version"]):
-            # The server was started again between two ranks.
+            # The server was restarted between the calls of two ranks.
             self._renew(claim=None)
         else:
             self._set_out(head, body, flight.sent)
@@ -201,7 +225,7 @@ class AsynchronousExchange:
         return Met(kind, flight.seconds + time.monotonic() - begun, self.version, reason=reason, weight=weight)
 
     def _heard(self, answer: "Future[Said]") -> Said:
-        """Errors are those of all ranks of the island."""
+        """Return the reply. An error on one rank is raised on all ranks of the island."""
         error = answer.exception()
         texts = [text for text in self._team.gather(None if error is None else f"{error}") if text]
         if error is not None:
@@ -211,7 +235,7 @@ class AsynchronousExchange:
         return answer.result()
 
     def _set_out(self, head: Mapping[str, Any], body: Any, sent: Tensor | None) -> None:
-        """From the anchor that has come. `sent`: masters keep what they have moved since they were so."""
+        """Continue from the anchor in the reply; with `sent`, keep later updates of the master weights."""
         if not head.get("exact"):
             payload = read_bytes(body, torch.uint8).to(self._masters.device)
             anchor = self.anchor().add_(self._messages.decode(payload, self._call))
@@ -228,17 +252,24 @@ class AsynchronousExchange:
         self.version = head["version"]
 
     def _compare(self, sent: Tensor, anchor: Tensor, weight: float) -> None:
-        """With what others have moved since; a momentum of all says nothing of them."""
+        """Record the similarity of this island's update to that of the others.
+
+        Skipped with outer momentum, because the anchor's movement then does not represent the updates of the others.
+        """
         outer, before = self.settings.outer, self.anchor()
         if 0 < weight < 1 and outer.optimizer == "average":
             self._meter.islands_cosine = likeness(sent - before, anchor - before, weight * outer.lr)
 
     def _renew(self, claim: int | None, loaded: bool = False) -> Mapping[str, Any]:
-        """Take the anchor as it is. `claim`: where nobody has trained yet, propose the own weights, or the anchor that
-        was `loaded`, as that version; None: they are nothing new."""
+        """Take the anchor as it is.
+
+        Args:
+            claim: version to propose if no island has trained yet; None if this island's weights are nothing new.
+            loaded: propose the loaded anchor in place of this rank's weights.
+        """
         while True:
             head, body = self._ask("fresh")
-            # Of some ranks alone, where the server was started again between them.
+            # Only some ranks have no anchor if the server was restarted between their calls.
             found = not self._team.all(head["kind"] != "found")
             if found or claim:
                 proposed = self.anchor() if loaded else self._masters.read(self._segments)
@@ -249,11 +280,11 @@ class AsynchronousExchange:
             if self._team.same(head["version"]):
                 self._set_out(head, body, None)
                 return head
-            # The server was started again between two ranks: it may be on its way still.
+            # The server was restarted between the calls of two ranks, and may still be starting.
             time.sleep(_PAUSE)
 
     def _ask(self, kind: str, body: Any = b"", **more: Any) -> Said:
-        """A call that all ranks wait for."""
+        """Send a request and wait for the reply on all ranks."""
         found = self._heard(self._calls.start(self._head(kind, **more), body))
         self._call += 1
         return found

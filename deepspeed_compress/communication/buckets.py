@@ -1,6 +1,6 @@
-"""Which slice of a flat bucket is owned by which data-parallel rank.
+"""Assignment of the slices of a flat bucket to data-parallel ranks.
 
-Pure functions and frozen values: a partition is built once for a bucket layout and is then a dictionary key.
+Pure functions and frozen values: a partition is built once per bucket layout and then used as a dictionary key.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +21,18 @@ __all__ = [
 ]
 
 LAYOUTS = 1024
-"""Layouts of buckets for which what was worked out is kept: more than the buckets of a large model, and a bound where
-layers that are used now and then make ever new ones."""
+"""Number of bucket layouts whose derived data is cached.
+
+It is more than the number of buckets of a large model. It bounds memory for models whose rarely used layers keep
+producing new layouts.
+"""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A flat bucket cut into segments, in bucket order; every element belongs to exactly one owner.
+    """A flat bucket cut into segments, in bucket order. Every element belongs to exactly one owner.
 
-    `world_size`: number of data-parallel ranks; owners are ranks within that group.
+    `world_size` is the number of data-parallel ranks; owners are ranks of that group.
     """
 
     segments: tuple[Segment, ...]
@@ -51,9 +54,10 @@ class Partition:
 
 
 def even_partition(sizes: Sequence[tuple[str, int]], world_size: int) -> Partition:
-    """A bucket of whole parameters (name, numel) cut into `world_size` runs of near-equal length.
+    """Return a bucket of whole parameters (name, numel), cut into `world_size` runs of near-equal length.
 
-    The first `numel % world_size` owners get one element more; with fewer elements than ranks the last own nothing.
+    The first `numel % world_size` owners get one more element. With fewer elements than ranks, the last ranks own
+    nothing.
     """
     total = sum(numel for _, numel in sizes)
     share, larger = divmod(total, world_size)
@@ -72,7 +76,7 @@ def even_partition(sizes: Sequence[tuple[str, int]], world_size: int) -> Partiti
 
 
 def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], world_size: int) -> Partition:
-    """A bucket of parameters, each given as (name, [(owner, numel), ...]) in element order; empty parts vanish."""
+    """Return a bucket of parameters, given as (name, [(owner, numel), ...]) in element order, less empty parts."""
     segments: list[Segment] = []
     offset = 0
     for name, owners in parts:
@@ -86,7 +90,7 @@ def partition_by_sizes(parts: Iterable[tuple[str, Sequence[tuple[int, int]]]], w
 
 @lru_cache(maxsize=LAYOUTS)
 def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> Partition:
-    """A buffer that has, for one owner after the other, its share of every parameter: (name, numel of a share)."""
+    """Return a buffer of the owners' shares, each a share of every parameter (name, numel of a share)."""
     segments: list[Segment] = []
     offset = 0
     for owner in range(world_size):
@@ -97,9 +101,9 @@ def partition_by_owners(sizes: tuple[tuple[str, int], ...], world_size: int) -> 
 
 
 def select(partition: Partition, keep: Callable[[Segment], bool]) -> tuple[tuple[Segment, ...], Partition]:
-    """The segments that `keep` accepts, and the partition of the sub-bucket that they form.
+    """Return the segments that `keep` accepts, and the partition of the sub-bucket that they form.
 
-    `gather(bucket, segments)` is that sub-bucket; the partition has the same segments at their offsets in it.
+    `gather(bucket, segments)` is that sub-bucket. The partition has the same segments at their offsets in it.
     """
     kept = tuple(segment for segment in partition.segments if keep(segment))
     moved: list[Segment] = []
@@ -111,12 +115,12 @@ def select(partition: Partition, keep: Callable[[Segment], bool]) -> tuple[tuple
 
 
 def relabel(partition: Partition, owner_of: Callable[[int], int], world_size: int) -> Partition:
-    """The same segments with owners `owner_of(owner)` in a group of `world_size`."""
+    """Return the same segments with owners `owner_of(owner)` in a group of `world_size`."""
     return Partition(tuple(replace(part, owner=owner_of(part.owner)) for part in partition.segments), world_size)
 
 
 def cut(segments: Sequence[Segment], count: int) -> tuple[tuple[Segment, ...], ...]:
-    """`segments` in `count` runs of near-equal numbers of elements, in order; some are empty if there are too few."""
+    """Split `segments`, in order, into `count` runs of near-equal numbers of elements; some may be empty."""
     total = sum(segment.numel for segment in segments)
     runs: list[list[Segment]] = [[] for _ in range(count)]
     position = 0

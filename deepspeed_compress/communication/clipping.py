@@ -15,11 +15,11 @@ __all__ = ["ClippingReducer"]
 
 
 class ClippingReducer:
-    """Scales the gradient of every parameter of a bucket down to the L2 norm `clip_norm`, then hands it to `reducer`.
+    """Reducer that clips the gradient of every parameter to the L2 norm `clip_norm` before it passes it to `reducer`.
 
     Local gradient clipping of Lin et al., "Deep Gradient Compression" (arXiv:1712.01887, section 3.2), per tensor. A
-    bucket holds whole parameters. Its elements that this rank does not own are overwritten. The norm is one of
-    unscaled gradients: the clock knows the loss scale.
+    bucket must hold whole parameters. Its elements that this rank does not own are overwritten. The norm refers to
+    unscaled gradients: the limit is multiplied by the clock's loss scale.
     """
 
     def __init__(self, reducer: Reducer, clip_norm: float, clock: StepClock) -> None:

@@ -1,9 +1,9 @@
-"""Exchanges between islands that come and go: who takes part is settled anew for each, and it counts for all or none.
+"""Exchanges between islands that join and leave: each round has its own participants, and is committed by all or none.
 
-An island is a job of its own. In a round every rank meets the ranks of equal place in the other islands, in a group
-that is made for them, and kept as long as the same islands meet. An exchange changes nothing but memories that can be
-rolled back; when all have voted and the coordinator has said that the round counts, everybody moves the anchor. Who was
-away takes it from an island that has it.
+An island is a separate job. In a round, every rank communicates with the ranks of equal place in the other islands, in
+a group that is created for the round and reused as long as the participants stay the same. An exchange changes only
+residual stores, which can be rolled back. Once all have voted and the coordinator has committed the round, every island
+moves its anchor. An island that was away fetches the anchor from an island that has it.
 """
 
 import re
@@ -35,11 +35,11 @@ __all__ = ["ElasticExchange", "Met", "Rendezvous", "group_of_one", "make_groups"
 T = TypeVar("T")
 
 VAIN = 5
-"""Void rounds in a row that say something of the network, and not of islands that have died."""
+"""Number of consecutive void rounds that indicates a network problem rather than failed islands."""
 
 
 class Rendezvous(Protocol):
-    """What rank 0 of an island asks the coordinator: see `rendezvous.client.Client`."""
+    """Interface of rank 0 of an island to the coordinator; see `rendezvous.client.Client`."""
 
     run: str | None
     number: int
@@ -54,10 +54,17 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True)
 class Met:
-    """What became of an exchange. `kind`: "exchange", "renewed" (was away, and has the newest anchor now), "void" or
-    "left_out". `seconds`: that training stood still. `round`, `islands`: 0 where there was none. `weight`: of what was
-    sent, against that of an island alone; known of asynchronous ones. `about`: what was handed out beside the anchor of
-    another beginning."""
+    """Outcome of one exchange.
+
+    Attributes:
+        kind: "exchange", "renewed" (the island was away and now has the newest anchor), "void" or "left_out".
+        seconds: time for which training was blocked.
+        round: number of the round; 0 if there was none.
+        islands: number of islands in the round; 0 if there was none.
+        reason: explanation if the outcome is not "exchange".
+        weight: weight of this island's update relative to that of a single island; only for asynchronous exchanges.
+        about: metadata that came with the anchor of another run.
+    """
 
     kind: str
     seconds: float
@@ -69,23 +76,30 @@ class Met:
 
 
 def group_of_one() -> ProcessGroup:
-    """A group in which nothing travels."""
+    """Return a process group of one rank, which sends nothing."""
     return _gloo(HashStore(), 0, 1, 1.0)
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroup:
-    """Not known to torch.distributed, so that it may end at any time; it has all that exchanges use of a group."""
+    """Return a group that torch.distributed does not register, so that it may end at any time.
+
+    It supports everything that exchanges use.
+    """
     return cast(ProcessGroup, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout)))
 
 
 def _short(error: Exception) -> str:
-    """What gloo says, without the place in its source and advice."""
+    """Return gloo's error message without its source location and advice."""
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
     return text or type(error).__name__
 
 
 def make_groups(round_: Round, place: int, number: int, timeout: float) -> Groups:
-    """Those of the ranks at `place` in the islands of `round_`. RuntimeError where one is missing for `timeout`."""
+    """Return the groups of the ranks at `place` in the islands of `round_`.
+
+    Raises:
+        RuntimeError: a rank is missing for `timeout` seconds.
+    """
     rank, size = round_.place(number), len(round_.partners)
     if size == 1:
         return Groups(group_of_one())
@@ -99,7 +113,7 @@ def make_groups(round_: Round, place: int, number: int, timeout: float) -> Group
 
 @dataclass
 class _Standing:
-    """Groups that stand since round `round`, for `numbers`."""
+    """Groups of the islands `numbers` that were last used in round `round`."""
 
     peers: Peers
     numbers: tuple[int, ...]
@@ -108,9 +122,11 @@ class _Standing:
 
 @dataclass
 class _Patience:
-    """Seconds that a message of an exchange may take, from `least` to `most`. A link may need longer for one than
-    islands wait for a sign of life, which nobody knows before: a round that is void doubles them, and one that counts
-    says what it took."""
+    """Adaptive timeout in seconds for a message of an exchange, between `least` and `most`.
+
+    A slow link may need longer for one message than the islands' liveness timeout, which is not known in advance. A
+    void round doubles the timeout. A committed round sets it to twice the time that the round took.
+    """
 
     least: float
     most: float
@@ -124,25 +140,25 @@ class _Patience:
 
 @dataclass(frozen=True)
 class _Mean:
-    """Over the islands of a round: how far they have `moved`, and second moments, where they are exchanged."""
+    """Means over the islands of a round: of the updates (`moved`) and, if exchanged, of second moments."""
 
     moved: Tensor
     moments: Shared | None
 
 
 class ElasticExchange:
-    """The exchanges of one rank with whatever islands there are.
+    """The exchanges of one rank with a changing set of islands.
 
     Args:
         settings: the section's `islands`, with `elastic`.
-        masters: of this rank.
-        site: of groups, what is exchanged in.
+        masters: fp32 master weights of this rank.
+        site: returns the residual stores and counters for given groups.
         team: the ranks of this island.
-        rendezvous: on the first rank; None on the others.
-        groups: makes them.
-        about: what is handed out beside an anchor.
-        moments: of the optimizer, where they are exchanged.
-        diverged: is called when the masters are those of the others again, after some were not finite.
+        rendezvous: connection to the coordinator on the first rank; None on the others.
+        groups: creates the groups of a round.
+        about: returns metadata that is sent along with an anchor.
+        moments: second moments of the optimizer, if they are exchanged.
+        diverged: called when the master weights equal the anchor again after some were not finite.
     """
 
     def __init__(
@@ -162,11 +178,11 @@ class ElasticExchange:
         alone = site(Groups(group_of_one()))
         self.stores, self._clock, self._meter = alone.stores, alone.run.clock, alone.run.meter
         self.version = 0
-        """Of the anchor that this island has; 0: none yet."""
+        """Version of the anchor that this island has; 0 if it has none."""
         self.number = -1
-        """Of this island among all that ever came: nobody else has had it."""
+        """Unique id of this island. Ids are never reused."""
         self.run = ""
-        """That the coordinator is of."""
+        """Run of the coordinator."""
         self._masters, self._site, self._team = masters, site, team
         self._rendezvous, self._make_groups, self._about = rendezvous, groups, about
         self._moments, self._diverged = moments, diverged
@@ -175,21 +191,23 @@ class ElasticExchange:
         self._handed = {ANCHOR: self._agreed.anchor}
         if settings.outer.optimizer == "nesterov":
             self._handed[MOMENTUM] = self._agreed.momentum
-        # All memories are there before a state is loaded.
+        # Create all residual stores before a state is loaded.
         Peers(settings, self._segments, alone)
         self._standing: _Standing | None = None
         self._copy: weakref.ref[AnchorCopy] | None = None
-        """The copy of the anchor that is being handed out, which all who ask share."""
+        """Copy of the anchor that is being served, shared by all requests."""
         self._unreachable = "others have gone on between two ranks that asked"
-        """Why the anchor could not be fetched last."""
+        """Reason why the last attempt to fetch the anchor failed."""
         self._change = Condition()
         self._in_vain: list[float] = []
         self._cadence = Cadence(settings.sync_steps, settings.sync_seconds)
         self._patience = _Patience(self.elastic.timeout_seconds, self.elastic.give_up_seconds)
 
     def copy(self, version: int) -> Handed | None:
-        """What an island that comes needs, as soon as it is at least of `version`; None where it does not become so. By
-        any thread."""
+        """Return the state that a joining island needs, once the anchor is at least of `version`. Thread-safe.
+
+        Returns None if that version is not reached within the timeout.
+        """
         with self._change:
             if not self._change.wait_for(lambda: self.version >= max(1, version), self.elastic.timeout_seconds):
                 return None
@@ -201,29 +219,35 @@ class ElasticExchange:
             return self.version, {**self._about(), "run": self.run}, found
 
     def start(self) -> Mapping[str, Any]:
-        """Take the anchor of those who are there, or begin with the own weights; what was handed out beside it.
-        Collective in the island."""
+        """Fetch the anchor from another island, or propose this island's weights if there is none.
+
+        Returns the metadata that came with the anchor, else an empty mapping. Collective in the island.
+        """
         self.number, self.run = self._team.share(lambda: (self._asked.number, self._asked.run or ""))
         return self._renew(self._team.share(lambda: self._asked.sources()), own_is_new=True)
 
     def resume(self, run: str, number: int, version: int, own_is_new: bool) -> Mapping[str, Any]:
-        """As `start`, with an anchor that island `number` of `run` has saved at `version`: all begin with the newest
-        one, unless others have gone on meanwhile. `own_is_new`: it is the own weights. Collective in the island."""
+        """Start with an anchor that island `number` of `run` saved at `version`. Collective in the island.
+
+        All islands start with the newest saved anchor, unless other islands have continued meanwhile. `own_is_new`: the
+        anchor is this island's own weights. Returns the same as `start`.
+        """
         return self._renew(self._team.share(lambda: self._asked.claim(run, number, version)), own_is_new)
 
     def withdraw(self) -> None:
-        """The anchor is about to be replaced: nobody gets a copy before `resume`."""
+        """Stop serving copies until `resume`, because the anchor is about to be replaced."""
         with self._change:
             self.version, self._copy = 0, None
 
     def due(self) -> bool:
-        """A step has ended; whether to exchange. On the first rank."""
+        """Count a finished step, and return True if an exchange is due. On the first rank only."""
         return self._cadence.step() or self._asked.opened
 
     def exchange(self, samples: int) -> Met:
-        """Exchange what this island has moved by `samples` since it last did. Collective in the island.
+        """Exchange this island's update, made from `samples` samples since the last exchange. Collective in the island.
 
-        IslandError where the coordinator is away for `give_up`, or nothing comes of exchanges for as long.
+        Raises:
+            IslandError: the coordinator is unreachable for `give_up`, or no exchange succeeds for as long.
         """
         begun = time.monotonic()
         sent = self._masters.read(self._segments)
@@ -256,16 +280,16 @@ class ElasticExchange:
         return self._rendezvous
 
     def _attempt(self, round_: Round, sent: Tensor, healthy: bool) -> tuple[_Mean | None, str]:
-        """Weighted means over the islands; None, and why, where somebody was lost."""
+        """Return the weighted means over the islands, or None and the reason if the exchange failed."""
         try:
             return self._mean(round_, sent, healthy), ""
         except (RuntimeError, OSError) as error:
-            # Also this rank's own: a round counts only where all have seen it through.
+            # This includes errors of this rank: a round is committed only if all ranks completed it.
             return None, _short(error)
 
     def _mean(self, round_: Round, sent: Tensor, healthy: bool) -> _Mean:
         anchor = self._agreed.anchor.read(self._segments, sent.device)
-        # An island that diverged counts for nothing, and goes on with what the others have found.
+        # An island that diverged sends zeros and continues with the result of the others.
         moved = (sent - anchor).mul_(round_.weight(self.number)) if healthy else torch.zeros_like(sent)
         self._clock.begin(round_.id)
         peers = self._peers(round_)
@@ -290,7 +314,7 @@ class ElasticExchange:
         return self.settings.exchange.method == "none"
 
     def _peers(self, round_: Round) -> Peers:
-        """The group of the last round where all have been in it, else a new one: all decide alike."""
+        """Return the last round's group if all islands took part in it, else a new one. All decide alike."""
         numbers, last = tuple(one.number for one in round_.partners), self._standing
         same = all(one.version == round_.base for one in round_.partners)
         if last is None or not same or last.numbers != numbers or last.round != round_.base:
@@ -341,14 +365,14 @@ class ElasticExchange:
         self._masters.publish()
 
     def _renew(self, anchor: Anchor, own_is_new: bool) -> Mapping[str, Any]:
-        """Take `anchor`, or one that is newer, from whoever has it. Collective in the island."""
+        """Take `anchor`, or a newer one, from an island that has it. Collective in the island."""
         deadline = time.monotonic() + self.elastic.give_up_seconds
         while anchor.sources:
             found = self._fetched(anchor)
-            # A source may have gone on between two ranks that asked it.
+            # A source may have moved on between the requests of two ranks.
             if self._team.same(0 if found is None else found[0]) and found is not None:
                 self._take(*found)
-                # It goes on while ranks ask, so that each may have heard another step.
+                # The source trains on during the requests, so ranks may have received metadata of different steps.
                 return self._team.share(partial(dict, found[1]))
             anchor = self._team.share(partial(self._next_anchor, anchor, deadline))
         self._keep(anchor.version, own_is_new)
@@ -364,7 +388,7 @@ class ElasticExchange:
         return self._asked.sources()
 
     def _fetched(self, anchor: Anchor) -> Handed | None:
-        """From one source after the other, each newcomer in an order of its own."""
+        """Try one source after another, starting at a different one for each island."""
         count, numel = len(anchor.sources), sum(segment.numel for segment in self._segments)
         sizes, timeout = dict.fromkeys(self._handed, numel), self.elastic.timeout_seconds
         for turn in range(count):
@@ -385,7 +409,7 @@ class ElasticExchange:
         self._masters.publish()
 
     def _keep(self, version: int, own_is_new: bool) -> None:
-        """This island has the anchor already; `own_is_new`: it is its own weights, and nothing is remembered."""
+        """Use the anchor that this island has. `own_is_new`: it is this island's own weights, without residuals."""
         weights = self._masters.read(self._segments)
         with self._change:
             if own_is_new:

@@ -1,4 +1,4 @@
-"""One message from every rank to every other one, each of a size that both ends know."""
+"""Exchange of one message between every pair of ranks. Both ends know the size of each message."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ __all__ = ["Link", "PendingExchange", "exchange"]
 
 
 class Waiting(Protocol):
-    """What can be waited for: a `Work` of torch, for one."""
+    """Interface of a handle that can be waited for, such as a torch `Work`."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A message between this rank and another one, in `buffers`, by a collective of a GPU."""
+    """A message between this rank and another one, held in `buffers`, that a GPU collective transfers."""
 
     work: Work
     buffers: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _FromHost:
-    """A message that arrives at `host`, and belongs at `target`, on a GPU."""
+    """A message that is received in host memory (`host`) and copied to `target` on a GPU."""
 
     work: Waiting
     host: Tensor
@@ -46,8 +46,11 @@ class _FromHost:
 
 
 def _keep(buffers: Sequence[Tensor]) -> None:
-    """Who waits reads what has come, and frees all buffers, perhaps on another stream than the one that they were made
-    on. Their memory must not be given away there before this stream is done with them; on their own it changes nothing.
+    """Record the current stream as a user of `buffers`.
+
+    The waiting rank reads the messages and frees all buffers, possibly on another stream than the one that allocated
+    them. The allocator must not reuse their memory before this stream is done with it. On the allocating stream, this
+    has no effect.
     """
     for buffer in buffers:
         buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -55,20 +58,20 @@ def _keep(buffers: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class PendingExchange:
-    """Messages under way. To wait means on GPU that the current stream waits."""
+    """Handle of messages in progress. On a GPU, waiting means that the current stream waits."""
 
     receives: dict[int, Waiting] = field(default_factory=dict)
-    """By the rank that sends."""
+    """Handles of the messages to receive, by source rank."""
     sends: Sequence[Waiting] = ()
 
     def wait_for(self, source: int) -> None:
-        """Until the message of rank `source` is here; at once where nothing travels, or was waited for before."""
+        """Wait for the message of rank `source`. Return at once if it is empty or was waited for before."""
         work = self.receives.pop(source, None)
         if work is not None:
             work.wait()
 
     def finish(self) -> None:
-        """Until all have arrived, and what was sent may be changed."""
+        """Wait until all messages have arrived and the buffers that were sent may change."""
         for source in list(self.receives):
             self.wait_for(source)
         for work in self.sends:
@@ -79,9 +82,11 @@ class PendingExchange:
 class Link:
     """The connections between the ranks of `group`.
 
-    `downward`: a second group of the same ranks, for messages to lower ones where the backend goes point to point; None
-    takes `group`. `sender`: a number that tells this rank from all others of the run, where its rank in `group` does
-    not; None takes that.
+    Attributes:
+        group: the ranks.
+        downward: second group of the same ranks, for messages to lower ranks on point-to-point backends; None to use
+            `group`.
+        sender: number that is unique to this rank in the run, if its rank in `group` is not; None to use that rank.
     """
 
     group: ProcessGroup
@@ -89,11 +94,11 @@ class Link:
     sender: int | None = None
 
     def start(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
-        """Begin to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r.
+        """Start to send: `incoming[r]` of this rank receives `outgoing[rank]` of rank r.
 
-        Both are lists of contiguous uint8 tensors, one a rank of `group`, empty where nothing travels; this rank's own
-        are left alone. They must stay as they are until the exchange is finished. Several may be under way, of
-        different `tag`s.
+        Both are lists of contiguous uint8 tensors, one per rank of `group`, empty if nothing is sent. This rank's own
+        entries are ignored. The tensors must not change until the exchange is finished. Several exchanges with
+        different `tag`s may be in progress.
         """
         if self.group.size() == 1:
             return PendingExchange()
@@ -101,16 +106,16 @@ class Link:
 
 
 def exchange(group: ProcessGroup, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """`Link.start`, and wait for it."""
+    """Run `Link.start` and wait for it."""
     Link(group).start(outgoing, incoming, 0).finish()
 
 
 def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
-    """Rounds with one partner each, every receive posted before the first send.
+    """Exchange with one partner after the other, with every receive posted before the first send.
 
-    gloo answers sends that come first with half-duplex traffic; this order keeps the link full both ways. Before a
-    message travels its receiver says that it is ready, on the same connection and behind all that it sends there
-    itself: with a connection for each direction that is nothing.
+    If sends come first, gloo falls back to half-duplex traffic; this order keeps the link busy in both directions. The
+    receiver announces that it is ready before a message is sent, on the same connection and behind everything that it
+    sends there itself. With one connection per direction, that announcement has nothing to wait for.
     """
     group = link.group
     rank, size = group.rank(), group.size()
@@ -124,7 +129,7 @@ def _point_to_point(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[T
 
 
 def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
-    """The backend's own grouped all-to-all (NCCL: no size limit, no staging), matched by its order."""
+    """Use the backend's grouped all-to-all (NCCL: no size limit, no staging), which is matched by call order."""
     group, rank = link.group, link.group.rank()
     nothing = incoming[rank].new_empty(0)
     inputs = [tensor if peer != rank else nothing for peer, tensor in enumerate(outgoing)]
@@ -134,7 +139,7 @@ def _all_to_all(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tenso
 
 
 def _staged(link: Link, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> PendingExchange:
-    """Point to point through host memory, for gloo reads no other: both copies wait for the current stream."""
+    """Exchange through host memory, since gloo does not read GPU memory. Both copies wait for the current stream."""
     sent, received = [tensor.cpu() for tensor in outgoing], [torch.empty_like(one, device="cpu") for one in incoming]
     pending = _point_to_point(link, sent, received, tag)
     arrivals: dict[int, Waiting] = {

@@ -1,4 +1,4 @@
-"""Vectors as single messages between two processes that share no group: the codec, and what the sender keeps."""
+"""Encoding of vectors as single messages between two processes that share no process group, with error feedback."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ __all__ = ["FramedMessages", "as_bytes", "read_bytes"]
 
 @dataclass(frozen=True)
 class FramedMessages:
-    """Encodes and decodes flat fp32 vectors. Messages are numbered from 1, because codecs may differ between them.
+    """Encoder and decoder of flat fp32 vectors. Messages are numbered from 1, because codecs may differ between them.
 
     Attributes:
-        settings: How vectors are compressed.
-        segments: The slices of parameters that make up a vector, in their order.
-        reductions: Of a site whose stores keep what messages leave out.
+        settings: compression of the vectors.
+        segments: the slices of parameters that make up a vector, in order.
+        reductions: builder of reducers whose stores hold the residuals.
     """
 
     settings: GradientsConfig
@@ -33,7 +33,7 @@ class FramedMessages:
 
     @property
     def exact(self) -> bool:
-        """Whether vectors are sent uncompressed."""
+        """Return True if vectors are sent uncompressed."""
         return not isinstance(self.settings, CompressedGradients)
 
     def size(self, number: int) -> int:
@@ -41,10 +41,13 @@ class FramedMessages:
         return self._message(number)[1].sizes[0]
 
     def encode(self, x: Tensor, number: int, sender: int, remember: bool) -> Tensor:
-        """Return message `number` of `sender` with `x`: uint8, on the device of `x`.
+        """Return message number `number` of `sender`: uint8, on the device of `x`.
 
         Args:
-            remember: add what former messages have left out, and keep what this one leaves out.
+            x: flat fp32 vector.
+            number: number of the message, from 1.
+            sender: number that is unique to the sender.
+            remember: add the residuals of earlier messages to `x`, and store the new residuals.
         """
         messages, layout = self._message(number)
         payload = torch.empty(layout.sizes[0], dtype=torch.uint8, device=x.device)
@@ -78,7 +81,7 @@ class FramedMessages:
 
 
 _PLAIN = BlockwiseGradients()
-"""Settings of which only the uncompressed reducer is used."""
+"""Placeholder settings, of which only the uncompressed reducer is used."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -1,8 +1,9 @@
 """All-gather of updated weights as compressed differences to the weights that every rank already holds.
 
-Source: the weight differences of Jia et al., "SDP4Bit" (arXiv:2410.15526, section 3.1). The owner of the master weights
-sends C(master - held), and every rank, the owner too, makes held <- round(held + decoded). The next difference is taken
-to the new held weights, so what one message left out is in the next one: error feedback without a residual.
+Source: the weight differences of Jia et al., "SDP4Bit" (arXiv:2410.15526, section 3.1). The owner of the fp32 master
+weights sends C(master - held), and every rank, including the owner, sets held <- round(held + decoded). The next
+difference is taken to the new held weights, so it contains whatever the last message left out: this is error feedback
+without a residual.
 """
 
 from collections import deque
@@ -25,18 +26,18 @@ from deepspeed_compress.compression.segments import elements, scatter, stretch
 __all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
 
 EXACT = 0
-"""Channel of the parameters that are not compressed: the master travels, rounded to the type of the held weights."""
+"""Channel of uncompressed parameters. It sends the master weights rounded to the dtype of the held weights."""
 
 _LEVEL = -1
-"""Tells its random numbers from those of gradients (see `PayloadReducer`)."""
+"""Key component that keeps these random numbers apart from those of gradients (see `PayloadReducer`)."""
 
 CHUNK_NUMEL = 1 << 20
-"""Elements that a rank sends in one message: few enough to stay in a cache from one pass to the next."""
+"""Elements that a rank sends in one message: few enough to stay in a cache between passes."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Messages under way, by owner."""
+    """Messages in progress, by owner."""
 
     layout: MessageLayout
     messages: Sequence[Tensor]
@@ -44,21 +45,25 @@ class _Round:
 
 
 class DifferenceGather:
-    """Brings new weights from the ranks that own their masters to all ranks of `group`: one flat buffer, every step.
+    """Gather of one flat buffer of weights from the owners of their fp32 master weights to all ranks of `group`.
 
-    `sizes`: (name, numel) of the parameters in the order of the buffer, padding included under any name. The ranks own
-    near-equal runs of it (`even_partition`, which is DeepSpeed's cut). The channel `EXACT` of `messages` sends elements
-    in the type of the buffer: fp32, bf16 or fp16. No channel has feedback.
+    Each rank owns a run of the buffer of near-equal length (`even_partition`, the same cut as DeepSpeed's). A buffer is
+    sent in rounds of at most `chunk_numel` elements per rank, and the next round is encoded while one is in flight.
+    This bounds the work space: two payloads from every rank and a few fp32 [chunk_numel].
 
-    What all ranks hold must be the same bits, and is so afterwards: all decode the same payloads onto the same weights,
-    with one fp32 sum and one rounding an element. A master that is not finite spoils what is encoded together with it
-    (its block), on every rank alike and until `synchronise`.
+    The held weights must have the same bits on all ranks, and do so afterwards: all ranks decode the same payloads onto
+    the same weights, with one fp32 sum and one rounding per element. A non-finite master weight spoils the elements
+    encoded together with it (its block) on every rank alike, until `synchronise`.
 
-    `order`: where the parameters stand in a rank's messages, the first ones first; those that it does not have come
-    last. Empty is the order of the buffer.
-
-    A buffer goes in rounds of at most `chunk_numel` elements a rank; the next one is encoded while one travels. That
-    bounds the work space: two payloads from every rank, and a few fp32 [chunk_numel].
+    Args:
+        group: ranks that hold the buffer.
+        sizes: (name, numel) of the parameters in the order of the buffer. Padding is included under any name.
+        messages: the messages. Channel `EXACT` sends elements in the dtype of the buffer: fp32, bf16 or fp16. No
+            channel has feedback.
+        run: state of the run.
+        chunk_numel: maximum number of elements per rank and round.
+        order: rank of each parameter in the sending order, smallest first. Parameters that it lacks are sent last. If
+            empty, the order is that of the buffer.
     """
 
     def __init__(
@@ -79,27 +84,27 @@ class DifferenceGather:
         parts = [partition.owned_by(rank) for rank in range(group.size())]
         travelling = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
         self._numels = [sum(segment.numel for segment in part) for part in parts]
-        # Rounds are counted by the largest share, which is what a rank sends.
+        # The largest share determines the number of rounds, because a rank sends its share.
         rounds = -(-max(self._numels) // chunk_numel)
         self._layouts = layouts_of_parts(messages, travelling, rounds)
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer."""
+        """Return the number of elements of the buffer."""
         return sum(self._numels)
 
     @property
     def own_numel(self) -> int:
-        """Those that this rank has the masters of."""
+        """Return the number of elements whose master weights this rank owns."""
         return self._numels[self._rank]
 
     @property
     def rounds(self) -> int:
-        """Messages that a rank sends in one `gather`."""
+        """Return the number of messages that a rank sends in one `gather`."""
         return len(self._layouts)
 
     def last_rounds(self) -> dict[str, int]:
-        """By parameter, the last round that brings some of it."""
+        """Return the last round that contains any part of each parameter, by name."""
         return {
             segment.parameter: number
             for number, layout in enumerate(self._layouts)
@@ -109,15 +114,16 @@ class DifferenceGather:
         }
 
     def own(self, held: Tensor) -> Tensor:
-        """The part of `held` that this rank has the masters of: a view."""
+        """Return the part of `held` whose master weights this rank owns, as a view."""
         return torch.split(held, self._numels)[self._rank]
 
     @torch.no_grad()
     def gather(self, held: Tensor, master: Tensor) -> None:
-        """Move the weights of all ranks towards their masters.
+        """Move the weights of all ranks towards their master weights.
 
-        `held`: the flat buffer, updated in place; this rank's own part too must be as the others have it. `master`:
-        flat, the masters of `own(held)`, of any floating type and on any device; not changed.
+        Args:
+            held: the flat buffer, updated in place. This rank's own part must also equal that of the other ranks.
+            master: flat master weights of `own(held)`, of any floating dtype and on any device; not changed.
         """
         under_way: deque[_Round] = deque()
         for layout in self._layouts:
@@ -129,26 +135,30 @@ class DifferenceGather:
 
     @torch.no_grad()
     def begin(self, held: Tensor, master: Tensor, first_tag: int = 0) -> "PendingWeights":
-        """Begin what `gather` does: all messages leave now. `held` becomes what it is after `gather`, to the bit, round
-        by round as they are waited for; nobody may change it before, `master` may change at once.
+        """Start a `gather` by sending all messages now.
 
-        `first_tag`: messages of several gathers that are under way at once need numbers of their own: those from
-        `first_tag` on, as many as `rounds`.
+        While the rounds are waited for, `held` becomes bit for bit what `gather` would make it. It must not change
+        before that; `master` may change at once.
+
+        Args:
+            held: see `gather`.
+            master: see `gather`.
+            first_tag: first of `rounds` message numbers. Gathers in progress at the same time need distinct numbers.
         """
         sent = [self._send(held, master, layout, first_tag) for layout in self._layouts]
         return PendingWeights(self, held, deque(sent))
 
     @torch.no_grad()
     def synchronise(self, held: Tensor, master: Tensor) -> None:
-        """The weights of all ranks become their masters, rounded: uncompressed. Arguments as of `gather`."""
+        """Replace the weights of all ranks by their rounded master weights, uncompressed. See `gather`."""
         parts = torch.split(held, self._numels)
         parts[self._rank].copy_(master)
-        # It has no number: random numbers must not depend on how often weights were saved.
+        # Not numbered: random numbers must not depend on how often weights were saved.
         exchange = self._start([part.view(torch.uint8) for part in parts], 0)
         self._wait(exchange, held.device)
 
     def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> _Round:
-        """Encode this rank's message of a round, and begin to exchange."""
+        """Encode this rank's message of a round and start the exchange."""
         number, meter, rank = self._counter.next(), self.run.meter, self._rank
         messages = [held.new_empty(size, dtype=torch.uint8) for size in layout.sizes]
         with meter.phase("compress", held.device):
@@ -165,14 +175,14 @@ class DifferenceGather:
         return self.messages.channels[piece.channel].codec
 
     def _target(self, held: Tensor, master: Tensor, piece: Piece) -> Tensor:
-        """Where the weights of `piece` shall go: flat fp32 on the device of `held`, perhaps a view of `master`."""
+        """Return the target weights of `piece`: flat fp32 on the device of `held`, possibly a view of `master`."""
         first = sum(self._numels[: self._rank])
         segments = [replace(segment, offset=segment.offset - first) for segment in piece.segments]
         target = elements(master, segments).to(held.device)
         return target.to(held.dtype).to(torch.float32) if piece.channel == EXACT else target
 
     def _start(self, messages: Sequence[Tensor], number: int) -> PendingExchange:
-        """Begin to receive `messages[r]` from every rank r; this rank's own goes to all others."""
+        """Send this rank's message to all others and start to receive `messages[r]` from every rank r."""
         mine = messages[self._rank]
         size = mine.numel() * (len(messages) - 1)
         self.run.meter.count("bytes_weights", size)
@@ -185,7 +195,7 @@ class DifferenceGather:
             exchange.finish()
 
     def take(self, held: Tensor, sent: _Round) -> None:
-        """Wait for the messages of a round, and add them to the weights."""
+        """Wait for the messages of a round and add them to the weights."""
         self._wait(sent.exchange, held.device)
         with self.run.meter.phase("decompress", held.device):
             for payload, pieces in zip(sent.messages, sent.layout.pieces, strict=True):
@@ -199,26 +209,26 @@ class DifferenceGather:
 
 @dataclass(frozen=True)
 class PendingWeights:
-    """Weights under way to `held`, by `DifferenceGather.begin`."""
+    """Handle of a gather into `held` that `DifferenceGather.begin` started."""
 
     source: DifferenceGather
     held: Tensor
     rounds: deque[_Round]
-    """Those that have not been waited for."""
+    """Rounds that have not been waited for."""
 
     @torch.no_grad()
     def wait_for(self, last: int) -> None:
-        """Until the rounds up to number `last` are in the weights."""
+        """Block until the rounds up to number `last` are added to the weights."""
         while self.source.rounds - len(self.rounds) <= last and self.rounds:
             self.source.take(self.held, self.rounds.popleft())
 
     def finish(self) -> None:
-        """Until all are."""
+        """Block until all rounds are added to the weights."""
         self.wait_for(self.source.rounds)
 
 
 def _base(held: Tensor, piece: Piece) -> Tensor:
-    """What the message of `piece` is a difference to: flat fp32, perhaps a view of `held`."""
+    """Return the values that the message of `piece` is a difference to: flat fp32, possibly a view of `held`."""
     if piece.channel == EXACT:
         return torch.zeros(piece.numel, dtype=torch.float32, device=held.device)
     return elements(held, piece.segments)

@@ -1,4 +1,4 @@
-"""Two-level reduction: first among the ranks of a node, then between nodes, where the link is slower."""
+"""Two-level reduction: first among the ranks of a node, then over the slower link between nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,13 @@ __all__ = ["HierarchicalReducer"]
 
 @dataclass(frozen=True)
 class _Levels:
-    """`node`: the bucket, each segment for the local rank of its owner. `across`: of this local rank's segments, which
-    are `mine` in the bucket, each for the node of its owner."""
+    """The partitions of the two levels.
+
+    Attributes:
+        node: the bucket, with each segment assigned to the local rank of its owner.
+        mine: this local rank's segments of the bucket.
+        across: those segments as a bucket, each assigned to the node of its owner.
+    """
 
     node: Partition
     mine: tuple[Segment, ...]
@@ -29,7 +34,7 @@ class _Levels:
 
 
 def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> _Levels:
-    """For the local rank `local` of `locals_`, on one of `nodes`."""
+    """Return the levels of local rank `local` out of `locals_`, on one of `nodes` nodes."""
     mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
     return _Levels(
         node=relabel(partition, lambda owner: owner % locals_, locals_),
@@ -39,27 +44,28 @@ def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> 
 
 
 class HierarchicalReducer:
-    """Reduces over `group`, whose rank is `local + node * ranks_per_node`.
+    """Reducer over `group`, whose ranks are `local + node * ranks_per_node`.
 
-    `node` reduces over the ranks of one node, in their order; `across` over the ranks with the same local rank, one a
-    node, in the order of nodes. Every element crosses the link between nodes once a node instead of once a rank.
+    `node` reduces over the ranks of one node, in their order. `across` reduces over the ranks with the same local rank,
+    one per node, in the order of nodes. Every element crosses the link between nodes once per node instead of once per
+    rank.
     """
 
     def __init__(self, group: ProcessGroup, node: PayloadReducer, across: Reducer) -> None:
         self.group = group
         self.node = node
         self.across = across
-        # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
+        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         shape = (node.group.size(), across.group.size(), node.group.rank())
         self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
 
     def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
         return reduce_at_once(self, bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others stay."""
+        """Replace this rank's own segments of `bucket` by `scale` times their sum over the ranks, and no others."""
         levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
         self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
         part = gather(whole, levels.mine)
@@ -68,7 +74,7 @@ class HierarchicalReducer:
         scatter(gather(part, own), partition.owned_by(self.group.rank()), bucket)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
+        """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
         levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
         self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
         part = gather(whole, levels.mine)

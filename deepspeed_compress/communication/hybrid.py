@@ -1,4 +1,4 @@
-"""Two-level reduction where every node holds a copy of the model, divided over its ranks (hybrid sharding, HSDP)."""
+"""Two-level reduction if every node holds a copy of the model, sharded over its ranks (hybrid sharding, HSDP)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ __all__ = ["HybridReducer"]
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank of a node has in a bucket: the segments that are `mine`, and the same cut evenly over the nodes."""
+    """This rank's share of a bucket: the segments that are `mine`, and the same segments cut evenly over the nodes."""
 
     mine: tuple[Segment, ...]
     across: Partition
@@ -34,17 +34,17 @@ def _make_part(rank: int, nodes: int, partition: Partition) -> _Part:
 
 
 class HybridReducer:
-    """Reduces to the ranks of a node, each of which has its part on every node: see `Reducer`.
+    """Reducer (see `Reducer`) to the ranks of a node, each of which owns the same part on every node.
 
-    `node` reduce-scatters over the ranks of one node, which own what partitions say; `across` all-reduces each part
-    over the ranks that have it, one a node. So all nodes get the same bits, and what crosses the link between them is a
-    part a rank.
+    `node` reduce-scatters over the ranks of one node, which own the segments of the partition. `across` all-reduces
+    each part over the ranks that own it, one per node. All nodes get the same bits, and each rank sends only its part
+    over the link between nodes.
     """
 
     def __init__(self, node: PayloadReducer, across: PayloadReducer) -> None:
         self.node = node
         self.across = across
-        # A node's sum might leave the range of fp16, in which it may travel. A power of two costs no rounding.
+        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
         self._node_factor = float(1 << (node.group.size() - 1).bit_length())
         shape = (node.group.rank(), across.group.size())
         self._part: Callable[[Partition], _Part] = lru_cache(maxsize=LAYOUTS)(partial(_make_part, *shape))
@@ -54,11 +54,11 @@ class HybridReducer:
         return self.node.group
 
     def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
         return reduce_at_once(self, bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """This rank's own segments of `bucket` become `scale` times the sum over all ranks; others stay."""
+        """Replace this rank's own segments of `bucket` by `scale` times their sum over all ranks, and no others."""
         part, whole = self._part(partition), bucket.to(torch.float32, copy=True)
         self.node.reduce_scatter(whole, partition, 1.0 / self._node_factor)
         own = gather(whole, part.mine)
@@ -66,7 +66,7 @@ class HybridReducer:
         scatter(own, part.mine, bucket)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """All of `bucket` becomes that, the same bits on every rank."""
+        """Replace all of `bucket` by `scale` times its sum over all ranks, with the same bits on every rank."""
         self.reduce_scatter(bucket, partition, scale)
         self.node.all_gather(bucket, partition)
 

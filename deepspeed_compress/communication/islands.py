@@ -1,9 +1,9 @@
-"""Exchange between islands: what the masters of each have moved, and what everybody makes of the mean.
+"""Exchange between islands: each sends the update of its fp32 master weights, and all apply the mean.
 
-Every rank exchanges its own share of the masters with the ranks of equal place in the other islands. All islands keep
-the same `anchor`, the weights that they agreed upon last, and a rank sends how far its masters have moved from there.
-The mean is a gradient for the anchor (Local SGD, arXiv:1805.09767; DiLoCo, arXiv:2311.08105, algorithm 1; with several
-fragments and a delay Streaming DiLoCo, arXiv:2501.18512). Nothing here knows DeepSpeed.
+Every rank exchanges its own share of the master weights with the ranks of equal place in the other islands. All islands
+hold the same `anchor`, the weights of their last agreement, and a rank sends the difference of its master weights to
+it. The mean is a pseudo-gradient for the anchor (Local SGD, arXiv:1805.09767; DiLoCo, arXiv:2311.08105, algorithm 1;
+with several fragments and a delay, Streaming DiLoCo, arXiv:2501.18512). This module is independent of DeepSpeed.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,36 +28,48 @@ from deepspeed_compress.config.places import BlockwiseGradients
 __all__ = ["ANCHOR", "MOMENTUM", "Agreed", "IslandExchange", "Masters", "Peers", "likeness", "move_anchor"]
 
 ANCHOR, MOMENTUM = "anchor", "outer_momentum"
-"""Names of what is kept, in fp32 and alike on all islands."""
+"""Names of the fp32 stores that are equal on all islands."""
 _PLAIN = BlockwiseGradients()
-"""Any settings: their uncompressed reducer is used."""
+"""Placeholder settings, of which only the uncompressed reducer is used."""
 
 
 class Masters(Protocol):
-    """The fp32 weights that this rank steps, as one flat vector."""
+    """Interface to the fp32 master weights that this rank updates, as one flat vector."""
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """What lies in it, in order. Ranks of equal place have the same."""
+        """Return the segments of the vector, in order. They are the same on ranks of equal place."""
 
     @property
     def device(self) -> torch.device:
-        """Where exchanges are made."""
+        """Return the device on which exchanges run."""
 
     def read(self, segments: Sequence[Segment]) -> Tensor:
-        """A new flat fp32 tensor of the elements of `segments`, on the device of the exchange."""
+        """Return a new flat fp32 tensor of the elements of `segments`, on the device of the exchange."""
 
     def write(self, segments: Sequence[Segment], values: Tensor) -> None:
-        """Replace the elements of `segments`; nobody sees it before `publish`."""
+        """Replace the elements of `segments`. The model's weights do not change before `publish`."""
 
     def publish(self) -> None:
-        """The weights of all ranks of the island become those of their masters. Collective in the island."""
+        """Update the model's weights on all ranks of the island from the master weights. Collective in the island."""
 
 
 @dataclass
 class _Flight:
-    """A fragment that is on its way. `sent`: the masters when it left. `healthy`: how many islands count. `counts`:
-    this one does."""
+    """A fragment in progress.
+
+    Attributes:
+        partition: the fragment.
+        begun: step at which it was sent.
+        sent: master weights at that step.
+        moved: the update that was sent, or the master weights if `plain`; later, the mean.
+        healthy: number of islands whose master weights are finite.
+        counts: True if this island is one of them.
+        count: handle of the sum that computes `healthy`.
+        means: handle of the exchange; None if there is no other island.
+        plain: True if master weights were sent, uncompressed, instead of updates.
+        moments: handle of the exchange of second moments, if any.
+    """
 
     partition: Partition
     begun: int
@@ -71,17 +83,17 @@ class _Flight:
     moments: Shared | None
 
     def send_back(self) -> None:
-        """Begin the second half of the exchange."""
+        """Start the second half of the exchange."""
         if self.count is not None:
             self.count.wait()
             self.count = None
         if self.means is not None:
-            # Where no island is healthy there is nothing to divide.
+            # Avoid a division by zero if no island is healthy.
             self.means.scale = 1.0 / max(1.0, float(self.healthy))
             self.means.send_back()
 
     def mean(self) -> Tensor:
-        """The mean over the islands that count: of masters if `plain`, else of how far they moved."""
+        """Return the mean over the healthy islands: of master weights if `plain`, else of updates."""
         self.send_back()
         if self.means is not None:
             self.means.finish(self.moved)
@@ -89,9 +101,9 @@ class _Flight:
 
 
 class Peers:
-    """The ranks of equal place in the islands that take part, as the group of `site` has them, and how they exchange.
+    """The ranks of equal place in the participating islands, which form the group of `site`, and their reducers.
 
-    `fragments`: parts of `segments`, each divided over the ranks.
+    `fragments`: parts of `segments`, each partitioned over the ranks.
     """
 
     def __init__(self, settings: Islands, segments: Sequence[Segment], site: Site) -> None:
@@ -100,11 +112,11 @@ class Peers:
         exchange = settings.exchange
         self._settings = exchange if isinstance(exchange, CompressedGradients) else _PLAIN
         self._reductions, self._site = Reductions(site), site
-        # All memories are there before a state is loaded.
+        # Create all residual stores before a state is loaded.
         self._reducer(0, plain=False)
 
     def add_up(self, values: Tensor) -> dist.Work | None:
-        """Begin to add `values` up over the ranks, in place and uncompressed; None where there is one."""
+        """Start to sum `values` over the ranks, in place and uncompressed. Return None if there is only one rank."""
         ranks = self.group.size()
         if ranks == 1:
             return None
@@ -116,8 +128,10 @@ class Peers:
     def start(
         self, moved: Tensor, fragment: Partition, step: int, plain: bool = False, counts: bool = True
     ) -> PendingMeans | None:
-        """Begin to add `moved` up over the ranks; None where there is one. What does not count sends zeros, and keeps
-        what error feedback has left of former exchanges."""
+        """Start to sum `moved` over the ranks. Return None if there is only one rank.
+
+        If not `counts`, `moved` must be zeros, and the residuals of earlier exchanges stay unchanged.
+        """
         if self.group.size() == 1:
             return None
         reducer = self._reducer(step, plain)
@@ -131,14 +145,14 @@ class Peers:
 
 
 class Agreed:
-    """What all islands have alike: the anchor, and the momentum of the outer optimizer. Final when written."""
+    """State that is equal on all islands: the anchor and the outer optimizer's momentum. Writes take effect at once."""
 
     def __init__(self, stores: ResidualStores) -> None:
         self.anchor = stores.get(ANCHOR, "fp32", scaled=False, transactional=False)
         self.momentum = stores.get(MOMENTUM, "fp32", scaled=False, transactional=False)
 
     def move(self, segments: Sequence[Segment], moved: Tensor, outer: Outer) -> Tensor:
-        """The anchor becomes what `outer` makes of how far islands have `moved` on average; returns it."""
+        """Apply the `outer` optimizer to the mean update `moved`, store the new anchor, and return it."""
         anchor = self.anchor.read(segments, moved.device)
         if outer.optimizer == "average":
             anchor.add_(moved, alpha=outer.lr)
@@ -151,10 +165,16 @@ class Agreed:
 
 
 class IslandExchange:
-    """The exchanges of one rank with the same islands for ever.
+    """Exchanges of one rank with a fixed set of islands.
 
-    `island`: the ranks of its own, which is `number` of them. `moments`: of the optimizer, where they are exchanged.
-    `diverged`: is called when the masters are those of the others again, after some were not finite.
+    Args:
+        settings: the section's `islands`.
+        masters: fp32 master weights of this rank.
+        site: the group of ranks of equal place, the residual stores and the counters.
+        island: the ranks of this island.
+        number: number of this island.
+        moments: second moments of the optimizer, if they are exchanged.
+        diverged: called when the master weights were reset to the anchor because some were not finite.
     """
 
     def __init__(
@@ -180,14 +200,16 @@ class IslandExchange:
         self._flights: list[_Flight] = []
 
     def start(self) -> None:
-        """All islands begin with the masters of the first one, and remember nothing. Collective."""
+        """Start all islands from the master weights of the first one, with empty residuals. Collective."""
         for store in self.stores.by_name.values():
             store.clear()
         self._begin([fragment.segments for fragment in self._fragments])
 
     def complete(self) -> None:
-        """After loading: what was not exchanged when the state was saved begins with the masters of the first island.
-        Collective."""
+        """Initialize the state that a loaded checkpoint lacks from the master weights of the first island. Collective.
+
+        A checkpoint lacks it if that part was not exchanged at the time of saving.
+        """
         holds = self._agreed.anchor.holds
         missing = [[one for one in fragment.segments if not holds([one])] for fragment in self._fragments]
         some = torch.tensor(float(any(missing)), device=self._masters.device)
@@ -206,7 +228,7 @@ class IslandExchange:
         self._masters.publish()
 
     def step_ended(self, step: int) -> None:
-        """After optimizer step `step`, from 1: what is due is sent, and what has arrived is taken."""
+        """Send what is due after optimizer step `step` (counted from 1), and apply what has arrived."""
         self._clock.begin(step)
         warm, delay = step <= self.settings.warmup_steps, self.settings.delay
         for fragment in self._fragments if warm else self._due(step):
@@ -217,11 +239,11 @@ class IslandExchange:
         self._land([flight for flight in self._flights if warm or flight.begun + delay <= step])
 
     def finish(self) -> None:
-        """Take what is on its way at once, as before saving. Collective."""
+        """Wait for the exchanges in progress and apply them, as before saving. Collective."""
         self._land(list(self._flights))
 
     def forget(self) -> None:
-        """Before loading: what is on its way is waited for and dropped. Collective."""
+        """Wait for the exchanges in progress and discard them, as before loading. Collective."""
         for flight in self._flights:
             flight.mean()
             if flight.moments is not None:
@@ -229,7 +251,7 @@ class IslandExchange:
         self._flights.clear()
 
     def keep_owned(self) -> None:
-        """After loading the means of all owners: drop those of others."""
+        """Discard the residuals of means that this rank does not own, after those of all owners were loaded."""
         means, rank = self.stores.by_name.get("means"), self._group.rank()
         if means is None:
             return
@@ -245,7 +267,7 @@ class IslandExchange:
         return self.settings.exchange.method == "none"
 
     def _due(self, step: int) -> list[Partition]:
-        """The fragments whose turn it is."""
+        """Return the fragments that are due at `step`."""
         every, count = self.settings.sync_steps, len(self._fragments)
         assert every is not None, "a time is of elastic islands"
         return [one for turn, one in enumerate(self._fragments) if step % every == turn * every // count]
@@ -255,18 +277,18 @@ class IslandExchange:
         moved = sent.clone() if plain else sent - self._agreed.anchor.read(fragment.segments, sent.device)
         healthy = self._is_healthy(sent)
         if not healthy:
-            # An island that diverged counts for nothing, and goes on with what the others have found.
+            # An island that diverged sends zeros and continues with the result of the others.
             moved.zero_()
         counts = bool(healthy)
         count = dist.all_reduce(healthy, group=self._group, async_op=True) if self._group.size() > 1 else None
         means = self._peers.start(moved, fragment, step, plain, counts)
-        # Small against a fragment: all of them with the first one.
+        # They are small compared to a fragment, so all of them are sent with the first one.
         sharing = self._moments if fragment is self._fragments[0] else None
         moments = sharing.start(self._peers.add_up, float(counts)) if sharing is not None else None
         return _Flight(fragment, step, sent, moved, healthy, counts, count, means, plain, moments)
 
     def _is_healthy(self, weights: Tensor) -> Tensor:
-        """1.0 where all masters of the island are finite, else 0.0; the same on all its ranks."""
+        """Return 1.0 if all master weights of the island are finite, else 0.0. Equal on all its ranks."""
         healthy = torch.isfinite(weights).all().to(torch.float32)
         if self._island.size() > 1:
             dist.all_reduce(healthy, op=dist.ReduceOp.MIN, group=self._island)
@@ -281,7 +303,7 @@ class IslandExchange:
             self._masters.publish()
 
     def _take(self, flight: _Flight) -> None:
-        """Move the anchor; the masters follow, and keep what they have moved since the fragment left."""
+        """Update the anchor. The master weights become the anchor plus their updates since the fragment was sent."""
         segments, mean = flight.partition.segments, flight.mean()
         if flight.moments is not None:
             flight.moments.wait()
@@ -292,14 +314,16 @@ class IslandExchange:
         target = self._target(flight, mean)
         now = self._masters.read(segments)
         since = now.sub_(flight.sent)
-        # Exactly the target where nothing has moved since: also where masters are not finite.
+        # Exactly the target if there was no update since then, and also if master weights are not finite.
         self._masters.write(segments, torch.where(torch.isfinite(since), since, 0.0).add_(target))
         if not flight.counts:
             self._heal()
 
     def _heal(self) -> None:
-        """What is not finite becomes the anchor, in all fragments: with one that is not the next step spoils the others
-        again."""
+        """Replace non-finite master weights by the anchor in all fragments.
+
+        A single non-finite weight would spoil the others again in the next step.
+        """
         for fragment in self._fragments:
             now = self._masters.read(fragment.segments)
             anchor = self._agreed.anchor.read(fragment.segments, now.device)
@@ -307,7 +331,7 @@ class IslandExchange:
         self._diverged()
 
     def _target(self, flight: _Flight, mean: Tensor) -> Tensor:
-        """The new anchor. The mean of masters is taken as it is where it is the answer: no rounding."""
+        """Return the new anchor. A mean of master weights is used as it is if possible, which avoids rounding."""
         outer, segments = self._outer(flight), flight.partition.segments
         moved = mean - self._agreed.anchor.read(segments, mean.device) if flight.plain else mean
         if flight.healthy > 1:
@@ -328,13 +352,16 @@ class IslandExchange:
 
 
 def likeness(own: Tensor, mean: Tensor, share: float) -> Callable[[], float]:
-    """The cosine between what this rank has moved and what the others have, whose `mean` holds `share` of its own."""
+    """Return a function that computes the cosine of this rank's update `own` and the mean update of the other islands.
+
+    `mean` includes `own` with weight `share`.
+    """
     found = torch.nn.functional.cosine_similarity(own, mean - share * own, dim=0)
     return lambda: float(found)
 
 
 def move_anchor(anchor: Tensor, moved: Tensor, momentum: Tensor, outer: Outer) -> Tensor:
-    """`anchor` moved by Nesterov momentum of what islands `moved` on average; it and `momentum` change in place.
+    """Move `anchor` by Nesterov momentum of the mean update `moved`, and return it. Updates `momentum` too.
 
     As in torch.optim.SGD with `nesterov`: momentum = m momentum + moved, anchor += lr (moved + m momentum).
     """
@@ -343,7 +370,7 @@ def move_anchor(anchor: Tensor, moved: Tensor, momentum: Tensor, outer: Outer) -
 
 
 def _partition(segments: Sequence[Segment], islands: int) -> Partition:
-    """`segments` one after the other, in near-equal runs for the ranks of equal place."""
+    """Return `segments` in order, cut into near-equal runs for the ranks of equal place."""
     placed: list[Segment] = []
     for owner, run in enumerate(cut(segments, islands)):
         for segment in run:

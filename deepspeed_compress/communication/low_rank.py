@@ -1,8 +1,8 @@
-"""Which matrices of a bucket are worth a low-rank approximation, where their factors lie, and the algebra of a stack.
+"""Selection of matrices for low-rank approximation, the layout of their factors, and the algebra of a stack.
 
-A stack is matrices of one shape in a bucket, fp32 [count, m, n], few enough to stay in a cache. Their factors are held
-transposed, P as [count, rank, m] and Q as [count, rank, n]: products run along contiguous rows (3 to 15 times faster on
-a CPU), and a codec that scales by blocks meets one basis vector at a time.
+A stack is a set of matrices of one shape in a bucket, fp32 [count, m, n], few enough to stay in a cache. Factors are
+stored transposed, P as [count, rank, m] and Q as [count, rank, n]. Products then run along contiguous rows (3 to 15
+times faster on a CPU), and a codec that scales by blocks sees one basis vector at a time.
 """
 
 import math
@@ -33,12 +33,12 @@ __all__ = [
 Shape = tuple[int, ...]
 
 STACK_NUMEL = 1 << 18
-"""Elements of a stack, unless one matrix has more: what is read several times in a row is then still in a cache."""
+"""Maximum number of elements of a stack with several matrices, so that it stays in a cache."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter, `whole` in its bucket, as [rows, columns], to be approximated at `rank`."""
+    """A parameter, `whole` in its bucket, viewed as [rows, columns] and approximated at `rank`."""
 
     whole: Segment
     rows: int
@@ -64,15 +64,20 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is approximated: parameters with their `shapes`, by name, at `rank`, if that makes them more than
-    `min_saving` times smaller."""
+    """Selection of the parameters to approximate.
+
+    Attributes:
+        shapes: shapes of the candidates, by name.
+        rank: rank of the factors.
+        min_saving: factor by which the factors must be smaller than the matrix (strictly).
+    """
 
     shapes: Mapping[str, Shape]
     rank: int
     min_saving: float = 1.0
 
     def saves(self, name: str) -> bool:
-        """Whether the factors of a parameter are as much smaller than itself as is asked for."""
+        """Return True if the factors of a parameter are smaller than it by more than `min_saving`."""
         shape = self.shapes.get(name, ())
         if len(shape) < 2:
             return False
@@ -81,10 +86,10 @@ class LowRank:
 
 
 def find_matrices(partition: Partition, low_rank: LowRank) -> tuple[Matrix, ...]:
-    """The parameters of a bucket to be approximated, equal shapes together.
+    """Return the parameters of a bucket to approximate, sorted by shape.
 
-    Those that `low_rank` names, of two dimensions or more (viewed as [shape[0], -1]), with all their elements in the
-    bucket. The rank is capped by the smaller side.
+    They are the parameters that `low_rank` selects, have two dimensions or more (viewed as [shape[0], -1]), and lie in
+    the bucket with all their elements. The rank is capped at the smaller side.
     """
     found = []
     for whole in _runs(partition):
@@ -96,7 +101,7 @@ def find_matrices(partition: Partition, low_rank: LowRank) -> tuple[Matrix, ...]
 
 
 def _runs(partition: Partition) -> Iterator[Segment]:
-    """The adjoining segments of each parameter as one, whoever owns them; none where elements are missing between."""
+    """Yield the adjoining segments of each parameter as one segment, whoever owns them; skip parameters with gaps."""
     for _, group in groupby(partition.segments, key=lambda segment: segment.parameter):
         run = list(group)
         if all(after.begin == before.begin + before.numel for before, after in pairwise(run)):
@@ -105,14 +110,14 @@ def _runs(partition: Partition) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape and rank that are treated at once; `own`: this rank's segments of them."""
+    """Matrices of one shape and rank that are processed together. `own`: this rank's segments of them."""
 
     matrices: tuple[Matrix, ...]
     own: tuple[Segment, ...]
 
     @cached_property
     def whole(self) -> tuple[Segment, ...]:
-        """The matrices, at their offsets in the bucket."""
+        """Return the matrices as segments at their offsets in the bucket."""
         return tuple(matrix.whole for matrix in self.matrices)
 
     @property
@@ -128,7 +133,7 @@ class Stack:
         return len(self.matrices), *self.matrices[0].q_shape
 
     def inside(self, segments: Sequence[Segment]) -> list[Segment]:
-        """`segments` of these matrices, at their offsets in the flat elements of the stack."""
+        """Return `segments` of these matrices, at their offsets in the flat elements of the stack."""
         numels = accumulate((one.numel for one in self.whole), initial=0)
         first = dict(zip((one.parameter for one in self.whole), numels, strict=False))
         return [replace(one, offset=first[one.parameter] + one.begin) for one in segments]
@@ -136,21 +141,21 @@ class Stack:
 
 @dataclass(frozen=True)
 class LowRankLayout:
-    """How a bucket is divided into stacks of matrices and the rest."""
+    """Division of a bucket into stacks of matrices and the rest."""
 
     stacks: tuple[Stack, ...]
     others: tuple[Segment, ...]
     rest: Partition
-    """`others` as a bucket of their own."""
+    """The segments `others` as a separate bucket."""
     p: Partition
     q: Partition
-    """The messages of all factors, stack after stack: the name of a parameter with ".P" or ".Q" at the end."""
+    """Partitions of the factors P and Q, stack after stack. Names are those of the parameters plus ".P" or ".Q"."""
     warm: tuple[Segment, ...]
-    """Q of each matrix, whole, by the name of the parameter."""
+    """The whole Q of each matrix, under the name of the parameter."""
 
 
 def make_low_rank_layout(partition: Partition, matrices: Sequence[Matrix], rank: int) -> LowRankLayout:
-    """The layout for data-parallel rank `rank` for a bucket with the `matrices` that `find_matrices` found."""
+    """Return the layout of a bucket for data-parallel rank `rank`, given the `matrices` from `find_matrices`."""
     names = {matrix.name for matrix in matrices}
     others, rest = select(partition, lambda segment: segment.parameter not in names)
     own = [segment for segment in partition.owned_by(rank) if segment.parameter in names]
@@ -165,7 +170,7 @@ def make_low_rank_layout(partition: Partition, matrices: Sequence[Matrix], rank:
 
 
 def _groups(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """`matrices` of equal shapes, in their order, as many at once as make a stack."""
+    """Yield groups of consecutive `matrices` of equal shape, each as large as a stack may be."""
     for _, alike in groupby(matrices, key=lambda matrix: matrix.shape):
         found = list(alike)
         count = max(1, STACK_NUMEL // found[0].whole.numel)
@@ -178,29 +183,29 @@ def _make_stack(matrices: Sequence[Matrix], own: Sequence[Segment]) -> Stack:
 
 
 def split(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Views of the consecutive parts of `flat` as tensors of `shapes`."""
+    """Return views of the consecutive parts of `flat` as tensors of `shapes`."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def orthonormal(factors: Tensor) -> Tensor:
-    """An orthonormal basis of the rows of each matrix of `factors` ([count, rank, length], rank <= length, finite).
+    """Return orthonormal row bases of the matrices in `factors` ([count, rank, length], rank <= length).
 
-    Householder QR of the transpose: orthonormal even where rows are zero or dependent, a new direction for each of
-    those; nothing waits for the values.
+    `factors` must be finite. Uses the Householder QR of the transpose. The result is orthonormal even if rows are zero
+    or dependent: each of those gets a new direction. There is no device synchronization.
     """
     basis: Tensor = torch.linalg.qr(factors.mT).Q
     return basis.mT
 
 
 def revived(factors: Tensor, start: Tensor) -> Tensor:
-    """`factors` with the rows of `start` (the same shape) in the place of rows that are all zero or not finite."""
+    """Return `factors` with all-zero or non-finite rows replaced by the rows of `start` (of the same shape)."""
     largest = factors.abs().amax(dim=2, keepdim=True)
     return torch.where((largest > 0) & largest.isfinite(), factors, start)
 
 
 def clean(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """`factors` with matrices that have a non-finite element made zero, and a taint for whatever comes of them.
+    """Return `factors` with every matrix that has a non-finite element set to zero, and a taint for derived values.
 
     The taint, [count, 1, 1], is NaN for those matrices and 0 for the others.
     """

@@ -1,4 +1,4 @@
-"""What is in force in a step, as both ends of a message see it, and how the message to each owner is put together."""
+"""The settings of a step that both ends of a message share, and the layout of the message to each owner."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,14 @@ __all__ = ["Channel", "MessageLayout", "Messages", "Piece", "Transfer", "layouts
 
 @dataclass(frozen=True)
 class Channel:
-    """How the elements of some parameters travel: what both ends agree on, and what the sender keeps.
+    """Encoding of the elements of some parameters: what both ends agree on, and the state that the sender keeps.
 
-    `feedback`: of the gradients that a rank sends to their owners. `mean_feedback`: of the means that an owner sends
-    back in an all-reduce. `spread`: how the optimizer gets a sum; None: as it arrives. `uncompressed`: the codec is
-    that of elements which nothing compresses.
+    Attributes:
+        codec: codec of the elements.
+        feedback: error feedback of the gradients that a rank sends to their owners.
+        mean_feedback: error feedback of the means that an owner sends back in an all-reduce.
+        spread: schedule by which the optimizer receives a sum; None to deliver it on arrival.
+        uncompressed: True if the codec does not compress.
     """
 
     codec: Codec
@@ -32,8 +35,10 @@ class Channel:
 class Messages:
     """The messages of one reducer in one step.
 
-    `channel_of`: parameter name to the index of its channel; names that it does not have go through channel 0.
-    `level` tells the messages and random numbers of several reducers of one run apart: 0 to `LEVELS` - 1.
+    Attributes:
+        channels: the channels.
+        channel_of: index of the channel of each parameter, by name. Other parameters use channel 0.
+        level: number from 0 to `LEVELS` - 1 that keeps apart the messages and random numbers of a run's reducers.
     """
 
     channels: tuple[Channel, ...]
@@ -45,8 +50,13 @@ class Messages:
 class Piece:
     """Segments of one owner that one channel encodes as a single vector of `numel` elements.
 
-    `channel`: its index. `begin`, `end`: its bytes within the owner's message. `first`: its first element within the
-    owner's elements, counted piece after piece.
+    Attributes:
+        channel: index of the channel.
+        segments: the segments.
+        numel: number of elements.
+        begin: first byte within the owner's message.
+        end: end of its bytes within the owner's message, exclusive.
+        first: index of its first element among the owner's elements, in message order.
     """
 
     channel: int
@@ -59,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """By owner: the pieces of its message, the size of the message in bytes, and its number of elements."""
+    """The parts of each owner's message, the size of the message in bytes, and its number of elements."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     sizes: tuple[int, ...]
@@ -67,14 +77,17 @@ class MessageLayout:
 
 
 def make_layouts(messages: Messages, partition: Partition, rounds: int = 1) -> tuple[MessageLayout, ...]:
-    """The messages for `partition`, in `rounds` of near-equal size; pure, hence equal on every rank."""
+    """Return the message layouts for `partition`, in `rounds` of near-equal size.
+
+    The function is pure, so the result is equal on every rank.
+    """
     return layouts_of_parts(messages, [partition.owned_by(rank) for rank in range(partition.world_size)], rounds)
 
 
 def layouts_of_parts(
     messages: Messages, parts: Sequence[Sequence[Segment]], rounds: int = 1
 ) -> tuple[MessageLayout, ...]:
-    """The same for what each owner has, whose segments travel in the order that they have here."""
+    """Return the message layouts for the segments of each owner, which are sent in the given order."""
     cuts = [cut(part, rounds) for part in parts]
     return tuple(_layout(messages, owned) for owned in zip(*cuts, strict=True))
 
@@ -104,7 +117,10 @@ def _pieces(messages: Messages, segments: Sequence[Segment]) -> tuple[Piece, ...
 
 @dataclass(frozen=True)
 class Transfer:
-    """What `rank` sends to reduce a bucket: a part to every other owner, and `everywhere` its means to all of them."""
+    """Messages that `rank` sends to reduce a bucket.
+
+    It sends a part to every other owner and, if `everywhere`, its means to all of them.
+    """
 
     messages: Messages
     layouts: tuple[MessageLayout, ...]
@@ -113,12 +129,12 @@ class Transfer:
 
     @property
     def bytes(self) -> int:
-        """Bytes that leave the rank."""
+        """Return the number of bytes that leave the rank."""
         return self._length([channel for channel, _ in enumerate(self.messages.channels)])
 
     @property
     def uncompressed_bytes(self) -> int:
-        """The part of them that nothing compresses."""
+        """Return the number of bytes that leave the rank uncompressed."""
         return self._length([index for index, one in enumerate(self.messages.channels) if one.uncompressed])
 
     def _length(self, channels: Sequence[int]) -> int:
@@ -130,10 +146,10 @@ class Transfer:
         )
 
     def stored(self) -> Iterator[tuple[Residuals, int]]:
-        """What is kept between steps: the stores, each with a number of elements of this bucket."""
+        """Yield the stores that persist between steps, each with its number of elements of this bucket."""
         for owner, piece in self._pieces():
             channel, own = self.messages.channels[piece.channel], owner == self.rank
-            # A momentum is kept of own elements too, and so is what waits for another step.
+            # A momentum also covers a rank's own elements, as does whatever waits for a later step.
             if not own or not channel.codec.sends or not channel.feedback.own_exact:
                 yield from ((store, piece.numel) for store in channel.feedback.stores)
             if own and self.everywhere:
@@ -142,7 +158,7 @@ class Transfer:
                 yield channel.spread.left, piece.numel
 
     def uncompressed_names(self) -> set[str]:
-        """The parameters that nothing compresses."""
+        """Return the names of the uncompressed parameters."""
         pieces = (piece for _, piece in self._pieces() if self.messages.channels[piece.channel].uncompressed)
         return {segment.parameter for piece in pieces for segment in piece.segments}
 
@@ -150,7 +166,7 @@ class Transfer:
         return {segment.parameter for _, piece in self._pieces() for segment in piece.segments}
 
     def _pieces(self) -> Iterator[tuple[int, Piece]]:
-        """(owner, piece)."""
+        """Yield (owner, piece) pairs."""
         for layout in self.layouts:
             for owner, pieces in enumerate(layout.pieces):
                 yield from ((owner, piece) for piece in pieces)

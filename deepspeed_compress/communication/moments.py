@@ -1,10 +1,10 @@
-"""Second moments of Adam that islands have alike but for their shape within blocks.
+"""Adam second moments that are equalized across islands except for their shape within blocks.
 
-Each island sees a part of the batch. Where one of them saw a rare word its second moments are large, those of the
-others small, and each divides by its own: the mean of what they moved is less than what one optimizer with all
-of the batch would have done. Islands that average whole moments do not lose this (Local Adam, arXiv:2409.13155;
-DES-LOC, arXiv:2505.22549), and send twice as much and more. Here they send the sum of each block, and every island
-scales its own block to the mean of the sums. Nothing here knows DeepSpeed.
+Each island sees a part of the batch. If only one island sees a rare word, its second moments are large, those of the
+others are small, and each divides by its own. The mean of the resulting updates is then smaller than the update of one
+optimizer with the whole batch. Islands that average whole moments avoid this (Local Adam, arXiv:2409.13155; DES-LOC,
+arXiv:2505.22549) but send at least twice as much. Here, islands send only the sum of each block, and every island
+scales its own blocks to the mean of the sums. This module is independent of DeepSpeed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +19,13 @@ __all__ = ["Moment", "Moments", "Shared"]
 
 @dataclass(frozen=True)
 class Moment:
-    """Second moments of neighbouring weights. `values`: a flat view. `correction`: what Adam divides them by because
-    they began with zeros, 1 - beta2 ** steps; islands that have taken more or fewer steps differ in it. 0 where there
-    was no step yet, so that zeros stand for them."""
+    """Second moments of neighboring weights.
+
+    Attributes:
+        values: a flat view.
+        correction: Adam's bias correction, 1 - beta2 ** steps. It differs between islands that have taken different
+            numbers of steps. 0 if there was no step yet and `values` are placeholder zeros.
+    """
 
     values: Tensor
     correction: float = 1.0
@@ -30,28 +34,35 @@ class Moment:
 class Moments:
     """The second moments of one rank.
 
-    `find` gives them, of the same sizes in every exchange and on all ranks of equal place; zeros stand for what the
-    optimizer has not stepped yet. `block_size`: elements that are scaled together, but for the rest of a view.
-    `device`: of the exchange.
+    Args:
+        find: returns them, with the same sizes in every exchange and on all ranks of equal place. Zeros stand for
+            moments that the optimizer has not updated yet.
+        block_size: number of elements that are scaled together. The remainder of a view forms a smaller block.
+        device: device of the exchange.
     """
 
     def __init__(self, find: Callable[[], Sequence[Moment]], block_size: int, device: torch.device) -> None:
         self._find, self._block_size, self._device = find, block_size, device
 
     def start(self, add_up: Callable[[Tensor], Any], weight: float) -> "Shared":
-        """Begin to find the mean of the sums over the islands, in which this one counts by `weight`, unless a moment is
-        not finite or the optimizer has not stepped. `add_up` begins to add up a tensor over the ranks of equal place,
-        in place; None where there is one.
+        """Start to compute the mean of the block sums over the islands.
+
+        This island has weight `weight`, or 0 if a moment is not finite or the optimizer has not taken a step.
+
+        Args:
+            add_up: starts to sum a tensor in place over the ranks of equal place, and returns a handle, or None if
+                there is no other rank.
+            weight: weight of this island.
         """
         own, corrections = self.sums()
         finite, stepped = torch.isfinite(own), corrections > 0
-        # fp32: what is rounded to 16 bits in every exchange no longer follows a small change.
+        # fp32: 16-bit rounding in every exchange would lose small changes.
         total = torch.cat([torch.where(finite & stepped, own / corrections, 0.0), own.new_ones(1)])
         total *= weight * finite.all() * stepped.any()
         return Shared(self, own, corrections, total, add_up(total))
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Of every block of every view, one after the other, and its correction, each (blocks,), fp32."""
+        """Return the sum and the correction of every block of every view, each fp32 [blocks]."""
         none = torch.zeros(0, device=self._device)
         found = [(_sums(part).to(self._device), correction) for part, correction in self._parts()]
         return (
@@ -60,15 +71,18 @@ class Moments:
         )
 
     def scale(self, before: Tensor, mean: Tensor) -> None:
-        """Blocks that added up to `before` get the sum `mean`, and keep what has come since then; evenly where there is
-        nothing, or nothing finite. What would be nothing stays as it is: Adam divides by it."""
+        """Scale the blocks that had sums `before` to the sums `mean`, and keep what was added since then.
+
+        A block with a sum that is zero or not finite is filled evenly. A block with target sum 0 stays as it is,
+        because Adam divides by its values.
+        """
         parts = [part for part, _ in self._parts()]
         sizes = [len(part) for part in parts]
         for part, *sums in zip(parts, torch.split(before, sizes), torch.split(mean, sizes), strict=True):
             _scale(part, *(one.to(part.device) for one in sums))
 
     def _parts(self) -> Iterator[tuple[Tensor, float]]:
-        """Of each view its whole blocks, (blocks, block_size), and the rest, (1, less), as far as there are such."""
+        """Yield the whole blocks of each view, (blocks, block_size), and its rest, (1, rest), if not empty."""
         for one in self._find():
             view = one.values
             whole = view.numel() - view.numel() % self._block_size
@@ -82,20 +96,27 @@ def _sums(part: Tensor) -> Tensor:
 
 
 def _scale(part: Tensor, before: Tensor, mean: Tensor) -> None:
-    """In place: rows of `part`, which added up to `before`."""
+    """Scale the rows of `part` in place. Their sums at the start of the exchange were `before`."""
     now = _sums(part)
     since = (now - before).clamp_min_(0.0)
     target = mean + torch.where(torch.isfinite(since), since, 0.0)
     usable = torch.isfinite(now) & (now > 0)
-    # In this order blocks of one become the same bits on all islands.
+    # With this order of operations, blocks of one element get the same bits on all islands.
     scaled = torch.where(usable[:, None], part / now[:, None], 1 / part.shape[1]).mul_(target[:, None])
     part.copy_(torch.where(target[:, None] > 0, scaled, part))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Sums on their way. `own`: before the exchange, as they are. `total`: of all islands, corrected and weighted, and
-    then the weights."""
+    """Handle of an exchange of sums in progress.
+
+    Attributes:
+        moments: the moments to scale.
+        own: block sums of this island before the exchange.
+        corrections: bias corrections of the blocks.
+        total: corrected and weighted sums over all islands, followed by the sum of the weights.
+        work: handle of the exchange; None if there is no other island.
+    """
 
     moments: Moments
     own: Tensor
@@ -104,12 +125,16 @@ class Shared:
     work: Any
 
     def wait(self) -> None:
-        """RuntimeError where another rank was lost."""
+        """Wait for the sums.
+
+        Raises:
+            RuntimeError: another rank was lost.
+        """
         if self.work is not None:
             self.work.wait()
 
     def apply(self) -> None:
-        """Scale the moments, after `wait`; nothing where there is no other island, or none counts."""
+        """Scale the moments, after `wait`. Does nothing if there is no other island or the total weight is 0."""
         weight = self.total[-1]
         if self.work is not None and weight > 0:
             self.moments.scale(self.own, self.total[:-1] / weight * self.corrections)

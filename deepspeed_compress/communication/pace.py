@@ -1,4 +1,4 @@
-"""A cap on the rate of messages: each waits until those before it have had their time."""
+"""A cap on the rate of messages. Each message waits until the previous ones have used up their time."""
 
 import os
 import socket
@@ -17,11 +17,11 @@ __all__ = ["Pace", "make_pace"]
 
 @dataclass
 class Pace:
-    """At most `rate` bytes a second leave this process, over any longer sequence of messages.
+    """Rate limiter: at most `rate` bytes per second leave this process, averaged over a longer sequence of messages.
 
-    A message that may go travels as fast as the link is: what is kept is the time between messages. Nothing is saved up
-    while nothing is sent, so there are no bursts of several messages. (A token bucket whose burst is one message.)
-    `clock`, `sleep`: in seconds.
+    A message that may be sent travels at the full speed of the link; only the interval between messages is limited.
+    Idle time earns no credit, so there are no bursts of several messages (a token bucket whose burst is one message).
+    `clock` and `sleep` use seconds.
     """
 
     rate: float
@@ -30,24 +30,28 @@ class Pace:
     _free: float = float("-inf")
 
     def wait(self, size: int) -> None:
-        """Until a message of `size` bytes may be sent, which it then is."""
+        """Block until a message of `size` bytes may be sent, and reserve its time."""
         now = self.clock()
         begin = max(self._free, now)
-        # From the time that is due: what a sleep takes longer does not add up. At once: another thread may come.
+        # Counted from the due time, so that late wakeups do not add up. Set before sleeping, because other threads may
+        # call this meanwhile.
         self._free = begin + size / self.rate
         if begin > now:
             self.sleep(begin - now)
 
 
 def make_pace(settings: Communication, group: ProcessGroup | None = None) -> Pace | None:
-    """This process's share of what its host may send; None without a cap. Collective in `group` where there is one."""
+    """Return the rate limiter for this process's share of its host's rate; None without a cap.
+
+    If there is a cap, this may be a collective call in `group`.
+    """
     if settings.max_rate is None:
         return None
     return Pace(bit_rate(settings.max_rate) / 8 / _processes_of_host(group))
 
 
 def _processes_of_host(group: ProcessGroup | None) -> int:
-    """As the launcher says, or by the names of hosts."""
+    """Return the number of processes on this host, from the launcher's environment or by comparing host names."""
     given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if given is not None:
         return int(given)

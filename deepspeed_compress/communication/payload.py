@@ -1,7 +1,7 @@
-"""Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message an owner, fp32 sums.
+"""Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message per owner, fp32 sums.
 
-Read from top to bottom it is the way of a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `_encode` ->
-the channel's feedback and codec -> `_start` -> `Link.start`.
+The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `_encode` -> the
+channel's feedback and codec -> `_start` -> `Link.start`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ __all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
 
 @dataclass(frozen=True)
 class _Round:
-    """Messages under way, of one layout, held until they have arrived. `number`: of the message."""
+    """Messages of one layout in progress, whose tensors are kept alive. `number` is the message number."""
 
     layout: MessageLayout
     number: int
@@ -38,7 +38,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _PendingSums:
-    """See `Pending`. `scale` times the sums of `rounds`."""
+    """Handle of a reduce-scatter (see `Pending`) that yields `scale` times the sums of `rounds`."""
 
     reducer: "PayloadReducer"
     rounds: Sequence[_Round]
@@ -59,7 +59,7 @@ class _PendingSums:
 
 @dataclass(frozen=True)
 class PendingGather:
-    """An all-gather under way, which `wait` writes into the bucket."""
+    """Handle of an all-gather in progress, which `wait` writes into the bucket."""
 
     reducer: "PayloadReducer"
     bucket: Tensor
@@ -72,10 +72,11 @@ class PendingGather:
 
 @dataclass
 class PendingMeans:
-    """An all-reduce under way. Its second half begins with `send_back`, at the latest in `finish`.
+    """Handle of an all-reduce in progress.
 
-    `numbers`: of the messages of the second half, one a round. `bucket` must stay as it is until `send_back`, which
-    may leave anything in what this rank owns of it.
+    Its second half begins with `send_back`, which `finish` calls if needed. `bucket` must not change before
+    `send_back`, which may overwrite the elements that this rank owns. `numbers` are the message numbers of the second
+    half, one per round.
     """
 
     reducer: "PayloadReducer"
@@ -86,24 +87,25 @@ class PendingMeans:
     means: list[_Round] = field(default_factory=list)
 
     def send_back(self) -> None:
-        """Wait for the parts of the ranks, and send the means that this rank owns to all."""
-        # One by one: the mean of a round is on its way before the parts of the next are waited for.
+        """Wait for the parts of the other ranks, and send the means that this rank owns to all ranks."""
+        # One at a time: the mean of a round is sent before the parts of the next round are waited for.
         for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
             own = elements(self.bucket, self.reducer.owned(sent.layout))
             mean = self.reducer.sum(own, sent, self.scale, deliver=False)
             self.means.append(self.reducer.send_owned(mean, sent.layout, number, in_basis=True))
 
     def finish(self, out: Tensor) -> None:
-        """`out`, a flat tensor as long as the bucket, perhaps itself, becomes `scale` times the sum over the ranks."""
+        """Write `scale` times the sum over the ranks into `out`, which may be the bucket."""
         self.send_back()
         PendingGather(self.reducer, out, self.means).wait()
 
 
 class PayloadReducer:
-    """Reduces buckets over the group of `link` by packed messages, as `messages` describes them; see `Reducer`.
+    """Reducer (see `Reducer`) that sends packed messages, described by `messages`, over the group of `link`.
 
-    A rank's own elements never travel. A bucket goes in rounds of about `chunk_numel` elements of it: while one travels
-    the next is compressed. `traffic`: the kind of bytes in the meter. It lives as long as `messages` is in force.
+    A rank's own elements are never sent. A bucket is split into rounds of about `chunk_numel` elements; the next round
+    is compressed while one is in flight. `traffic` is the meter's name for the bytes sent. A reducer is used as long as
+    its `messages` are in force.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class PayloadReducer:
         self._counter = MessageCounter(run.clock)
         self._rank: int = link.group.rank()
         self._sender = self._rank if link.sender is None else link.sender
-        # Not a method of this object: a cycle would keep the process group until the garbage is collected.
+        # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
         self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel))
 
     @property
@@ -131,8 +133,10 @@ class PayloadReducer:
         return self.link.group
 
     def without_feedback(self) -> "PayloadReducer":
-        """The same messages, numbered with those of this one, from a rank that neither adds nor keeps anything of its
-        memory; what it sends back as an owner stays as it is."""
+        """Return a reducer with the same messages whose sender neither applies nor updates its residuals.
+
+        It shares this reducer's message numbers. The feedback of the means that an owner sends back is unchanged.
+        """
         channels = tuple(replace(channel, feedback=NoFeedback()) for channel in self.messages.channels)
         messages = replace(self.messages, channels=channels)
         other = PayloadReducer(self.link, messages, self.run, self.chunk_numel, self.traffic)
@@ -140,16 +144,16 @@ class PayloadReducer:
         return other
 
     def layouts(self, partition: Partition) -> tuple[MessageLayout, ...]:
-        """The layouts of the messages for `partition`, one a round."""
+        """Return the message layouts for `partition`, one per round."""
         return self._layouts(partition)
 
     def start_reduce_scatter(
         self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
     ) -> Pending:
-        """See `Reducer`.
+        """Start a reduce-scatter; see `Reducer`.
 
-        `number`: of the first message, one a round; None takes the next ones. Numbers that are given are not counted:
-        see `skip_messages`.
+        `number` is the number of the first message, with one message per round. If None, the next numbers are used.
+        Explicit numbers do not advance the counter: see `skip_messages`.
         """
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
         if self.group.size() == 1:
@@ -160,11 +164,11 @@ class PayloadReducer:
         return _PendingSums(self, rounds, scale)
 
     def _numbers(self, count: int, first: int | None) -> Sequence[int]:
-        """Of `count` messages: from `first` on, or the next ones."""
+        """Return `count` message numbers, from `first` on or, if that is None, the next ones."""
         return [self._counter.next() for _ in range(count)] if first is None else range(first, first + count)
 
     def _send_parts(self, bucket: Tensor, layout: MessageLayout, number: int) -> _Round:
-        """Encode this rank's part of every other owner's elements, and begin to exchange."""
+        """Encode this rank's contribution to every other owner's elements and start the exchange."""
         ranks = range(len(layout.sizes))
         with self.run.meter.phase("compress", bucket.device):
             outgoing = [
@@ -175,7 +179,7 @@ class PayloadReducer:
         return self._start(layout, number, outgoing, incoming)
 
     def _encode(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
-        """The packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
+        """Return the packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
         payload = _room(bucket.device, layout.sizes[owner])
         for piece in layout.pieces[owner]:
             channel, key = self.messages.channels[piece.channel], self._key(number, owner, piece, self._sender)
@@ -196,16 +200,16 @@ class PayloadReducer:
         with self.run.meter.phase("communicate", incoming[0].device):
             if self.messages.level != INSIDE_LEVEL:
                 self.run.wait_to_send(size)
-            # Messages of several reducers may be under way in one group.
+            # Messages of several reducers may be in progress in one group.
             exchange = self.link.start(outgoing, incoming, tag=number * LEVELS + self.messages.level)
         return _Round(layout, number, outgoing, incoming, exchange)
 
     def skip_messages(self, count: int) -> None:
-        """As if this step had sent `count` messages more."""
+        """Advance the message counter as if this step had sent `count` more messages."""
         self._counter.skip(count)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """See `Reducer`; what other ranks own of `bucket` stays as it is."""
+        """Reduce `bucket` for its owners; see `Reducer`. Segments that other ranks own stay as they are."""
         if self.group.size() == 1:
             _scale_alone(bucket, scale)
             return
@@ -213,10 +217,10 @@ class PayloadReducer:
         scatter(pending.finish(gather(bucket, pending.own)), pending.own, bucket)
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """See `Reducer`.
+        """Reduce `bucket` for all ranks; see `Reducer`.
 
-        Each owner encodes its mean again, with a feedback of its own (the two-sided scheme of 1-bit Adam,
-        arXiv:2102.02888, algorithm 1), and decodes it as the others do.
+        Each owner encodes its mean again, with its own error feedback (the two-sided scheme of 1-bit Adam,
+        arXiv:2102.02888, algorithm 1), and decodes it like the other ranks.
         """
         if self.group.size() == 1:
             _scale_alone(bucket, scale)
@@ -226,7 +230,10 @@ class PayloadReducer:
     def start_all_reduce(
         self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
     ) -> PendingMeans:
-        """Begin an `all_reduce` in a group of several ranks; `number` as in `start_reduce_scatter`, two a round."""
+        """Start an `all_reduce` in a group of several ranks.
+
+        `number` is as in `start_reduce_scatter`, but with two messages per round.
+        """
         assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
         layouts = self.layouts(partition)
         numbers = self._numbers(2 * len(layouts), number)
@@ -234,11 +241,14 @@ class PayloadReducer:
         return PendingMeans(self, bucket, scale, parts, numbers[len(layouts) :])
 
     def all_gather(self, bucket: Tensor, partition: Partition) -> None:
-        """Every segment of `bucket` becomes what its owner has there, as its message says: the same bits everywhere."""
+        """Replace every segment of `bucket` by its owner's values as decoded from its message.
+
+        All ranks, including the owner, get the same bits.
+        """
         self.start_all_gather(bucket, partition).wait()
 
     def start_all_gather(self, bucket: Tensor, partition: Partition) -> PendingGather:
-        """Begin an `all_gather`; `bucket` is written when it is waited for."""
+        """Start an `all_gather`. `bucket` is written when the handle is waited for."""
         layouts = self.layouts(partition)
         if self.traffic == "bytes_weights":
             exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
@@ -251,12 +261,14 @@ class PayloadReducer:
         return PendingGather(self, bucket, rounds)
 
     def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
-        """Encode `total`, the elements that this rank owns, piece after piece, or `in_basis` the coefficients of each
-        piece, and begin to send them to all."""
+        """Encode the elements that this rank owns, and start to send them to all ranks.
+
+        `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
+        """
         with self.run.meter.phase("compress", total.device):
             mine = _room(total.device, layout.sizes[self._rank])
             for piece in layout.pieces[self._rank]:
-                # Not the sender's number: what an owner sends back is the same on every node.
+                # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
                 channel, key = self.messages.channels[piece.channel], self._key(number, self._rank, piece, self._rank)
                 x, out = _part(total, piece), mine[piece.begin : piece.end]
                 x = x if in_basis else channel.codec.coefficients(x, piece.segments)
@@ -266,7 +278,7 @@ class PayloadReducer:
         return self._start(layout, number, [mine] * len(incoming), incoming)
 
     def take(self, bucket: Tensor, sent: _Round) -> None:
-        """Wait for a round of an all-gather, and write it into `bucket`."""
+        """Wait for a round of an all-gather and write it into `bucket`."""
         for owner, pieces in enumerate(sent.layout.pieces):
             payload = self._arrived(sent, owner)
             with self.run.meter.phase("decompress", bucket.device):
@@ -280,10 +292,15 @@ class PayloadReducer:
         sent.exchange.finish()
 
     def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
-        """`scale` times the sum of this rank's elements of a round, fp32: `local`, piece after piece, overwritten.
+        """Return `scale` times the sum of this rank's elements of a round, fp32.
 
-        Messages are added in the order of ranks. `deliver`: the sums are for the optimizer; else they are coefficients,
-        for `send_owned`.
+        Messages are added in the order of ranks.
+
+        Args:
+            local: this rank's values in message order; overwritten with the result.
+            sent: the round.
+            scale: factor of the sum.
+            deliver: return elements for the optimizer; otherwise, return coefficients for `send_owned`.
         """
         others = [source for source in range(len(sent.layout.sizes)) if source != self._rank]
         payloads = [self._arrived(sent, source) for source in others]
@@ -298,7 +315,7 @@ class PayloadReducer:
         return local
 
     def _sum_elements(self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
-        """`scale` times the sum of a piece: `own`, overwritten, and the `parts` of the other ranks."""
+        """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
         codec = self._codec(piece)
         exact, parts = self._own_part(own, parts, piece, number)
         if exact is None:
@@ -310,7 +327,7 @@ class PayloadReducer:
     def _sum_coefficients(
         self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float
     ) -> Tensor:
-        """The coefficients of that."""
+        """Return the coefficients of the sum that `_sum_elements` describes."""
         codec = self._codec(piece)
         exact, parts = self._own_part(own, parts, piece, number)
         total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
@@ -320,8 +337,10 @@ class PayloadReducer:
     def _own_part(
         self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """What this rank adds to a piece as it is, and the messages of the piece; where it adds nothing as it is, its
-        own is the first of them."""
+        """Return this rank's exact contribution to a part, and the messages to add to it.
+
+        If this rank contributes nothing exactly, the first value is None and its own encoded message comes first.
+        """
         channel, segments = self.messages.channels[piece.channel], piece.segments
         exact = channel.feedback.keep(own, segments, channel.codec)
         if exact is not None:
@@ -331,7 +350,7 @@ class PayloadReducer:
         return None, [mine, *parts]
 
     def _arrived(self, sent: _Round, source: int) -> Tensor:
-        """The message of rank `source`, when it is here."""
+        """Wait for the message of rank `source` and return it."""
         with self.run.meter.phase("communicate", sent.incoming[source].device):
             sent.exchange.wait_for(source)
         return sent.incoming[source]
@@ -344,7 +363,7 @@ class PayloadReducer:
         return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
 
     def owned(self, layout: MessageLayout) -> list[Segment]:
-        """What this rank owns of a bucket, in the order of its pieces."""
+        """Return the segments of a bucket that this rank owns, in the order of its message."""
         return list(_segments(layout.pieces[self._rank]))
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
@@ -368,10 +387,10 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
 
 
 def _scale_alone(bucket: Tensor, scale: float) -> None:
-    """The sum over one rank: nothing travels, so nothing is encoded or remembered."""
+    """Compute the sum over one rank. Nothing is sent, so nothing is encoded and no residual changes."""
     bucket.copy_(bucket.to(torch.float32) * scale)
 
 
 def _room(device: torch.device, size: int = 0) -> Tensor:
-    """Room for a message of `size` bytes."""
+    """Return an uninitialized uint8 buffer for a message of `size` bytes."""
     return torch.empty(size, dtype=torch.uint8, device=device)

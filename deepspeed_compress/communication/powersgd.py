@@ -1,4 +1,4 @@
-"""PowerSGD: matrices travel as two low-rank factors, and the factors are reduced instead of the matrices.
+"""PowerSGD: matrices are approximated by two low-rank factors, and only the factors are reduced.
 
 Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
 (arXiv:1905.13727): algorithm 1 for each matrix with the warm start of section 4.2, algorithm 2 for error feedback.
@@ -39,17 +39,18 @@ __all__ = ["PowerSGDReducer"]
 
 
 class PowerSGDReducer:
-    """Reduces matrices through `factors`, which all-reduces their low-rank factors, and the rest by `others`.
+    """Reducer of matrices through `factors`, which all-reduces their factors, and of the rest by `others`.
 
-    Both reducers have the same group. `low_rank` says what is approximated; nothing in a group of one rank, where
-    nothing travels.
+    Both reducers have the same group. `low_rank` selects the matrices; a group of one rank, which sends nothing,
+    approximates none.
 
-    Per matrix, with n ranks: M = gradient + residual; P = mean of M Q, orthonormalised; Q = mean of M^T P; every rank
-    takes P Q^T as the mean, and M - P Q^T as its next residual, so that the residuals and n P Q^T add up to what went
-    in. Without `residuals` there is no feedback. The next step starts from Q, kept in `warm`, equal on all ranks;
-    the seed of the run gives the first one. Both stores follow the optimizer: their owner commits them or rolls back.
+    Per matrix, with n ranks: M = gradient + residual; P = mean of M Q, orthonormalized; Q = mean of M^T P. Every rank
+    uses P Q^T as the mean and M - P Q^T as its next residual, so that the residuals and n P Q^T add up to the sum of
+    the inputs. Without `residuals` there is no error feedback. The next step starts from Q, which is kept in `warm` and
+    equal on all ranks; the seed of the run determines the first Q. Both stores follow the optimizer: their owner
+    commits them or rolls them back.
 
-    Each rank computes P Q^T by itself from equal bits, so equal results need equal machines and thread counts.
+    Each rank computes P Q^T from equal bits, so equal results require equal hardware and thread counts.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class PowerSGDReducer:
         self.residuals = residuals
         self.warm = warm
         self._starts: dict[str, Tensor] = {}
-        """Random bases by matrix: few numbers each, and no more than the model has matrices."""
-        # Not a method of this object: a cycle would keep the process group until the garbage is collected.
+        """Random initial bases, by matrix. They are small, and bounded by the number of matrices of the model."""
+        # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
         used = low_rank if others.group.size() > 1 else replace(low_rank, shapes={})
         self._layout = lru_cache(maxsize=LAYOUTS)(partial(_make_layout, used, others.group.rank()))
 
     def layout(self, partition: Partition) -> LowRankLayout:
-        """How a partition is divided."""
+        """Return the division of a partition into stacks of matrices and the rest."""
         return self._layout(partition)
 
     @property
@@ -80,11 +81,11 @@ class PowerSGDReducer:
         return self.others.group
 
     def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """See `Reducer`; it is over at once, because every phase needs the one before."""
+        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
         return reduce_at_once(self, bucket, partition, scale)
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """This rank's own segments of `bucket` become `scale` times the sum over the ranks; others keep their values.
+        """Replace this rank's own segments of `bucket` by `scale` times their sum; others keep their values.
 
         `bucket`: flat fp32, bf16 or fp16 [partition.numel].
         """
@@ -95,7 +96,7 @@ class PowerSGDReducer:
             self._approximate(bucket, layout, scale, [stack.own for stack in layout.stacks])
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """All of `bucket` becomes `scale` times the sum over the ranks, the same bits on every rank."""
+        """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
         layout = self.layout(partition)
         if layout.rest.segments:
             _reduce_rest(self.others.all_reduce, bucket, layout, scale)
@@ -117,10 +118,11 @@ class PowerSGDReducer:
     def _approximate(
         self, bucket: Tensor, layout: LowRankLayout, scale: float, wanted: Sequence[Sequence[Segment]]
     ) -> None:
-        """The `wanted` segments of each stack become `scale` times the sum; moves both stores on.
+        """Replace the `wanted` segments of each stack by `scale` times their sum, and update both stores.
 
-        A non-finite element of a matrix, on any rank, leaves a non-finite one on every rank. Gradients and residuals
-        are added up three times, stack by stack, which costs less than to write the sums and to read them twice.
+        A non-finite element of a matrix on any rank leads to a non-finite element on every rank. Gradients and
+        residuals are added three times, stack by stack, which costs less than writing the sums once and reading them
+        twice.
         """
         meter, ranks = self.factors.run.meter, self.group.size()
         stacks, p, q = (
@@ -147,27 +149,27 @@ class PowerSGDReducer:
                 _deliver(bucket, stack, basis, factor * (scale * ranks), segments)
 
     def _matrices(self, bucket: Tensor, stack: Stack) -> Tensor:
-        """This rank's gradients of a stack and what is left of earlier ones: new, fp32 [count, m, n]."""
+        """Return this rank's gradients of a stack plus their residuals, as a new fp32 tensor [count, m, n]."""
         values = gather(bucket, stack.whole)
         if self.residuals is not None:
             self.residuals.add_to(values, stack.whole, 1.0)
         return values.view(stack.shape)
 
     def _keep_rest(self, bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor) -> None:
-        """What the factors do not say of a stack are its next residuals."""
+        """Store the part of a stack that the factors do not represent as its next residuals."""
         if self.residuals is not None:
             rest = self._matrices(bucket, stack).baddbmm_(basis.mT, factor, alpha=-1.0)
             self.residuals.write(stack.whole, rest.view(-1))
 
     def _start_bases(self, layout: LowRankLayout, device: torch.device) -> list[Tensor]:
-        """An orthonormal basis for each matrix to begin with: Q of the step before, or random where there is none."""
+        """Return an initial orthonormal basis per matrix: Q of the previous step, or a random one if there is none."""
         shapes = [stack.q_shape for stack in layout.stacks]
         warm = split(self.warm.read(layout.warm, device), shapes)
         fresh = split(torch.cat([self._start(segment, device) for segment in layout.warm]), shapes)
         return [orthonormal(revived(before, start)) for before, start in zip(warm, fresh, strict=True)]
 
     def _start(self, segment: Segment, device: torch.device) -> Tensor:
-        """Independent normal numbers, which depend on the seed and the name alone: fp32 [numel]."""
+        """Return independent normal numbers that depend only on the seed and the parameter's name: fp32 [numel]."""
         if segment.parameter not in self._starts:
             key = random_key(self.factors.run.seed, zlib.crc32(segment.parameter.encode()))
             self._starts[segment.parameter] = _normal(segment.numel, key, device)
@@ -175,7 +177,7 @@ class PowerSGDReducer:
 
 
 def _normal(numel: int, key: int, device: torch.device) -> Tensor:
-    """By the method of Box and Muller: fp32 [numel]."""
+    """Return normal random numbers by the Box-Muller transform: fp32 [numel]."""
     first, second = for_device(device).uniform(2 * numel, key, device).view(2, -1)
     return torch.sqrt(-2.0 * torch.log1p(-first)) * torch.cos(2.0 * math.pi * second)
 
@@ -185,13 +187,13 @@ def _make_layout(low_rank: LowRank, own: int, partition: Partition) -> LowRankLa
 
 
 def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """A flat fp32 tensor, not filled, and its parts as tensors of `shapes`."""
+    """Return an uninitialized flat fp32 tensor, and its parts as views of `shapes`."""
     flat = torch.empty(sum(math.prod(shape) for shape in shapes), device=device)
     return flat, split(flat, shapes)
 
 
 def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segments: Sequence[Segment]) -> None:
-    """P Q^T to the `segments` of a stack."""
+    """Write P Q^T into the `segments` of a stack."""
     if segments:
         values = torch.bmm(basis.mT, factor).view(-1)
         scatter(elements(values, stack.inside(segments)), segments, bucket)
@@ -200,7 +202,7 @@ def _deliver(bucket: Tensor, stack: Stack, basis: Tensor, factor: Tensor, segmen
 def _reduce_rest(
     operation: Callable[[Tensor, Partition, float], None], bucket: Tensor, layout: LowRankLayout, scale: float
 ) -> None:
-    """`operation` on the elements outside matrices, as a bucket of their own."""
+    """Apply `operation` to the elements outside matrices, as a separate bucket."""
     if not layout.stacks:
         operation(bucket, layout.rest, scale)
         return

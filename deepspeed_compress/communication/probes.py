@@ -1,4 +1,4 @@
-"""Measurements beside training: how close a compressed mean came to the true one, and how long messages take."""
+"""Measurements made during training: the accuracy of a compressed mean and the time that messages take."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ REPEATS = 3
 
 
 def true_sum(group: ProcessGroup, bucket: Tensor) -> Tensor:
-    """The sum of `bucket` over the ranks in fp32, uncompressed; `bucket` is not changed."""
+    """Return the uncompressed fp32 sum of `bucket` over the ranks. `bucket` is not changed."""
     total = bucket.to(torch.float32, copy=True)
     group.allreduce([total]).wait()
     return total
@@ -27,10 +27,10 @@ def true_sum(group: ProcessGroup, bucket: Tensor) -> Tensor:
 def cosine_with_truth(
     group: ProcessGroup, bucket: Tensor, truth: Tensor, own: Sequence[Segment]
 ) -> Callable[[], float]:
-    """Cosine similarity between the reduced `bucket` and `truth` over all ranks' own segments.
+    """Return a function that computes the cosine similarity of `bucket` and `truth` over all ranks' `own` segments.
 
-    The scale of either does not matter. NaN when one of them is zero or non-finite. Returns what gives it, which waits
-    for a GPU.
+    The scale of either does not matter. The result is NaN if one of them is zero or non-finite. Collective; the
+    returned function waits for the GPU.
     """
     reduced, expected = gather(bucket, own), gather(truth, own)
     products = torch.stack((reduced @ expected, reduced @ reduced, expected @ expected))
@@ -45,8 +45,11 @@ def _cosine(products: Tensor) -> float:
 
 
 def link_seconds(group: ProcessGroup, device: torch.device, sizes: Sequence[int]) -> list[float]:
-    """Seconds in which this rank sends and receives `sizes` bytes, in equal parts to and from all others: the median of
-    three, since shapers let a first burst pass at once. Collective; a GPU is waited for. Zeros for a group of one."""
+    """Return the seconds in which this rank exchanges each of `sizes` bytes with the other ranks of `group`.
+
+    The bytes are divided equally among the other ranks, in both directions. Each value is the median of three, because
+    traffic shapers let a first burst pass at once. Collective; waits for the GPU. Zeros for a group of one.
+    """
     return [statistics.median(_once(group, device, size) for _ in range(REPEATS)) for size in sizes]
 
 
@@ -57,7 +60,7 @@ def _once(group: ProcessGroup, device: torch.device, size: int) -> float:
     outgoing, incoming = (
         [torch.zeros(size // others, dtype=torch.uint8, device=device) for _ in range(group.size())] for _ in range(2)
     )
-    # All begin together, so that nobody's lateness is taken for slowness of the link.
+    # All ranks start together, so that a late rank is not mistaken for a slow link.
     group.allreduce([torch.zeros(1, device=device)]).wait()
     _finish(device)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What reducers promise, what all reducers of a run share, and how messages are numbered."""
+"""The interface of reducers, the state that all reducers of a run share, and the numbering of messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,35 +27,35 @@ __all__ = [
 ]
 
 LEVELS = 8
-"""Reducers of one run that number their messages independently of each other."""
+"""Maximum number of reducers in one run that number their messages independently."""
 INSIDE_LEVEL = 1
-"""Of the messages that stay inside a node."""
+"""Level of messages that stay inside a node."""
 
 
 class Pending(Protocol):
-    """A reduce-scatter under way."""
+    """Handle of a reduce-scatter in progress."""
 
     @property
     def own(self) -> Sequence[Segment]:
-        """This rank's segments, in the order in which `finish` takes and gives their elements."""
+        """Return this rank's segments, in the order of the elements that `finish` takes and returns."""
 
     def finish(self, local: Tensor) -> Tensor:
-        """Wait for what is under way.
+        """Wait for the messages in progress and add them.
 
         Args:
-            local: flat fp32, what this rank has in its own segments; overwritten.
+            local: this rank's values of its own segments, flat fp32; overwritten.
 
         Returns:
-            Flat fp32 of the same length: `scale` times the sums over the ranks.
+            `scale` times the sums over the ranks, flat fp32 of the same length.
         """
 
 
 class Reducer(Protocol):
-    """Sums flat buckets over the ranks of `group`: each segment for its owner, or for all.
+    """Interface for summing flat buckets over the ranks of `group`, each segment for its owner or for all ranks.
 
-    A bucket is a flat fp32, bf16 or fp16 tensor [partition.numel] on the device of the run; sums are made in fp32, in
-    the same order in every run. All ranks of the group call the same methods with equal partitions, in one order; a
-    wrong length is an AssertionError. What a peer that is gone does, the backend says (RuntimeError of torch).
+    A bucket is a flat fp32, bf16 or fp16 tensor [partition.numel] on the device of the run. Sums are computed in fp32,
+    in the same order in every run. All ranks of the group must call the same methods with equal partitions in the same
+    order. A wrong length raises AssertionError. A lost peer raises the RuntimeError of the torch backend.
 
     Examples:
         On every rank of `group`:
@@ -67,28 +67,33 @@ class Reducer(Protocol):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that take part; owners in partitions are ranks of this group."""
+        """Return the participating ranks. Owners in partitions are ranks of this group."""
 
     def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
-        """Begin a `reduce_scatter`; `bucket` may change afterwards. All ranks finish what they begin in one order."""
+        """Start a `reduce_scatter` and return its handle.
+
+        `bucket` may change afterwards. All ranks must finish their pending reductions in the same order.
+        """
 
     def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """This rank's own segments of `bucket` become `scale` times the sum over the ranks; what the others have is
-        left as it is, or overwritten."""
+        """Replace this rank's own segments of `bucket` by `scale` times their sum over the ranks.
+
+        The segments of other ranks are left as they are, or overwritten.
+        """
 
     def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
-        """All of `bucket` becomes `scale` times the sum over the ranks: the same bits on every rank."""
+        """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
 
     def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
-        """What this rank sends to reduce a bucket cut by `partition`; `everywhere`: by `all_reduce`."""
+        """Return what this rank sends to reduce a bucket cut by `partition`, by `all_reduce` if `everywhere`."""
 
     def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
-        """What is kept between steps besides what the transfers keep: stores, with a number of elements."""
+        """Return the (store, numel) pairs kept between steps in addition to those of the transfers."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduce-scatter that was over when it was begun: the `sums` of the `own` segments."""
+    """Handle of a reduce-scatter that completed at its start, with the `sums` of the `own` segments."""
 
     own: Sequence[Segment]
     sums: Tensor
@@ -98,7 +103,7 @@ class Reduced:
 
 
 def reduce_at_once(reducer: Reducer, bucket: Tensor, partition: Partition, scale: float) -> Reduced:
-    """What `start_reduce_scatter` does where the reduction goes in several phases; `bucket` is overwritten."""
+    """Implement `start_reduce_scatter` for reducers that work in several phases. `bucket` is overwritten."""
     reducer.reduce_scatter(bucket, partition, scale)
     own = partition.owned_by(reducer.group.rank())
     return Reduced(own, gather(bucket, own))
@@ -106,9 +111,12 @@ def reduce_at_once(reducer: Reducer, bucket: Tensor, partition: Partition, scale
 
 @dataclass
 class StepClock:
-    """Where the run is: `step` counts optimizer steps, `begun` those that this process has begun.
+    """Progress of the run.
 
-    `loss_scale` is the factor that the gradients of this step carry.
+    Attributes:
+        step: number of the optimizer step.
+        loss_scale: factor that the gradients of this step carry.
+        begun: number of steps that this process has begun.
     """
 
     step: int = 0
@@ -121,8 +129,14 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Run:
-    """What all reducers of a run share: where it is, where bytes and times are counted, the seed of random numbers, and
-    how fast messages may leave; None: as fast as it goes."""
+    """State that all reducers of a run share.
+
+    Attributes:
+        clock: progress of the run.
+        meter: counter of bytes and times.
+        seed: seed of random numbers.
+        pace: rate limit of messages; None for no limit.
+    """
 
     clock: StepClock
     meter: Meter
@@ -130,16 +144,17 @@ class Run:
     pace: Pace | None = None
 
     def wait_to_send(self, size: int) -> None:
-        """Until a message of `size` bytes may leave this host."""
+        """Block until a message of `size` bytes may leave this host."""
         if self.pace is not None:
             self.pace.wait(size)
 
 
 @dataclass
 class MessageCounter:
-    """Numbers the messages of one group within a step: 1, 2, 3 ... The ranks of the group number them alike.
+    """Counter of the messages of one group within a step: 1, 2, 3 ... Equal on all ranks of the group.
 
-    Every reducer has its own, because ranks of one group may take part in different numbers of others.
+    Every reducer has its own counter, because the ranks of one group may take part in different numbers of other
+    groups.
     """
 
     clock: StepClock
@@ -151,6 +166,6 @@ class MessageCounter:
         return self._number
 
     def skip(self, count: int) -> None:
-        """As if `count` messages had been numbered."""
+        """Advance as if `count` messages had been numbered."""
         self._number = self._number + count if self._begun == self.clock.begun else count
         self._begun = self.clock.begun

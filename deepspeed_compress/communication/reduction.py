@@ -1,7 +1,7 @@
-"""From the settings that are in force in a step to reducers: the only place that knows both.
+"""Builds the reducers for the settings in force in a step. No other module knows both settings and reducers.
 
-`Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`), and keeps the
-reducers of the newest ones.
+`Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`) and caches the
+reducers of the most recent descriptions.
 """
 
 import re
@@ -43,21 +43,30 @@ from deepspeed_compress.errors import CompressWarning
 __all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
 
 RAW = 0
-"""Channel of what goes uncompressed: elements in their own dtype."""
+"""Channel of uncompressed parameters; elements keep the gradient dtype."""
 MAIN = 1
-"""Channel of the chosen method; overrides follow."""
+"""Channel of the chosen method. The channels of overrides follow it."""
 FACTORS_LEVEL, WEIGHTS_LEVEL = 2, 3
-"""Of the reducers of low-rank factors and of gathered weights (see `Messages`); 0 is between nodes, 1 inside a node."""
+"""Levels of the reducers of low-rank factors and of gathered weights (see `Messages`).
+
+Level 0 is between nodes and level 1 inside a node.
+"""
 SETTINGS = 16
-"""For which reducers are kept: candidates of adaptation and levels of a guard take turns."""
+"""Number of settings whose reducers are cached, since adaptation candidates and guard levels alternate."""
 GRADIENTS = "/deepspeed_compress/gradients"
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The data-parallel group `whole`; with a hierarchy also its ranks on this node (`node`), and those of all nodes
-    that have this rank's place on theirs (`across`). `downward`: see `Link`, of the ranks that messages cross nodes
-    between. `copies`: every node holds all parts of the model, so that owners are ranks of `node`."""
+    """The process groups of a reduction.
+
+    Attributes:
+        whole: the data-parallel group.
+        node: with a hierarchy, the ranks of `whole` on this node.
+        across: with a hierarchy, the ranks with the same local rank on every node.
+        downward: second group of the ranks whose messages cross nodes; see `Link`.
+        copies: every node holds a complete copy of the model, so owners are ranks of `node`.
+    """
 
     whole: ProcessGroup
     node: ProcessGroup | None = None
@@ -68,11 +77,14 @@ class Groups:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What reducers must know of the model.
+    """Facts about the model that reducers need.
 
-    `shapes`: of this rank's parameters, by name. `everywhere`: what users call the parameters of all ranks. `exempt`:
-    those that must go uncompressed whatever the configuration says. `dtype`: of the gradients, in which uncompressed
-    elements travel. `user_names`: what users call a parameter, where that is not its name.
+    Attributes:
+        shapes: shapes of this rank's parameters, by name.
+        everywhere: user-facing names of the parameters of all ranks.
+        exempt: names of parameters that must stay uncompressed, whatever the configuration says.
+        dtype: dtype of the gradients, and of uncompressed elements in messages.
+        user_names: user-facing names of the parameters for which it differs from the internal name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -83,24 +95,27 @@ class Parameters:
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """Row length of each matrix; dimensions after the first count as one."""
+        """Return the row length of each matrix. All dimensions after the first are flattened into one."""
         return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
 
     def numel(self, name: str) -> int:
         return int(torch.Size(self.shapes[name]).numel())
 
     def user_name(self, name: str) -> str:
-        """What the patterns of overrides match."""
+        """Return the name that the patterns of overrides are matched against."""
         return self.user_names.get(name, name)
 
     def uncompressed(self, min_numel: int) -> frozenset[str]:
-        """Those that are exempt, and those with fewer elements than `min_numel`."""
+        """Return the excluded parameters and those with fewer than `min_numel` elements."""
         return self.exempt | {name for name in self.shapes if self.numel(name) < min_numel}
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where gradients are reduced: the same for all settings that take turns. `traffic`: the kind of bytes."""
+    """Everything a reduction needs that does not depend on the settings.
+
+    `traffic` is the meter's name for the bytes sent.
+    """
 
     groups: Groups
     parameters: Parameters
@@ -111,7 +126,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reducer of a method; one that compresses nothing; one that besides sends what residuals hold."""
+    """The reducers for one set of settings.
+
+    Attributes:
+        compressed: reducer of the method.
+        plain: reducer without compression.
+        flushing: reducer without compression that also sends, and thereby empties, the residuals.
+    """
 
     compressed: Reducer
     plain: Reducer
@@ -120,8 +141,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Codecs:
-    """What encodes the messages of a step: the method's codec, those of the overrides with a channel of their own, and
-    that of a method inside a node; None where there is none."""
+    """Codecs of the messages of one step.
+
+    Attributes:
+        main: codec of the method.
+        overrides: codecs of the overrides that have their own channel.
+        inside: codec of the method inside a node; None if there is no such method.
+    """
 
     main: Codec
     overrides: tuple[Codec, ...] = ()
@@ -129,33 +155,36 @@ class Codecs:
 
 
 class Reductions:
-    """The reducers of a run, for whatever settings of gradients are in force.
+    """Reducers of a run for any gradient settings.
 
-    The first use of settings warns (CompressWarning) of an override that matches no parameter, and when nothing is left
-    to compress.
+    The first use of settings emits a CompressWarning for each override that matches no parameter, and if nothing is
+    left to compress.
     """
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        # Not methods of this object: a cycle would keep process groups until the garbage is collected.
+        # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
         self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, site.parameters))
         self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, site))
 
     def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
-        """The reducers of `settings` in optimizer step `step` (0-based)."""
+        """Return the reducers for `settings` in optimizer step `step` (0-based)."""
         codecs = find_codecs(settings, self.site.parameters, step)
         return self._reduction(settings, codecs, self._channels_of(settings))
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelTable:
-    """Parameter name to channel; what it does not have goes raw."""
+    """Map from parameter name to channel. Parameters that are not in it are sent uncompressed."""
 
     channel_of: Mapping[str, int]
 
 
 def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int) -> Codecs:
-    """The codecs of optimizer step `step`; a method without messages of its own (PowerSGD) sends what is left raw."""
+    """Return the codecs of optimizer step `step`.
+
+    A method without messages of its own (PowerSGD) sends everything that it does not approximate uncompressed.
+    """
     raw, widths = Codec(Cast(parameters.dtype)), parameters.widths
     main = Codec(settings.compressor(step), settings.transform(widths)) if isinstance(settings, MethodConfig) else raw
     inside = settings.hierarchy.inside if isinstance(settings, LayeredGradients) and settings.hierarchy else None
@@ -168,18 +197,21 @@ def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: 
 
 def _override_codec(override: Override, raw: Codec, step: int) -> Codec:
     if (step + 1) % override.every:
-        # Between two sends everything goes into the memory of error feedback.
+        # Between two sends, everything is added to the error-feedback buffer.
         return Codec(NoSend())
     return Codec(override.compressor(step)) if isinstance(override, MethodConfig) else raw
 
 
 def _own(settings: AnyCompressedGradients) -> list[Override]:
-    """The overrides that have a channel of their own."""
+    """Return the overrides that have their own channel."""
     return [override for override in settings.overrides if not override.is_uncompressed]
 
 
 def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> ChannelTable:
-    """The channel of every parameter: of the first override that matches, else the method's. Warns as `Reductions`."""
+    """Return the channel of every compressed parameter: that of the first matching override, else the method's.
+
+    Warns as described in `Reductions`.
+    """
     exempt = {parameters.user_name(name) for name in parameters.exempt}
     _warn_of_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
     own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
@@ -197,7 +229,7 @@ def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
 
 
 def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
-    """CompressWarning for every override that is the first match of none of `names`."""
+    """Emit a CompressWarning for each override that is not the first match of any of `names`."""
     used = {id(_first_match(overrides, name)) for name in names}
     for index, override in enumerate(overrides if names else ()):
         if id(override) not in used:
@@ -211,7 +243,7 @@ def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> N
 
 
 def _warn_of_nothing(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
-    """CompressWarning when `settings` leave no parameter of this rank compressed."""
+    """Emit a CompressWarning if `settings` leave no parameter of this rank compressed."""
     low_rank = _low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
     left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
     if left or not parameters.shapes:
@@ -241,7 +273,7 @@ def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs
 
 @dataclass(frozen=True)
 class _Maker:
-    """Puts the reducers of one description together."""
+    """Builder of the reducers of one description."""
 
     site: Site
     settings: AnyCompressedGradients
@@ -261,22 +293,25 @@ class _Maker:
         return reducer if clip_norm is None else ClippingReducer(reducer, clip_norm, self.site.run.clock)
 
     def plain(self) -> Reducer:
-        """Nothing is compressed; in two levels too, so that less crosses the slow link."""
+        """Return a reducer without compression.
+
+        It still has two levels if configured, to reduce traffic on the slow link.
+        """
         return self._levels(Messages((self.raw,)), Messages((self.raw,), level=1))
 
     def flushing(self) -> Reducer:
-        """Nothing is compressed; residuals are sent along, and are empty afterwards."""
+        """Return a reducer without compression that also sends the residuals and leaves them empty."""
         return self._levels(
             self._uncompressed(Messages(tuple(self._channels()), self.channel_of)), self._uncompressed(self._inside())
         )
 
     def _uncompressed(self, messages: Messages) -> Messages:
-        """`messages` with the same feedback, and nothing left out."""
+        """Return `messages` with the same feedback and an uncompressed codec on every channel."""
         channels = (replace(one, codec=self.raw.codec, uncompressed=True) for one in messages.channels)
         return replace(messages, channels=tuple(channels))
 
     def _levels(self, messages: Messages, inside: Messages) -> Reducer:
-        """One level or two; `inside`: a node."""
+        """Return a reducer with one level, or two if the groups define nodes. `inside`: messages in a node."""
         groups = self.site.groups
         if groups.node is None or groups.across is None:
             return self._payload(groups.whole, messages, groups.downward)
@@ -292,7 +327,7 @@ class _Maker:
         return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize, self.site.traffic)
 
     def _channels(self) -> Iterator[Channel]:
-        """Those of parameters as they go between nodes: raw, the method's, the overrides'."""
+        """Yield the channels between nodes: uncompressed, the method's, and the overrides'."""
         settings, stores = self.settings, self.site.stores
         yield self.raw
         yield self._channel(
@@ -306,14 +341,14 @@ class _Maker:
             yield self._channel(codec, feedback, back, self._spread(override))
 
     def _channel(self, codec: Codec, feedback: Feedback, back: Feedback, spread: SpreadSum | None = None) -> Channel:
-        """A method may send elements in the type that they have anyway: `bf16` under bf16."""
+        """Return a channel, marked as uncompressed if its codec keeps the gradient dtype (`bf16` under bf16)."""
         return Channel(codec, feedback, back, spread, uncompressed=codec == self.raw.codec)
 
     def _feedback(self, method: Override | NodeConfig, name: str) -> Feedback:
-        """Of a method that takes the place of the chosen one somewhere."""
+        """Return the feedback of a method that replaces the chosen one in an override or inside a node."""
         collects = isinstance(method, OverrideConfig) and method.every > 1
         if method.method == "qsgd" and not collects:
-            # Unbiased, and too noisy for the error feedback of another method.
+            # qsgd is unbiased, and too noisy for the error feedback of another method.
             return NoFeedback()
         return self.settings.residual_feedback(self.site.stores, name)
 
@@ -324,7 +359,10 @@ class _Maker:
         return SpreadSum(self.site.stores.get("spread", kept.dtype, kept.on_host), override.every)
 
     def _inside(self) -> Messages:
-        """The messages inside a node: of a method of its own, for what is compressed between nodes."""
+        """Return the messages inside a node.
+
+        If the hierarchy has its own method, it applies to the parameters that are compressed between nodes.
+        """
         settings = self.settings
         hierarchy = settings.hierarchy if isinstance(settings, LayeredGradients) else None
         if hierarchy is None or self.codecs.inside is None:
@@ -336,10 +374,12 @@ class _Maker:
         return Messages((self.raw, self._channel(self.codecs.inside, there, back)), chosen, level=1)
 
     def _powersgd(self, settings: PowerSGDGradients) -> Reducer:
-        """Matrices of the main channel by their factors; other parameters of it, vectors for instance, uncompressed,
-        along with what residuals hold of them."""
+        """Return a reducer that sends the matrices of the main channel as low-rank factors.
+
+        The other parameters of the channel, such as vectors, are sent uncompressed together with their residuals.
+        """
         site, kept = self.site, settings.residuals
-        # What other settings have left of parameters that have no factors goes along once.
+        # Residuals that other settings left for parameters without factors are sent once.
         left, left_back = (settings.residual_feedback(site.stores, name) for name in ("gradients", "means"))
         rest = replace(self.raw, feedback=left, mean_feedback=left_back)
         others = Messages((self.raw, rest, *self._override_channels()), self.channel_of)
@@ -355,7 +395,7 @@ class _Maker:
 
 @dataclass(frozen=True)
 class WeightReduction:
-    """What sends weights: `settings` of them, in a run."""
+    """Builder of the communication of weights for given `settings`."""
 
     settings: CompressedWeights
     parameters: Parameters
@@ -364,8 +404,15 @@ class WeightReduction:
     def difference_gather(
         self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
     ) -> DifferenceGather:
-        """The gather of one flat buffer of weights of type `dtype`; `sizes`: (name, numel) in its order. They travel in
-        the order of the model, which is about that of forward."""
+        """Return the gather of one flat buffer of weights.
+
+        Parameters are sent in the order of the model, which is roughly that of the forward pass.
+
+        Args:
+            group: ranks that share the weights.
+            sizes: (name, numel) of the parameters in the order of the buffer.
+            dtype: dtype of the buffer.
+        """
         raw = self.parameters.uncompressed(self.settings.min_numel)
         channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
         channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
@@ -373,10 +420,10 @@ class WeightReduction:
         return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run, order=order)
 
     def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
-        """What gathers rounded weights over `group`, without feedback; what is not rounded travels in `dtype`.
+        """Return a reducer that gathers rounded weights over `group`, without feedback.
 
-        Every parameter has a channel of its own, though they are all the same, so that its blocks, and with them its
-        rounding, do not depend on what is gathered along with it.
+        Weights that are not rounded are sent in `dtype`. Every parameter has its own channel, although all channels are
+        equal, so that its blocks, and therefore its rounding, do not depend on which parameters are gathered together.
         """
         raw = self.parameters.uncompressed(self.settings.min_numel)
         place = {name: index for index, name in enumerate(self.parameters.shapes, 1)}

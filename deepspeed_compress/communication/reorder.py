@@ -1,4 +1,4 @@
-"""A flat buffer that is cut into equal parts, one a rank, from one order of its parameters to another."""
+"""Reordering of the parameters of a flat buffer that is sharded into equal parts, one per rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Reordering"]
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in the flat buffer: the rank that has it, and where in the part of that rank."""
+    """A position in the flat buffer: the rank that holds it, and the offset in that rank's part."""
 
     rank: int
     offset: int
@@ -22,7 +22,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Move:
-    """`numel` elements that lie together, and in one part each, before and afterwards."""
+    """A run of `numel` elements that is contiguous and within one part both before and afterwards."""
 
     source: _Place
     target: _Place
@@ -34,10 +34,13 @@ class _Move:
 
 
 class Reordering:
-    """Moves the parts of a flat buffer between two orders of its parameters. Collective over `group`.
+    """Collective conversion of a sharded flat buffer between two orders of its parameters.
 
-    `before`, `after`: (name, numel) of the same parameters in both orders, without gaps; what follows them, up to
-    `share` elements a rank, is padding, and becomes 0.
+    Args:
+        group: ranks that hold the parts.
+        before: (name, numel) of the parameters in the first order, without gaps.
+        after: (name, numel) of the same parameters in the second order.
+        share: number of elements per rank. Elements after the last parameter are padding and become 0.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class Reordering:
         self._back = tuple(move.back for move in self._moves)
 
     def forward(self, part: Tensor, device: torch.device) -> Tensor:
-        """The part of this rank after the reordering: a new tensor like `part`, flat [share], of any type and device.
-        Messages are made on `device`, which the backend of the group can send from."""
+        """Return this rank's part after the reordering, as a new tensor like `part`.
+
+        Args:
+            part: flat [share], of any dtype and on any device.
+            device: device of the messages, which the backend of the group must support.
+        """
         return self._moved(part, self._moves, device)
 
     def backward(self, part: Tensor, device: torch.device) -> Tensor:
-        """The inverse of `forward`."""
+        """Invert `forward`."""
         return self._moved(part, self._back, device)
 
     def _moved(self, part: Tensor, moves: Sequence[_Move], device: torch.device) -> Tensor:
@@ -89,7 +96,7 @@ def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _moves(before: Sequence[tuple[str, int]], after: Sequence[tuple[str, int]], share: int) -> Iterator[_Move]:
-    """Stretches of parameters, cut where a part ends in either order."""
+    """Yield runs of the parameters, cut at the boundaries between parts in either order."""
     begins, end = {}, 0
     for name, numel in after:
         begins[name], end = end, end + numel

@@ -1,4 +1,4 @@
-"""The ranks of one island, which do the same as each other: what its first rank hears and decides, all do."""
+"""The ranks of one island, which act alike: all ranks follow what the first one receives and decides."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of one island. `group`: of theirs, on the host; None for a single rank."""
+    """The ranks of one island. `group` is their process group on the host; None for a single rank."""
 
     group: ProcessGroup | None = None
 
@@ -28,7 +28,10 @@ class Team:
         return 0 if self.group is None else self.group.rank()
 
     def share(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the first rank, on all; an error of this package too. Collective."""
+        """Return on all ranks what `work` returns on the first rank. Collective.
+
+        A CompressError of `work` is raised on all ranks too.
+        """
         result: list[Any] = [_attempted(work) if self.place == 0 else None]
         if self.group is not None:
             dist.broadcast_object_list(result, dist.get_global_rank(self.group, 0), group=self.group)
@@ -38,7 +41,7 @@ class Team:
         return value  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """The `value` of every rank, on all. Collective."""
+        """Return the `value` of every rank, on all ranks. Collective."""
         found = [value]
         if self.group is not None:
             found *= self.group.size()
@@ -46,26 +49,26 @@ class Team:
         return found
 
     def tell(self, decision: bool) -> tuple[dist.Work, Tensor]:
-        """Begin to tell the others of an island of several what the first rank decides: see `heard`. Collective."""
+        """Start to broadcast the first rank's decision in an island of several ranks; see `heard`. Collective."""
         assert self.group is not None, "nobody to tell"
         told = torch.tensor([float(decision)])
         first = dist.get_global_rank(self.group, 0)
         return dist.broadcast(told, first, group=self.group, async_op=True), told
 
     def heard(self, told: tuple[dist.Work, Tensor]) -> bool:
-        """What the first rank has decided."""
+        """Wait for the broadcast of `tell` and return the first rank's decision."""
         told[0].wait()
         return bool(told[1])
 
     def same(self, value: int) -> bool:
-        """Whether all ranks have the same `value`, which is not negative. Collective."""
+        """Return True if all ranks have the same `value`, which must not be negative. Collective."""
         extremes = torch.tensor([value, -value])
         if self.group is not None:
             dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
         return int(extremes[0]) == -int(extremes[1])
 
     def all(self, fine: bool) -> bool:
-        """Whether all ranks are fine. Collective."""
+        """Return True if `fine` is True on all ranks. Collective."""
         found = torch.tensor([float(fine)])
         if self.group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group)
@@ -80,15 +83,18 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, CompressError | None]:
 
 
 class Word:
-    """What the first rank decides after every step, which all do. In an island of several ranks it is the word of the
-    step before, which travels meanwhile: nobody waits for it."""
+    """The first rank's decision after every step, which all ranks follow.
+
+    In an island of several ranks, it is the decision of the previous step, which is broadcast in the background so that
+    no rank waits for it.
+    """
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._told: tuple[dist.Work, Tensor] | None = None
 
     def heard(self, own: bool) -> bool:
-        """What all do now. `own`: what the first rank decides. Collective."""
+        """Return the decision to follow now. `own`: the first rank's new decision. Collective."""
         if self._team.group is None:
             return own
         earlier, self._told = self._told, self._team.tell(own)
@@ -100,7 +106,7 @@ class Word:
 
 
 class Cadence:
-    """When an island asks for an exchange: after so many steps, or seconds. Of the first rank."""
+    """Interval of an island's exchanges in steps or seconds. Used on the first rank."""
 
     def __init__(self, steps: int | None, seconds: float | None) -> None:
         self._steps, self._seconds = steps, seconds
@@ -110,7 +116,7 @@ class Cadence:
         self._taken, self._since = 0, time.monotonic()
 
     def step(self) -> bool:
-        """A step has ended; whether it is time."""
+        """Count a finished step, and return True if an exchange is due."""
         self._taken += 1
         if self._steps is not None:
             return self._taken >= self._steps

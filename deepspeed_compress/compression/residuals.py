@@ -1,8 +1,8 @@
-"""What a sender remembers between messages, kept for every element of every parameter.
+"""Error-feedback buffers: values that a sender keeps between messages for every element of every parameter.
 
-Buckets form differently from run to run (DeepSpeed learns the order of gradients during the first steps), so memory is
-addressed by parameter ranges, and kept contiguous for each message layout: in the basis that the message was written
-in. Whoever asks for another basis gets it, and what moves to another layout is elements of parameters on the way.
+Buckets differ from run to run (DeepSpeed learns the order of gradients during the first steps), so values are addressed
+by parameter ranges. They are stored contiguously per message layout, in the basis in which the message was written.
+Access in another basis converts them. Values that move to another layout are converted to elements of parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,17 +21,17 @@ from deepspeed_compress.compression.transforms import Identity, Transform
 __all__ = ["STORAGE", "ResidualStores", "Residuals"]
 
 ELEMENTS = Identity()
-"""The basis of elements as they are."""
+"""The basis of plain, untransformed elements."""
 
 STORAGE: Mapping[str, Compressor] = MappingProxyType(
     {"fp32": Cast(torch.float32), "bf16": Cast(torch.bfloat16), "int8": Blockwise(8, 256)}
 )
-"""Forms of memory: 4, 2, or about 1 bytes an element (LoCo, arXiv:2407.04480, has 8 bits)."""
+"""Storage formats, with 4, 2 or about 1 bytes per element (LoCo, arXiv:2407.04480, uses 8 bits)."""
 
 
 @dataclass
 class _Values:
-    """Elements in fp32: what the last applied step left, and what the running step has written, if it has."""
+    """Elements in fp32: those after the last applied step and, if it has written any, those of the running step."""
 
     applied: Tensor
     running: Tensor | None = None
@@ -47,7 +47,7 @@ class _Values:
         place = slice(position, position + part.applied.numel())
         self.applied[place] = part.applied
         if self.running is not None:
-            # Also where this step has not written yet: the whole message is read from `running` from now on.
+            # Also if this step has not written this part: from now on, the whole message is read from `running`.
             self.running[place] = part.running if part.running is not None else part.applied
 
 
@@ -61,7 +61,7 @@ class _Buffer:
 
 @dataclass
 class _Slot:
-    """The memory of one message."""
+    """The buffers of one message."""
 
     applied: _Buffer
     running: _Buffer | None = None
@@ -73,14 +73,18 @@ class _Slot:
 
 
 class Residuals:
-    """A number for every element that a rank sends: its residual, or a momentum.
+    """Store of one number per element that a rank sends: its residual, or a momentum.
 
-    `dtype` is the form in which it is stored (a key of `STORAGE`). A step may be skipped by the optimizer
-    (non-finite gradients): with `transactional` every write goes to a second buffer until `commit`, and `rollback`
-    forgets it, for twice the memory and no copies; without it writes are final. `on_host` keeps everything in pinned
-    memory of the host and copies it, message by message and in the order of the stream, for which the host waits only
-    where it reads what lies there. `scaled`: the values are in the units of
-    the gradients, hence they follow the loss scale.
+    The optimizer may skip a step (non-finite gradients). If `transactional`, every write goes to a second buffer until
+    `commit`, and `rollback` discards it. This doubles the memory but needs no copies. Otherwise, writes take effect at
+    once.
+
+    Args:
+        dtype: storage format, a key of `STORAGE`.
+        transactional: support `rollback`.
+        on_host: keep everything in pinned host memory. Messages are copied one at a time in stream order; the host
+            waits only when it reads the values itself.
+        scaled: values have the units of the gradients and must follow the loss scale.
     """
 
     def __init__(self, dtype: str, transactional: bool, on_host: bool = False, scaled: bool = True) -> None:
@@ -93,16 +97,16 @@ class Residuals:
         self._homes: dict[str, dict[Range, Layout]] = {}
 
     def read(self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS) -> Tensor:
-        """The values of the message made of `segments` in `basis`: a new flat fp32 tensor; zeros at first."""
+        """Return the values of the message made of `segments` in `basis`: a new flat fp32 tensor, initially zeros."""
         values = torch.zeros(sum(segment.numel for segment in segments), device=device)
         self.add_to(values, segments, 1.0, basis)
         return values
 
     def add_to(self, x: Tensor, segments: Sequence[Segment], factor: float, basis: Transform = ELEMENTS) -> None:
-        """`x` (flat fp32, of `segments` in `basis`) += `factor` * their values.
+        """Add `factor` times the values of the message to `x` (flat fp32, of `segments` in `basis`), in place.
 
-        What was written in another basis is changed on the way, and stays as it is where it lies: a step that is
-        skipped leaves no rounding.
+        Values stored in another basis are converted, but remain stored as they are, so that a skipped step adds no
+        rounding.
         """
         held = self._slot(layout_of(segments), x.device).current
         if held.basis == basis.of(segments):
@@ -116,7 +120,7 @@ class Residuals:
         payload.copy_(self._encoded(values), non_blocking=True)
 
     def _target(self, slot: _Slot, basis: Transform) -> _Buffer:
-        """Where the running step writes the new values of `slot`, in `basis`."""
+        """Return the buffer for the running step's new values of `slot`, in `basis`."""
         slot.written = True
         if self.transactional and slot.running is None:
             room = slot.applied.payload
@@ -127,10 +131,10 @@ class Residuals:
     def buffers(
         self, segments: Sequence[Segment], device: torch.device, basis: Transform = ELEMENTS
     ) -> tuple[Tensor, Tensor] | None:
-        """The values of the message, and where new ones go, to be written in place of `write`: flat fp32 or bf16, both
-        in `basis`.
+        """Return the message's values and the buffer for its new values, as an alternative to `write`.
 
-        They may be the same. None where values are stored in another form or basis, or not on `device`.
+        Both are flat fp32 or bf16, in `basis`, and may be the same tensor. Returns None if values are stored in another
+        format or basis, or not on `device`.
         """
         if not isinstance(self.storage, Cast) or (self.on_host and device.type != "cpu"):
             return None
@@ -142,11 +146,11 @@ class Residuals:
         return before, self.storage.elements(self._target(slot, own).payload, numel)
 
     def holds(self, segments: Sequence[Segment]) -> bool:
-        """Whether anything was ever written for elements of `segments`."""
+        """Return True if any elements of `segments` were ever written."""
         return any(known for piece in layout_of(segments) for known in self._overlapping(piece))
 
     def written(self, segments: Sequence[Segment]) -> bool:
-        """Whether the running step has written the message made of `segments`."""
+        """Return True if the running step has written the message made of `segments`."""
         slot = self._slots.get(layout_of(segments))
         return slot is not None and slot.written
 
@@ -161,7 +165,7 @@ class Residuals:
         return values
 
     def _elements(self, held: _Buffer, segments: Sequence[Segment], device: torch.device) -> Tensor:
-        """The values of the message made of `segments` as elements of parameters, flat fp32 on `device`."""
+        """Return the values of the message made of `segments` as elements of parameters, flat fp32 on `device`."""
         payload = held.payload.to(device, non_blocking=True)
         return held.basis.inverse(self._decoded(payload, sum(segment.numel for segment in segments)), segments)
 
@@ -170,9 +174,9 @@ class Residuals:
         return slot if slot is not None else self._adopt(layout, device)
 
     def _adopt(self, layout: Layout, device: torch.device) -> _Slot:
-        """Make a slot for a new layout from the values that its elements had in others.
+        """Create a slot for a new layout from the values that its elements had in other layouts.
 
-        Those others are dissolved: what the new layout does not take becomes messages of single ranges.
+        Those layouts are dissolved. Elements that the new layout does not contain become messages of single ranges.
         """
         self._await()
         fresh = _Values(torch.zeros(numel_of(layout), device=device))
@@ -190,7 +194,7 @@ class Residuals:
         return dict.fromkeys(self._homes[known[0]][known] for piece in layout for known in self._overlapping(piece))
 
     def _overlapping(self, piece: Range) -> list[Range]:
-        """The known ranges that share elements with `piece`."""
+        """Return the known ranges that share elements with `piece`."""
         name, begin, numel = piece
         return [
             known for known in self._homes.get(name, {}) if known[1] < begin + numel and begin < known[1] + known[2]
@@ -204,7 +208,7 @@ class Residuals:
         return _Values(self._elements(slot.applied, segments, device), running)
 
     def _settle(self, layout: Layout, values: _Values) -> _Slot:
-        """Make a slot with `values` the home of the ranges of `layout`."""
+        """Create a slot with `values` and register it for the ranges of `layout`."""
         running = _Buffer(self._stored(self._encoded(values.running))) if values.running is not None else None
         slot = _Slot(_Buffer(self._stored(self._encoded(values.applied))), running, running is not None)
         self._register(layout, slot)
@@ -214,7 +218,7 @@ class Residuals:
         return payload.to("cpu", non_blocking=True) if self.on_host else payload
 
     def _await(self) -> None:
-        """What a GPU copies to the host is there afterwards."""
+        """Wait for pending copies from a GPU to the host."""
         if self.on_host and torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -224,55 +228,57 @@ class Residuals:
             self._homes.setdefault(piece[0], {})[piece] = layout
 
     def commit(self) -> None:
-        """The optimizer applied the step: what it wrote becomes the memory."""
+        """Keep the values that the running step wrote, because the optimizer applied the step."""
         for slot in self._slots.values():
             if slot.written and slot.running is not None:
                 slot.applied, slot.running = slot.running, slot.applied
             slot.written = False
 
     def rollback(self) -> None:
-        """The optimizer skipped the step: as if it had not been."""
+        """Discard the values of the running step, because it was skipped."""
         for slot in self._slots.values():
             slot.written = False
 
     def bytes_of(self, numel: int) -> int:
-        """Bytes that `numel` elements of one message take."""
+        """Return the number of bytes that `numel` elements of one message occupy."""
         return self.storage.payload_bytes(numel) * (2 if self.transactional else 1)
 
     def prune(self) -> None:
-        """Forget the messages that the running step has not written: after loading, what other ranks own."""
+        """Drop the messages that the running step has not written: after loading, those that other ranks own."""
         for layout in [layout for layout, slot in self._slots.items() if not slot.written]:
             del self._slots[layout]
             for piece in layout:
                 del self._homes[piece[0]][piece]
 
     def scale(self, factor: float) -> None:
-        """Follow a change of the loss scale."""
+        """Multiply the values by `factor` if they follow the loss scale."""
         self._await()
         for layout, slot in self._slots.items() if self.scaled else ():
             payload = slot.applied.payload
             payload.copy_(self._encoded(self._decoded(payload, numel_of(layout)).mul_(factor)))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all values."""
         self._slots.clear()
         self._homes.clear()
 
     def square_norms(self) -> list[Tensor]:
-        """Sums of squares (fp64 []) over this rank's messages, those of the running step included, one each. A GPU is
-        waited for where residuals are in host memory."""
+        """Return one sum of squares (fp64 []) per message of this rank, including those that the running step wrote.
+
+        Waits for the GPU if residuals are in host memory.
+        """
         self._await()
         return [self._square_norm(slot.current.payload, numel_of(layout)) for layout, slot in self._slots.items()]
 
     def _square_norm(self, payload: Tensor, numel: int) -> Tensor:
-        # Numbers are read where they are stored, not decoded first.
+        # Uncompressed formats are read in place, without decoding.
         storage = self.storage
         values = storage.elements(payload, numel) if isinstance(storage, Cast) else self._decoded(payload, numel)
         norm: Tensor = for_device(values.device).square_norm(values)
         return norm
 
     def items(self) -> Iterator[tuple[Range, Tensor]]:
-        """Every range with its applied values, flat fp32."""
+        """Yield every range with its applied values, flat fp32."""
         self._await()
         for layout, slot in self._slots.items():
             values = self._elements(slot.applied, segments_of(layout), slot.applied.payload.device)
@@ -280,13 +286,13 @@ class Residuals:
                 yield piece, values[position : position + piece[2]]
 
     def payloads(self) -> Iterator[tuple[Layout, Tensor]]:
-        """Every message layout with its applied values as they are stored (uint8): what `restore` takes back."""
+        """Yield every message layout with its applied values as they are stored (uint8), for `restore`."""
         self._await()
         for layout, slot in self._slots.items():
             yield layout, slot.applied.payload
 
     def bases(self) -> dict[Layout, Transform]:
-        """The basis of the applied values of every message layout, in the order of `payloads`."""
+        """Return the basis of the applied values of every message layout, in the order of `payloads`."""
         return {layout: slot.applied.basis for layout, slot in self._slots.items()}
 
     def restore(
@@ -295,17 +301,19 @@ class Residuals:
         device: torch.device,
         bases: Mapping[Layout, Transform] = MappingProxyType({}),
     ) -> None:
-        """Replace everything by `payloads` of a store with the same storage, bit for bit; `bases`: of those that are
-        no elements as they are."""
+        """Replace all values by the `payloads` of a store with the same storage format, bit for bit.
+
+        `bases` has the basis of every payload that does not hold plain elements.
+        """
         self.clear()
         for layout, payload in payloads.items():
             kept = _Buffer(self._stored(payload.to(device, copy=True)), bases.get(layout, ELEMENTS))
             self._register(layout, _Slot(kept))
 
     def add(self, values: Iterable[tuple[Range, Tensor]], device: torch.device, factor: float = 1.0) -> None:
-        """The applied values of the given ranges become `factor` times what they are plus flat fp32 `values`.
+        """Replace the applied values of the given ranges by `factor` times themselves plus flat fp32 `values`.
 
-        Outside of any step. A `factor` of 0 replaces them.
+        Must be called outside of a step. With a `factor` of 0, `values` replace them.
         """
         for (name, begin, numel), more in values:
             segments, total = (Segment(name, begin, numel, 0, 0),), more.to(device, torch.float32, copy=True)
@@ -316,8 +324,7 @@ class Residuals:
 
 @dataclass
 class ResidualStores:
-    """The residuals and momenta of a run, by what they hold ("gradients", "means", "velocity" ...); made when first
-    asked for.
+    """The residuals and momenta of a run, by content ("gradients", "means", "velocity" ...), created on first use.
 
     `transactional`: the optimizer may skip a step.
     """
@@ -328,7 +335,10 @@ class ResidualStores:
     def get(
         self, name: str, dtype: str, on_host: bool = False, scaled: bool = True, transactional: bool | None = None
     ) -> Residuals:
-        """`transactional`: None as all are; False for what is written only when it is certain."""
+        """Return the store `name`, created with the given options if it does not exist.
+
+        `transactional`: None for the run's default; False if values are written only once the step is certain.
+        """
         if name not in self.by_name:
             chosen = self.transactional if transactional is None else transactional
             self.by_name[name] = Residuals(dtype, chosen, on_host, scaled)

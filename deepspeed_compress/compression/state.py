@@ -1,7 +1,7 @@
-"""State files: what one rank remembers between steps, as a safetensors file and a JSON file that describes it.
+"""State files: what one rank keeps between steps, as a safetensors file and a JSON file that describes it.
 
-The JSON is written last and holds the digest of the other, so a pair is complete or it is refused. Nothing in them is
-executed when they are read. Ranks may be more or fewer when a state is loaded: see `Sources`.
+The JSON is written last and contains a digest of both, so an incomplete pair is refused. Reading executes nothing. The
+number of ranks may differ when a state is loaded: see `sources`.
 """
 
 import hashlib
@@ -40,21 +40,26 @@ __all__ = [
 
 VERSION = 3
 BEFORE_BASES = 2
-"""The version whose values are all elements of parameters; it is read too."""
+"""Older version, in which all values are plain elements of parameters. It can still be read."""
 _MOST_RANKS = 1 << 20
 STEM = "deepspeed_compress"
-"""Of the names of files."""
+"""Prefix of the file names."""
 SHARED = frozenset({"factors"})
-"""Memories that are equal on all ranks of a data-parallel group."""
+"""Stores that are equal on all ranks of a data-parallel group."""
 OWNED = frozenset({"means", "node_means", "spread", "anchor", "outer_momentum"})
-"""Memories in which every element has one rank that owns it. All others add up over the ranks."""
+"""Stores in which one rank owns each element. All other stores add up over the ranks."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: rank `index` of `size` in the data-parallel group number `group` of `groups`.
+    """Position of a rank.
 
-    `node_size`: ranks of the group that reduce inside a node first; 1 without a hierarchy.
+    Attributes:
+        index: rank in its data-parallel group.
+        size: size of that group.
+        group: number of that group.
+        groups: number of data-parallel groups.
+        node_size: ranks of the group that reduce inside a node first; 1 without a hierarchy.
     """
 
     index: int
@@ -66,12 +71,21 @@ class Position:
 
 @dataclass(frozen=True)
 class Description:
-    """The JSON file: where and when the state was saved, under which settings, and what each tensor is.
+    """Contents of the JSON file.
 
-    `sha256`: of the tensors' file and of all other fields. `layouts`: by memory, the parameter ranges of each of its
-    messages, in the order of the tensors "NAME/0", "NAME/1" ... `bases`: the basis of each of these (see
-    `transforms.described`). `storage`: how the memory is encoded. `loss_scale`: the factor that the values carry.
-    `decisions`: what the policy remembers, equal on all ranks.
+    Attributes:
+        version: version of the format.
+        sha256: digest of the tensors' file and of all other fields.
+        position: position of the rank that saved the state.
+        zero_stage: ZeRO stage.
+        step: step at which the state was saved.
+        loss_scale: factor that the values carry.
+        section: settings under which the state was saved.
+        decisions: state of the policy, equal on all ranks.
+        storage: storage format of each store.
+        layouts: by store, the parameter ranges of each of its messages, in the order of the tensors "NAME/0", "NAME/1"
+            ...
+        bases: by store, the basis of each of its messages (see `transforms.described`).
     """
 
     version: int
@@ -89,20 +103,20 @@ class Description:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a file has of one store: by message, its payload and its basis."""
+    """Saved content of one store: the payload and the basis of each message."""
 
     payloads: Mapping[Layout, Tensor]
     bases: Mapping[Layout, Transform]
 
 
 def state_file(directory: Path, rank: int, stem: str = STEM) -> Path:
-    """The tensors of global rank `rank` in a checkpoint's tag directory; the JSON is beside it."""
+    """Return the path of the tensors of global rank `rank` in a checkpoint's tag directory. The JSON is next to it."""
     return directory / f"{stem}_rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a pair of files will hold; the digest of `description` is still empty."""
+    """Contents of a pair of files. The digest of `description` is still empty."""
 
     tensors: Mapping[str, Tensor]
     description: Description
@@ -117,7 +131,7 @@ def contents(
     section: Mapping[str, Any],
     decisions: Mapping[str, Any],
 ) -> Contents:
-    """Of `stores` as they are now; tensors on the host may be theirs."""
+    """Return the current contents of `stores`. Tensors on the host may share memory with them."""
     held = {name: list(store.payloads()) for name, store in stores.items()}
     tensors = {f"{name}/{n}": payload.cpu() for name, slots in held.items() for n, (_, payload) in enumerate(slots)}
     description = Description(
@@ -137,16 +151,16 @@ def contents(
 
 
 def write(contents: Contents, file: Path, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-    """Write `file` and its JSON, each under a temporary name that is changed at the end, while `held()`."""
+    """Write `file` and its JSON under temporary names, and rename both at the end, while `held()` is entered."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    # A process that outlives its rank may write the same file as the run that follows.
+    # A process that outlives its rank may write the same file as the next run.
     tensors, text = (file.with_suffix(f".{os.getpid()}.{kind}.tmp") for kind in ("tensors", "json"))
     save_file(dict(contents.tensors), tensors)
     description = replace(contents.description, sha256=_digest(tensors, contents.description))
     text.write_text(json.dumps(asdict(description), indent=1), encoding="utf-8")
     try:
         with held():
-            # A pair that is half replaced must not look whole.
+            # A half-replaced pair must not look complete.
             file.with_suffix(".json").unlink(missing_ok=True)
             os.replace(tensors, file)
             os.replace(text, file.with_suffix(".json"))
@@ -166,7 +180,11 @@ def _digest(file: Path, description: Description) -> str:
 
 
 def read_description(file: Path) -> Description:
-    """The JSON beside `file`. StateError if it is missing, damaged, or not of this package and version."""
+    """Return the description in the JSON next to `file`.
+
+    Raises:
+        StateError: the file is missing, damaged, or not of this package or a supported version.
+    """
     path = file.with_suffix(".json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -184,7 +202,7 @@ def read_description(file: Path) -> Description:
 
 
 def _why_missing(directory: Path) -> str:
-    """What made a checkpoint without a state, as far as its directory tells."""
+    """Return a likely reason why the checkpoint in `directory` has no state."""
     if (directory / "zero").is_dir():
         return (
             ": this is a universal checkpoint, and DeepSpeed's converter leaves the state of this package behind; copy "
@@ -194,7 +212,11 @@ def _why_missing(directory: Path) -> str:
 
 
 def _layout(ranges: Sequence[Sequence[Any]]) -> Layout:
-    """Return the ranges of a message. ValueError or TypeError where they are none."""
+    """Return the ranges of a message.
+
+    Raises:
+        ValueError, TypeError: they are not ranges.
+    """
     return tuple((_name(name), _count(begin), _count(numel)) for name, begin, numel in ranges)
 
 
@@ -211,7 +233,11 @@ def _count(value: object) -> int:
 
 
 def _checked(found: Description) -> Description:
-    """Return `found`. ValueError, TypeError or KeyError where a field is not what `contents` writes."""
+    """Return `found` after checking its fields.
+
+    Raises:
+        ValueError, TypeError, KeyError: a field is not one that `contents` writes.
+    """
     place, scale = found.position, found.loss_scale
     for number in (place.index, place.size, place.group, place.groups, place.node_size, found.zero_stage, found.step):
         _count(number)
@@ -229,7 +255,11 @@ def _checked(found: Description) -> Description:
 
 
 def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
-    """By name. StateError unless the file is the one that was described."""
+    """Return the saved stores by name.
+
+    Raises:
+        StateError: the file is not the one that was described.
+    """
     try:
         if _digest(file, description) != description.sha256:
             raise StateError(f"{file} or the JSON file beside it is damaged: the digest does not fit")
@@ -249,7 +279,11 @@ def _read_memories(file: Path, description: Description) -> dict[str, _Memory]:
 
 
 def _payload(found: Tensor, layout: Layout, storage: str) -> Tensor:
-    """Return `found`. ValueError where it is not the payload of a message of `layout`: decoders read it unchecked."""
+    """Return `found` after checking its size, because decoders read it unchecked.
+
+    Raises:
+        ValueError: it is not the payload of a message of `layout`.
+    """
     size = STORAGE[storage].payload_bytes(numel_of(layout))
     if found.dtype != torch.uint8 or found.shape != (size,):
         raise ValueError(
@@ -259,9 +293,10 @@ def _payload(found: Tensor, layout: Layout, storage: str) -> Tensor:
 
 
 def sources(directory: Path, rank: int, position: Position, stem: str = STEM) -> list[tuple[Path, Description]]:
-    """The files that global rank `rank`, at `position`, has to read: its own, or when the group has another size, all.
+    """Return the files that global rank `rank` at `position` must read: its own, or all if the group's size changed.
 
-    Raises StateError when one of them is missing or does not fit.
+    Raises:
+        StateError: a file is missing or does not fit.
     """
     own, problem = state_file(directory, rank, stem), None
     try:
@@ -295,10 +330,11 @@ def restore(
     loss_scale: float,
     device: torch.device,
 ) -> bool:
-    """Fill `stores` from the files of `sources`; whether every value is the one that this very rank saved.
+    """Fill `stores` from the files of `sources`. Return True if all files were saved by this very rank.
 
-    When the group has another size, what adds up is added up: rank i takes the states of the old ranks i, i + size,
-    i + 2 size ..., so the sum over the ranks stays. What has an owner is loaded everywhere, for `Residuals.prune`.
+    If the size of the group has changed, stores that add up are redistributed: rank i adds the states of the old ranks
+    i, i + size, i + 2 size ..., so the sum over the ranks is unchanged. Stores with owned elements are loaded on every
+    rank, for `Residuals.prune`.
     """
     for store in stores.values():
         store.clear()
@@ -326,7 +362,7 @@ def _load(store: Residuals, memory: _Memory, storage: str, exact: bool, device: 
     if exact:
         store.restore(memory.payloads, device, memory.bases)
         return
-    # What has an owner may stand in several files: without ZeRO all ranks own what was spread.
+    # Owned elements may be in several files: without ZeRO, all ranks own spread sums.
     former = Residuals(storage, transactional=False)
     former.restore(memory.payloads, torch.device("cpu"), memory.bases)
     store.add(former.items(), device, factor)

@@ -1,15 +1,15 @@
-"""Megatron-core's data parallelism: its bucket groups reduce compressed gradients.
+"""Adapter for Megatron-core's data parallelism, whose bucket groups reduce compressed gradients.
 
-    attach       all that is attached to the model chunks of a rank
-    buckets      what lies where in its buckets, and who owns what
-    gradients    the seam: `start_grad_sync` of each bucket group
-    weights      the other seam: `start_param_sync` of each bucket group
-    shares       dense parameters and experts, each with a group of its own
-    steps        how the steps of its optimizer end
-    checkpoints  what is remembered, in checkpoints of its own
-    limits       versions, and what is refused
+    attach       attaches everything to the model chunks of a rank
+    buckets      layout and ownership of the elements of buckets
+    gradients    the seam for gradients: `start_grad_sync` of each bucket group
+    weights      the seam for weights: `start_param_sync` of each bucket group
+    shares       dense parameters and experts, each with a separate group
+    steps        the outcome of the optimizer's steps
+    checkpoints  the state of compression inside Megatron's checkpoints
+    limits       supported versions, and what is refused
 
-Read from megatron-core 0.16.1.
+Written for megatron-core 0.16.1.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Compression of the model chunks of a rank: the gradients of its data-parallel group, and those of its experts."""
+"""Compression of the model chunks of a rank: the gradients of its data-parallel group and those of its experts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,15 +30,18 @@ from deepspeed_compress.session.session import Session
 __all__ = ["Attached", "attach"]
 
 EXPERTS = "experts"
-"""Directory, in that of everything else, of what concerns experts alone."""
+"""Subdirectory for everything that concerns only experts."""
 
 
 @dataclass(frozen=True)
 class Attached:
     """Compression of the model chunks of this rank, for as long as they live.
 
-    `dense`: of all parameters but experts'. `experts`: of those, which have a data-parallel group of their own; None on
-    ranks without any. `any_experts`: whether another rank has some. `weights`: those that are sent in differences.
+    Attributes:
+        dense: handle for all parameters except those of experts.
+        experts: handle for experts, which have a separate data-parallel group; None on ranks without any.
+        any_experts: True if any rank has experts.
+        weights: weights that are sent as differences.
     """
 
     dense: sessions.Attached
@@ -48,18 +51,26 @@ class Attached:
 
     @property
     def session(self) -> Session:
-        """What is in force, and tells of it (`subscribe`, `settings`, `events`); experts' is `experts.session`."""
+        """Return the session of `dense`; that of experts is `experts.session`.
+
+        It holds the settings in force and reports on them (`subscribe`, `settings`, `events`).
+        """
         return self.dense.session
 
     def synchronise(self) -> None:
-        """Make the weights on all ranks exact, as before they are exported. All ranks must call it."""
+        """Make the weights exact on all ranks, as before an export. All ranks must call this."""
         for part in (self.dense, self.experts):
             if part is not None:
                 part.session.synchronise()
 
     def save(self, directory: str | Path) -> None:
-        """Write what is remembered into `directory`, two files a rank, and two for its experts. All ranks of the job
-        must call it, between steps. StateError on all of them if one cannot write."""
+        """Write the state of compression into `directory`, two files per rank, and two more for its experts.
+
+        All ranks of the job must call this, between steps.
+
+        Raises:
+            StateError: on all ranks, if one of them cannot write.
+        """
         self.dense.save(directory)
         if self.experts is not None:
             self.experts.save(Path(directory) / EXPERTS)
@@ -67,8 +78,11 @@ class Attached:
             save_on_all(_nothing)
 
     def load(self, directory: str | Path) -> None:
-        """Go on from what `save` has written. All ranks of the job must call it, before a step, and after Megatron's
-        own checkpoint has been loaded. What is wrong is told as `on_missing_state` says, on all ranks."""
+        """Resume from the files that `save` wrote.
+
+        All ranks of the job must call this before a step, after Megatron's checkpoint has been loaded. Errors are
+        handled on all ranks according to `on_missing_state`.
+        """
         for one in self.weights:
             one.forget()
         self.dense.load(directory)
@@ -80,17 +94,20 @@ class Attached:
                 raise StateError(problem)
 
     def sharded_state_dict(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
-        """What is remembered, for Megatron's own checkpoints. All ranks of the job must call it, between steps.
+        """Return the state of compression for Megatron's checkpoints.
+
+        All ranks of the job must call this, between steps.
 
         Args:
             checkpoint: None to save; else the directory from which the state dict will be loaded.
 
         Returns:
-            An entry of the state dict that `megatron.core.dist_checkpointing.save` or `load` gets. Bytes are copied, so
-            training may go on while Megatron writes. Nothing where `checkpoint` was written without this package.
+            An entry of the state dict for `megatron.core.dist_checkpointing.save` or `load`. Its bytes are copies, so
+                training
+            may continue while Megatron writes. Empty if `checkpoint` was written without this package.
 
         Raises:
-            StateError: on all ranks, where one cannot say what it remembers.
+            StateError: on all ranks, if one of them cannot write its state.
 
         Examples:
             >>> dist_checkpointing.save({**state_dict, **compression.sharded_state_dict()}, directory)
@@ -100,26 +117,27 @@ class Attached:
         return saved_files(self.save) if checkpoint is None else request_files(Path(checkpoint))
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Go on from a state dict that Megatron has loaded, of which `sharded_state_dict` was a part. Otherwise as
-        `load`."""
+        """Resume from a state dict that Megatron has loaded, of which `sharded_state_dict` was a part; see `load`."""
         load_files(loaded, self.load)
 
 
 def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
-    """Compress the gradients of Megatron's model chunks. All ranks of the job call it, once, before the first backward.
+    """Compress the gradients of Megatron's model chunks.
+
+    All ranks of the job must call this once, before the first backward.
 
     Args:
-        ddp_modules: `megatron.core.distributed.DistributedDataParallel`, or a list of the model chunks of this rank.
-        optimizer: of `get_megatron_optimizer`, for all of them. Its `step` ends the step of the compression too.
+        ddp_modules: a `megatron.core.distributed.DistributedDataParallel`, or a list of the model chunks of this rank.
+        optimizer: result of `get_megatron_optimizer` for all of them. Its `step` also ends the step of compression.
         config: a path or a dict, with the section `deepspeed_compress`.
 
     Returns:
-        What saves and loads the memories of compression, and tells what it does.
+        A handle that saves and loads the state of compression and reports on it.
 
     Raises:
         ConfigError: the section is missing or wrong.
-        SeamError: this version of Megatron is not known.
-        UnsupportedError: these modules cannot be compressed rightly, or not with this section.
+        SeamError: this version of Megatron is not supported.
+        UnsupportedError: these modules cannot be compressed correctly, or not with this section.
 
     Examples:
         >>> compression = deepspeed_compress.megatron.attach(model, optimizer, "ds_config.json")
@@ -149,7 +167,7 @@ def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
 
 @dataclass(frozen=True)
 class _Made:
-    """A share of the parameters, its session, what sends its weights, and where it saves."""
+    """A share of the parameters with its session, the senders of its weights, and its place in checkpoints."""
 
     share: Share
     session: Session
@@ -157,7 +175,7 @@ class _Made:
     place: Place
 
     def follow(self, steps: MegatronSteps) -> None:
-        """From now on Megatron's bucket groups reduce through the session."""
+        """Let Megatron's bucket groups reduce through the session from now on."""
         if self.session.config.gradients.method == "none":
             count_gradients(self.session, self.share.groups, self.share.group)
         else:
@@ -174,7 +192,7 @@ class _Made:
 
 
 def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _Made | None:
-    """The session of a share; None where there is nothing to reduce. All ranks of the job must call it."""
+    """Return a share with its session, or None if there is nothing to reduce. All ranks of the job must call this."""
     position, parameters = find_place_among(share.whole, section), share.described()
     if position is None or share.whole is None:
         return None
@@ -191,7 +209,7 @@ def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) ->
 def _weights(
     share: Share, session: Session, section: CompressConfig, parameters: Parameters
 ) -> Iterator[PlainWeights | Weights]:
-    """What sends the weights of a share: in differences those that have masters, if the section says so."""
+    """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
     if not isinstance(section.weights, CompressedWeights):
         yield PlainWeights(session, share.weight_bytes(share.sources))
         return
@@ -206,7 +224,7 @@ def _weights(
 
 
 def _of_all(problems: Iterable[str]) -> list[str]:
-    """The problems of all ranks: stages differ, and none may wait for another that has stopped."""
+    """Return the problems of all ranks. Pipeline stages differ, and no rank may wait for one that has stopped."""
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, list(problems))
     return list(dict.fromkeys(problem for each in found for problem in each))
@@ -219,4 +237,4 @@ def _on_any(here: bool) -> bool:
 
 
 def _nothing() -> None:
-    """What a rank without experts saves and loads of them."""
+    """Stand in for saving and loading on a rank without experts."""

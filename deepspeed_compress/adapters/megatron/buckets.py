@@ -1,8 +1,8 @@
-"""What lies where in Megatron's buckets of gradients and weights, and which rank owns what of it.
+"""Layout and ownership of the elements in Megatron's buckets of gradients and weights.
 
-Source: `_ParamAndGradBuffer` of megatron/core/distributed/param_and_grad_buffer.py. With the distributed optimizer a
-bucket is padded, between parameters and at its end, and cut into equal shares; rank r of the data-parallel group has
-the masters of the r-th. Without it every rank has all.
+Source: `_ParamAndGradBuffer` of megatron/core/distributed/param_and_grad_buffer.py. With the distributed optimizer, a
+bucket is padded between parameters and at its end, and cut into equal shares; rank r of the data-parallel group has the
+fp32 master weights of the r-th share. Without it, every rank has all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,13 @@ __all__ = ["Bucket", "BucketGroup", "describe", "flat_sizes", "name_parameters"]
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """`gradients`: a flat view of those of a bucket, without the padding at its end. `partition` says whose they are.
-    `scale`: times the sum over the ranks is what Megatron has in its place."""
+    """A bucket of gradients.
+
+    Attributes:
+        gradients: flat view of the gradients, without the padding at the end.
+        partition: owners of the elements.
+        scale: factor of the sum over the ranks that gives Megatron's result.
+    """
 
     gradients: Tensor
     partition: Partition
@@ -30,19 +35,22 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class BucketGroup:
-    """Megatron's bucket group `source`, and its buckets, which are reduced together."""
+    """Megatron's bucket group `source` with its buckets, which are reduced together."""
 
     source: Any
     buckets: Sequence[Bucket]
 
     @property
     def distributed(self) -> bool:
-        """Whether a rank needs the sums of its share alone."""
+        """Return True if a rank needs only the sums of its share."""
         return bool(self.source.ddp_config.use_distributed_optimizer)
 
 
 def name_parameters(chunks: Sequence[Any]) -> dict[str, Parameter]:
-    """Trained parameters by a name that no other has: that in their chunk, behind its number if there are several."""
+    """Return the trained parameters by unique name.
+
+    The name is that in their chunk, prefixed with the chunk's number if there are several.
+    """
     return {
         f"{number}.{name}" if len(chunks) > 1 else name: parameter
         for number, chunk in enumerate(chunks)
@@ -52,7 +60,7 @@ def name_parameters(chunks: Sequence[Any]) -> dict[str, Parameter]:
 
 
 def describe(groups: Sequence[Any], names: Mapping[Parameter, str], ranks: int) -> list[BucketGroup]:
-    """Megatron's bucket `groups`, which are reduced over `ranks`."""
+    """Return descriptions of Megatron's bucket `groups`, which are reduced over `ranks` ranks."""
     return [BucketGroup(group, [_bucket(one, group, names, ranks) for one in group.buckets]) for group in groups]
 
 
@@ -64,7 +72,7 @@ def _bucket(bucket: Any, group: Any, names: Mapping[Parameter, str], ranks: int)
 
 
 def flat_sizes(flat: Tensor, views: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    """(name, numel) of what lies in `flat`, in order: the named `views` of it, and `PADDING`."""
+    """Return the (name, numel) pairs of the content of `flat`, in order: its named `views`, and `PADDING`."""
     return [(name, numel) for name, numel in _pieces(flat, views) if numel]
 
 
@@ -80,6 +88,6 @@ def _pieces(flat: Tensor, views: Sequence[tuple[str, Tensor]]) -> Iterator[tuple
 
 
 def _without_end(partition: Partition) -> Partition:
-    """Shares stay as the padding made them; it need not travel."""
+    """Return the partition without the padding at its end, which is not sent. Shares do not change."""
     last = max(number for number, segment in enumerate(partition.segments) if segment.parameter != PADDING)
     return Partition(partition.segments[: last + 1], partition.world_size)

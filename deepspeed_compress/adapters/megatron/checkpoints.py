@@ -1,8 +1,8 @@
-"""What is remembered, inside of Megatron's own checkpoints (`megatron.core.dist_checkpointing`).
+"""The state of compression inside Megatron's checkpoints (`megatron.core.dist_checkpointing`).
 
-Its state dicts hold tensors that other numbers of ranks may cut anew, and objects that nobody cuts. Memories of ranks
-add up, and are no parts of one tensor: so the files of a rank, as `save` writes them, are such an object, and `load`
-reads them. In between they are files in a temporary directory.
+Megatron's state dicts hold tensors, which may be resharded for another number of ranks, and objects, which may not.
+Residuals add up over ranks and are not parts of one tensor. The files of a rank, as `save` writes them, are therefore
+stored as such an object, and `load` reads them. Both use a temporary directory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +20,14 @@ from torch import Tensor
 __all__ = ["KEY", "load_files", "request_files", "saved_files"]
 
 KEY = "deepspeed_compress"
-"""In a state dict, and of the objects in the checkpoint, one a rank."""
+"""Key in a state dict, and of the objects in the checkpoint, one per rank."""
 
 Files = Mapping[str, Tensor]
-"""Bytes, uint8, by path."""
+"""Bytes (uint8) by path."""
 
 
 def saved_files(save: Callable[[Path], None]) -> dict[str, Any]:
-    """What `save` writes into a directory, as an entry of a state dict to be saved."""
+    """Return the files that `save` writes into a directory, as an entry of a state dict to save."""
     with TemporaryDirectory(prefix=KEY) as name:
         directory = Path(name)
         save(directory)
@@ -40,20 +40,22 @@ def saved_files(save: Callable[[Path], None]) -> dict[str, Any]:
 
 
 def request_files(checkpoint: Path) -> dict[str, Any]:
-    """An entry of a state dict to be loaded from `checkpoint`: what this rank saved, or where there were more ranks or
-    fewer, what all did. Nothing where the checkpoint has none."""
+    """Return an entry of a state dict to load from `checkpoint`; empty if the checkpoint has none.
+
+    It requests the files that this rank saved or, if the number of ranks differs, those of all ranks.
+    """
     found = [one for one in load_sharded_metadata(str(checkpoint)).values() if one.key == KEY]
     if not found:
         return {}
     [size] = found[0].global_shape
     if size == dist.get_world_size():
         return {KEY: [ShardedObject(KEY, None, (size,), (dist.get_rank(),))]}
-    # Megatron wants each object to be asked for once by a replica 0.
+    # Megatron requires each object to be requested by exactly one rank as replica 0.
     return {KEY: [ShardedObject(KEY, None, (size,), (rank,), replica_id=dist.get_rank()) for rank in range(size)]}
 
 
 def load_files(loaded: Mapping[str, Any], load: Callable[[Path], None]) -> None:
-    """Have `load` read what `loaded`, the state dict that Megatron made of the request, has of it."""
+    """Let `load` read the files in `loaded`, the state dict that Megatron returned for the request."""
     entry: Sequence[Files] = loaded.get(KEY, ())
     with TemporaryDirectory(prefix=KEY) as name:
         for files in entry:

@@ -1,10 +1,10 @@
-"""Megatron's gradients: `start_grad_sync` of each bucket group, in place of its reduce-scatter or all-reduce.
+"""Reduction of Megatron's gradients: replaces the collective in `start_grad_sync` of each bucket group.
 
-Megatron keeps a handle of the collective that it has begun, and waits for it in its own `finish_grad_sync`. So ours is
-such a handle. Without `overlap_grad_reduce` it begins and finishes there at once.
+Megatron keeps a handle of the collective that it has started, and waits for it in `finish_grad_sync`. The adapter
+provides such a handle. Without `overlap_grad_reduce`, the reduction starts and finishes in `start_grad_sync`.
 
-Buckets become complete in an order that is learnt in the first batch of a process: messages have numbers by the place
-of their bucket, so bits do not depend on it.
+The order in which buckets become complete is learned in the first batch of a process. Messages are numbered by the
+place of their bucket, so bits do not depend on that order.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +32,21 @@ __all__ = ["Gradients", "count_gradients"]
 
 @dataclass(frozen=True)
 class Ring:
-    """Bytes that a rank of `group` would send for a bucket without us."""
+    """Number of bytes that a rank of `group` would send for a bucket without compression."""
 
     group: ProcessGroup
 
     def size(self, bucket: Any, everywhere: bool) -> int:
-        """`bucket`: Megatron's, padding included, which travels there. gloo all-reduces to reduce-scatter."""
+        """Return the bytes for Megatron's `bucket`, including padding, which Megatron sends.
+
+        gloo implements reduce-scatter by all-reduce.
+        """
         ring = ring_all_reduce if everywhere or dist.get_backend(self.group) == "gloo" else ring_reduce_scatter
         return ring(bucket.grad_data.nbytes, self.group.size())
 
 
 def count_gradients(session: Session, groups: Sequence[BucketGroup], whole: ProcessGroup) -> None:
-    """Method "none": Megatron is left alone, and its bytes are counted."""
+    """Count the bytes of method "none", with which Megatron is left unchanged."""
     for group in groups:
         session.patches.wrap(group.source, "finish_grad_sync", partial(_finish_and_count, session, group, Ring(whole)))
 
@@ -64,7 +67,7 @@ def _finish_and_count(
 
 @dataclass(frozen=True, eq=False)
 class _Sent:
-    """A bucket whose gradients are under way; `pending` is None where they are reduced when it is waited for."""
+    """A bucket whose reduction is in progress. If `pending` is None, it is reduced when it is waited for."""
 
     session: Session
     bucket: Bucket
@@ -87,13 +90,13 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Handle:
-    """What Megatron waits for: the buckets of a group, of all that are `under_way`."""
+    """Handle for Megatron to wait for the buckets of a group, which are among all that are `under_way`."""
 
     sent: Sequence[_Sent]
     under_way: list[_Sent]
 
     def wait(self) -> None:
-        # All means go back before the first of them is waited for.
+        # Send all means back before waiting for the first of them.
         for one in self.under_way:
             one.send_back()
         for one in self.sent:
@@ -103,7 +106,14 @@ class _Handle:
 
 @dataclass
 class _Numbers:
-    """Of the messages of a step. `firsts`: of each bucket, in the order of all; `passes`: how often it was reduced."""
+    """Message numbers of a step.
+
+    Attributes:
+        begun: the step, counted from the start of the process.
+        firsts: first number of each bucket, in the order of all buckets.
+        total: count of numbers for all buckets.
+        passes: how often each bucket was reduced in this step.
+    """
 
     begun: int = -1
     firsts: list[int] = field(default_factory=list)
@@ -112,7 +122,7 @@ class _Numbers:
 
 
 class Gradients:
-    """Reduces the gradients of `groups` through `session`, over the ranks `whole`."""
+    """Reducer of the gradients of `groups` through `session`, over the ranks `whole`."""
 
     def __init__(
         self, session: Session, steps: StepFollower, groups: Sequence[BucketGroup], whole: ProcessGroup
@@ -129,7 +139,7 @@ class Gradients:
     def _start(self, group: BucketGroup, original: Callable[..., None], force_all_reduce: bool | None = False) -> None:
         source, options = group.source, group.source.ddp_config
         if source.grad_reduce_handle is not None:
-            # Begun before: Megatron lets it pass in its first batch, and objects later.
+            # Started already. Megatron accepts that in its first batch, and raises an error later.
             original(force_all_reduce=force_all_reduce)
             return
         if options.check_for_nan_in_grad or options.check_for_large_grads:
@@ -159,7 +169,7 @@ class Gradients:
         return _Sent(self._session, bucket, everywhere, pending)
 
     def _begin(self) -> None:
-        """The first reduction of a step makes the numbers of its messages: two rounds' worth for every bucket."""
+        """Assign message numbers at the first reduction of a step: two per round of every bucket."""
         self._steps.reduced = True
         if self._numbers.begun == self._session.clock.begun:
             return
@@ -170,7 +180,7 @@ class Gradients:
         self._numbers = _Numbers(self._session.clock.begun, firsts, total)
 
     def _number(self, place: int) -> int:
-        """Of the first message of a bucket."""
+        """Return the number of the first message of a bucket."""
         numbers = self._numbers
         passes = numbers.passes.get(place, 0)
         method = self._session.config.gradients.method

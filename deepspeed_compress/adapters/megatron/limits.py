@@ -1,4 +1,4 @@
-"""What cannot be right with Megatron: refused by name before anything is attached."""
+"""Checks of what cannot work with Megatron. Problems are reported by name before anything is attached."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from deepspeed_compress.errors import SeamError
 __all__ = ["check_version", "find_limits"]
 
 OLDEST, NEWEST = Version("0.16.0"), Version("0.17")
-"""Versions whose seams are known: from the first, below the second."""
+"""Supported versions: from the first, up to and excluding the second."""
 SUPPORTED = f"megatron-core >={OLDEST},<{NEWEST}"
 
 _SEAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -36,7 +36,11 @@ _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Opti
 
 
 def check_version(chunks: Sequence[Any]) -> None:
-    """SeamError unless Megatron's version is known, and its bucket groups are what they were in it."""
+    """Check that Megatron's version is supported and that its bucket groups have the expected methods.
+
+    Raises:
+        SeamError: they do not.
+    """
     found = megatron.core.__version__
     if not OLDEST <= Version(found) < NEWEST:
         raise SeamError(
@@ -55,7 +59,7 @@ def check_version(chunks: Sequence[Any]) -> None:
 
 
 def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -> Iterator[str]:
-    """What is wrong with these model chunks and this optimizer, or with the section for them."""
+    """Yield what is wrong with these model chunks and this optimizer, or with the section for them."""
     if any(type(chunk) is not DistributedDataParallel for chunk in chunks) or not chunks:
         kinds = ", ".join(sorted({type(chunk).__name__ for chunk in chunks})) or "nothing"
         yield f"it is {kinds} (allowed: DistributedDataParallel of megatron.core.distributed, one or a list)"

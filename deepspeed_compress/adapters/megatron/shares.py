@@ -1,4 +1,4 @@
-"""The two kinds of parameters of Megatron's model chunks: experts have a data-parallel group of their own."""
+"""The two kinds of parameters of Megatron's model chunks. Experts have a separate data-parallel group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ __all__ = ["Share"]
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of `chunks` that are reduced over one group, those of `experts` or all others. `names`: of all, each
-    with a name that no other has."""
+    """Parameters of `chunks` that are reduced over one group: those of `experts`, or all others.
+
+    `names` has a unique name for every parameter of either kind.
+    """
 
     chunks: Sequence[Any]
     names: Mapping[Parameter, str]
@@ -29,13 +31,13 @@ class Share:
 
     @property
     def sources(self) -> list[Any]:
-        """Megatron's bucket groups, chunk after chunk."""
+        """Return Megatron's bucket groups, chunk after chunk."""
         kind = "expert_parallel_bucket_groups" if self.experts else "bucket_groups"
         return [group for chunk in self.chunks for group in getattr(chunk, kind)]
 
     @property
     def whole(self) -> ProcessGroup | None:
-        """The ranks that it is reduced over; None for experts of which there is nothing to reduce."""
+        """Return the ranks of the reduction, or None for experts if there is nothing to reduce."""
         first = self.chunks[0]
         group: ProcessGroup = first.intra_expt_dp_group if self.experts else first.intra_dp_cp_group
         nothing = self.experts and (not self.sources or group.size() == 1)
@@ -43,7 +45,7 @@ class Share:
 
     @property
     def group(self) -> ProcessGroup:
-        """`whole`, where there is one."""
+        """Return `whole`, which must not be None."""
         assert self.whole is not None
         return self.whole
 
@@ -53,7 +55,10 @@ class Share:
         return device
 
     def weight_bytes(self, sources: Sequence[Any]) -> int:
-        """That a rank sends for the weights of bucket groups in a step: 0 without the distributed optimizer."""
+        """Return the bytes that a rank sends per step for the weights of bucket groups.
+
+        0 without the distributed optimizer.
+        """
         buckets = [bucket for source in sources for bucket in source.buckets if bucket.param_data is not None]
         return sum(ring_all_gather(bucket.param_data.nbytes, self.group.size()) for bucket in buckets)
 
@@ -62,7 +67,10 @@ class Share:
         return describe(self.sources, self.names, self.group.size())
 
     def described(self) -> Parameters:
-        """For reducers. Collective: all ranks of the job must call it, for overrides may mean another's parameters."""
+        """Return the description of the parameters for reducers.
+
+        Collective: all ranks of the job must call this, because overrides may refer to parameters of other ranks.
+        """
         here = {one for group in self.sources for one in group.params}
         mine = {name: one for one, name in self.names.items() if one in here}
         called = {name: _called(one, name) for name, one in mine.items()}
@@ -78,12 +86,15 @@ class Share:
         )
 
     def _copied(self, parameter: Parameter) -> bool:
-        """Whether tensor-parallel ranks hold copies: in different messages, they would drift apart if compressed."""
+        """Return True if tensor-parallel ranks hold copies.
+
+        Copies would diverge if they were compressed in different messages.
+        """
         return self._tensor_size > 1 and not getattr(parameter, "tensor_model_parallel", False)
 
     @property
     def _tensor_size(self) -> int:
-        """Ranks that share a layer."""
+        """Return the number of ranks that share a layer."""
         first = self.chunks[0]
         if self.experts:
             return int(first.config.expert_tensor_parallel_size or first.tp_group.size())
@@ -91,7 +102,7 @@ class Share:
 
 
 def _called(parameter: Parameter, name: str) -> str:
-    """What users call it: its name in the model, without the wrappers around that and the number of its chunk."""
+    """Return the user-facing name of a parameter, without the number of its chunk and the prefixes of wrappers."""
     plain = name.partition(".")[2] if name.partition(".")[0].isdigit() else name
     while plain.startswith("module."):
         plain = plain.removeprefix("module.")

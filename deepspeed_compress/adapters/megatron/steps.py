@@ -1,4 +1,4 @@
-"""Optimizer steps of Megatron: `step` of its optimizer says whether it has stepped, and how long the gradients were."""
+"""Tracking of Megatron's optimizer steps: `step` returns whether it was applied, and the norm of the gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ __all__ = ["Around", "MegatronSteps"]
 
 
 class Around(Protocol):
-    """What has something to do before and after each step of the optimizer."""
+    """Interface for objects that act before and after each step of the optimizer."""
 
     def before_step(self) -> None: ...
 
@@ -21,10 +21,10 @@ class Around(Protocol):
 
 
 class MegatronSteps:
-    """Tells `sessions` how every step of `optimizer` ended; see `StepFollower`.
+    """Reports to `sessions` how every step of `optimizer` ended; see `StepFollower`.
 
-    Gradients that were reduced and are cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer has
-    stepped were in vain, as when Megatron repeats an iteration to check its result.
+    If gradients were reduced and then cleared (`zero_grad_buffer` of one of the `chunks`) before the optimizer stepped,
+    as when Megatron repeats an iteration to check its result, the reductions are discarded.
     """
 
     def __init__(
@@ -42,12 +42,15 @@ class MegatronSteps:
 
     @property
     def loss_scale(self) -> float:
-        """Of the optimizer's scaler, if it has one: a GPU is waited for then, as in every such step of Megatron."""
+        """Return the loss scale of the optimizer's scaler, or 1.0 without one.
+
+        With a scaler, this waits for the GPU, as every such step of Megatron does.
+        """
         return float(self._optimizer.get_loss_scale()) if _scaled(self._optimizer) else 1.0
 
     @property
     def global_steps(self) -> int:
-        """`count`, by the name that DeepSpeed's engine has for it."""
+        """Return `count`, under the name that DeepSpeed's engine uses."""
         return self.count
 
     def begin(self, step: int) -> None:
@@ -77,14 +80,14 @@ class MegatronSteps:
         self.count, self.reduced = self.count + 1, False
         for session in self._sessions:
             before = session.clock.loss_scale
-            # Megatron gives 0 where it computes none.
+            # Megatron returns 0 if it computes no norm.
             session.finish(
                 FinishedStep(self.count, UNKNOWN, applied, before, scale_after, float(norm) if norm else None)
             )
 
 
 def _scaled(optimizer: Any) -> bool:
-    """Whether the loss is scaled: by the scaler of one of the optimizers that `optimizer` is made of."""
+    """Return True if one of the optimizers that `optimizer` consists of scales the loss."""
     return any(
         getattr(one, "grad_scaler", None) is not None for one in getattr(optimizer, "chained_optimizers", [optimizer])
     )

@@ -1,8 +1,8 @@
-"""New weights of Megatron's distributed optimizer: `start_param_sync` of each bucket group, by compressed differences.
+"""Gathers of the new weights of Megatron's distributed optimizer as compressed differences, in `start_param_sync`.
 
-Each rank updates the masters of its share; Megatron rounds them into that share of the bucket of weights, and gathers
-the bucket: at the end of the step, or, with `overlap_param_gather`, when forward needs it. We put back into the share
-what all ranks hold, and send differences to it (`communication.gather`).
+Each rank updates the fp32 master weights of its share. Megatron rounds them into that share of the bucket of weights
+and gathers the bucket, at the end of the step or, with `overlap_param_gather`, when forward needs it. The adapter
+restores the share to the values that all ranks hold, and sends differences to them (`communication.gather`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ from deepspeed_compress.session.traffic import ring_all_gather
 __all__ = ["GatherFactory", "PlainWeights", "Weights", "has_masters"]
 
 GatherFactory = Callable[[Sequence[tuple[str, int]], torch.dtype], DifferenceGather]
-"""Makes the gather of a flat buffer: (name, numel) in its order, padding included; its type."""
+"""Factory for the gather of a flat buffer, from its (name, numel) pairs in order, including padding, and its dtype."""
 
 
 def has_masters(source: Any) -> bool:
-    """Whether a bucket group's weights are rounded from masters; those in fp32 are masters themselves."""
+    """Return True if a bucket group's weights are rounded from fp32 master weights. Weights in fp32 need none."""
     return all(bucket.param_data.dtype in (torch.bfloat16, torch.float16) for bucket in source.buckets)
 
 
 @dataclass(frozen=True)
 class PlainWeights:
-    """Megatron's own weights: counts the `size` bytes that a rank sends for them."""
+    """Weights that Megatron gathers itself. Counts the `size` bytes that a rank sends for them."""
 
     session: Session
     size: int
@@ -47,8 +47,14 @@ class PlainWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Flat:
-    """The weights of a bucket, as all ranks hold them, and their gather. `mine`: what this rank has the masters of, in
-    order: parameter, or None for padding, and numel. `tag`: messages before those of this bucket."""
+    """The weights of a bucket as all ranks hold them, and their gather.
+
+    Attributes:
+        held: the weights.
+        gather: the gather.
+        mine: the parameters whose master weights this rank has, in order, with numel; None for padding.
+        tag: number of messages of the preceding buckets.
+    """
 
     held: Tensor
     gather: DifferenceGather
@@ -60,7 +66,7 @@ class _Flat:
         return self.gather.own(self.held)
 
     def master(self) -> Tensor:
-        """Flat fp32, of the own part."""
+        """Return the master weights of this rank's part, flat fp32."""
         return torch.cat(
             [
                 torch.zeros(numel, device=self.held.device) if parameter is None else parameter.main_param.view(-1)
@@ -71,7 +77,7 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _Handle:
-    """What Megatron waits for."""
+    """Handle for Megatron to wait for."""
 
     pending: Sequence[PendingWeights]
 
@@ -81,10 +87,10 @@ class _Handle:
 
 
 class Weights:
-    """The weights of bucket groups `sources`, which are sent in differences after each step of the optimizer.
+    """The weights of bucket groups `sources`, which are sent as differences after each step of the optimizer.
 
-    Between a step and its gather a rank keeps nothing: the share in the bucket is what the other ranks hold of it, and
-    the masters are the optimizer's. During a step there is a copy of the share.
+    Between a step and its gather, a rank keeps no extra state: the share in the bucket is what the other ranks hold,
+    and the master weights belong to the optimizer. During a step, there is a copy of the share.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Weights:
         self._flats: dict[int, list[_Flat]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._due: set[int] = set()
-        """Bucket groups that a step has changed the masters of since they were gathered."""
+        """Bucket groups whose master weights have changed since their last gather."""
         self._exact = True
         tag = 0
         for source in sources:
@@ -108,7 +114,7 @@ class Weights:
     def before_step(self) -> None:
         self._exact = self._session.dense
         if self._exact:
-            # Shares will be what Megatron rounds: nothing to take differences from.
+            # Megatron will round the shares, so there is nothing to take differences to.
             self._due.clear()
         else:
             self._kept = {key: [flat.own.clone() for flat in flats] for key, flats in self._flats.items()}
@@ -122,11 +128,11 @@ class Weights:
             self._session.meter.count("bytes_weights", self._plain_bytes())
 
     def forget(self) -> None:
-        """Weights and masters have been loaded: what was to be sent is no more."""
+        """Discard pending gathers, because weights and master weights have been loaded."""
         self._due.clear()
 
     def synchronise(self) -> None:
-        """The weights of all ranks become their masters, rounded to their type. All ranks must call it."""
+        """Replace the weights of all ranks by their rounded master weights. All ranks must call this."""
         for source in self._sources:
             if source.param_gather_handle is not None:
                 source.start_param_sync(force_sync=True)
@@ -140,7 +146,7 @@ class Weights:
             return
         key = id(source)
         if key not in self._kept and key not in self._due:
-            # Exact, or nothing is new.
+            # The gather is exact, or there are no new weights.
             original(force_sync=force_sync)
             return
         if key in self._kept:

@@ -1,6 +1,6 @@
-"""The few operations that compression is made of, one implementation a kind of device.
+"""The primitive operations of compression, with one implementation per kind of device.
 
-`reference` is plain torch and defines what every other implementation must return: `cpu` is C++, `gpu` Triton.
+`reference` is plain torch and defines the results of the other implementations: `cpu` is C++, `gpu` is Triton.
 """
 
 import functools
@@ -20,7 +20,7 @@ __all__ = ["FASTEST", "SWITCH", "for_device", "implementations"]
 FASTEST: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "cuda": "gpu"})
 """Device type to the module with the fastest implementation."""
 SWITCH = "DEEPSPEED_COMPRESS_KERNELS"
-"""Environment variable: "torch" selects plain torch, which is slower."""
+"""Environment variable. "torch" selects plain torch, which is slower."""
 _MISSING: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "a C++ compiler (g++, or $CXX) and ninja are needed: apt-get install g++; pip install ninja",
@@ -30,9 +30,12 @@ _MISSING: Mapping[str, str] = MappingProxyType(
 
 
 def for_device(device: torch.device) -> ModuleType:
-    """The implementation for tensors on `device`; KeyError names a device type that has none.
+    """Return the kernels module for tensors on `device`.
 
-    Warns once when it is plain torch because the fast one cannot be loaded.
+    Warns once if the fast implementation cannot be loaded and plain torch is used.
+
+    Raises:
+        KeyError: the device type has no implementation.
     """
     return _implementation(device.type)
 
@@ -56,7 +59,7 @@ def _implementation(device_type: str) -> ModuleType:
 
 
 def implementations(device: torch.device) -> dict[str, ModuleType]:
-    """All implementations for tensors on `device` by name, the one in use first."""
+    """Return all implementations for tensors on `device` by name, starting with the one in use."""
     chosen = for_device(device)
     return {
         name: module

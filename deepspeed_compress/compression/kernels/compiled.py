@@ -1,8 +1,8 @@
-"""The C++ kernels as a shared library: built on first use for this very processor, and kept.
+"""The C++ kernels as a shared library, built for this processor on first use and then cached.
 
-Source of the way: torch.utils.cpp_extension.load, which DeepSpeed builds its ops with. It builds in a directory of its
-own here, and the finished library is renamed into the cache: a build that is killed leaves neither a lock that others
-wait for, nor half a file.
+The library is built by torch.utils.cpp_extension.load, which also builds DeepSpeed's ops. Each build uses its own
+directory, and the finished library is renamed into the cache, so a killed build leaves neither a lock that others wait
+for nor a partial file.
 """
 
 import ctypes
@@ -24,25 +24,26 @@ from deepspeed_compress.errors import CompressWarning
 __all__ = ["MARCH", "load_library"]
 
 MARCH = "DS_COMPRESS_MARCH"
-"""Environment variable: the instruction set that the kernels are built for (`-march` of the compiler), by default that
-of this processor."""
+"""Environment variable with the instruction set of the kernels (the compiler's `-march`). Default: this processor's."""
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = (
     *("-O3", "-fopenmp", "-std=c++17"),
-    # The bits of the reference: no fused multiply-add where it has two roundings.
+    # Match the bits of the reference, which rounds products and sums separately: no fused multiply-add.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the library, from the cache or built now (a few seconds; processes of one machine wait for each other).
+    """Return the library from the cache, or build it now (a few seconds; processes of one machine wait for each other).
 
-    It lies under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions. A library runs with the rights of this
-    user, so a directory that others may write is left alone, with a warning, for a private one. Raises RuntimeError or
-    OSError, whose message is that of the compiler, when the library cannot be built.
+    It is stored under `TORCH_EXTENSIONS_DIR`, by default ~/.cache/torch_extensions. A library runs with this user's
+    rights, so a directory that others may write is not used; a private one replaces it, with a warning.
+
+    Raises:
+        RuntimeError, OSError: the library cannot be built. The message is the compiler's.
     """
     path = _directory() / _library_name()
     if not _is_trusted(path):
@@ -53,7 +54,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _directory() -> Path:
-    """Return the first usable directory for the library. Warns when that is not the one of the environment."""
+    """Return the first usable directory for the library. Warn if that is not the one that the environment names."""
     candidates = list(_candidates())
     chosen = next(filter(_is_usable, candidates), None)
     if chosen is None:
@@ -67,7 +68,7 @@ def _directory() -> Path:
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield the directory of the environment, or torch's default, and then private ones."""
+    """Yield the directory that the environment names, or torch's default, followed by private ones."""
     named = os.environ.get(_EXTENSIONS)
     if named:
         yield Path(named).resolve()
@@ -79,7 +80,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _is_usable(directory: Path) -> bool:
-    """Return True if the library can be loaded from `directory`, which is made, or built there."""
+    """Return True if the library can be loaded from `directory` or built there. Creates `directory`."""
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError:
@@ -88,7 +89,7 @@ def _is_usable(directory: Path) -> bool:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Return True if `path` exists, and nobody but this user and root can change it."""
+    """Return True if `path` exists and only this user and root can change it."""
     try:
         found = path.stat()
     except OSError:
@@ -97,7 +98,7 @@ def _is_trusted(path: Path) -> bool:
 
 
 def _refusal(named: Path, chosen: Path) -> str:
-    """Return why no library is loaded from the directory `named`, and what to do."""
+    """Return a warning that says why no library is loaded from the directory `named`, and what to do."""
     try:
         found = named.stat()
         state = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
@@ -120,7 +121,7 @@ def _flags() -> list[str]:
 
 
 def _fingerprint() -> str:
-    """Of everything that the library depends on: a home directory may be shared by machines of several kinds."""
+    """Return a hash of everything that the library depends on; machines of several kinds may share a home."""
     parts = [*_flags(), os.environ.get("CXX", ""), torch.__version__, platform.machine(), _processor_features()]
     texts = (file.read_text() for file in (*_SOURCES, *_HEADERS))
     return hashlib.sha256("\0".join([*parts, *texts]).encode()).hexdigest()[:16]
@@ -134,7 +135,7 @@ def _processor_features() -> str:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel lifts the lock when a process dies."""
+    """Hold an exclusive file lock. The kernel releases it if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""The operations of `reference` in C++, for CPU tensors: the same bits, but for sums in fp64 and for `dct_tiles` and
-`hadamard_tiles`, which differ from it by rounding. The library is loaded when this module is imported.
+"""The operations of `reference` in C++, for contiguous CPU tensors. The library is loaded on import.
 
-All tensors must be contiguous. As many threads work as torch is set to (`torch.get_num_threads`).
+Results are bit-identical to those of `reference`, except for sums in fp64, `dct_tiles` and `hadamard_tiles`, which may
+round differently. Kernels use `torch.get_num_threads` threads.
 """
 
 import ctypes
@@ -51,13 +51,13 @@ _KINDS: Mapping[str, int] = MappingProxyType({"absmax": 0, "norm": 1, "mean": 2,
 _TYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})
 _FP32 = torch.float32
 _MOST = 1 << 53
-"""Elements that no tensor has."""
+"""Upper bound on the number of elements of a tensor."""
 _WIDEST = 56
-"""Bits of a packed integer: with seven more of the one before it they fit into 64."""
+"""Maximum width of a packed integer in bits. With up to seven bits of the previous one, it fits into 64 bits."""
 _NO_MEMORY = (0, None, 0.0, None)
 _STRIDES = ctypes.c_int64 * 3
 _DCT_TILE = 64
-"""The largest one."""
+"""Maximum side of a tile of the C++ DCT."""
 
 
 def _declared(*parameters: tuple[str, list[type]]) -> ctypes.CDLL:
@@ -97,7 +97,11 @@ _LIBRARY = _declared(
 
 
 def _at(tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
-    """Return the address of `numel` elements of one of `dtypes`. The kernels trust it: ValueError for anything else."""
+    """Return the address of `numel` elements of `tensor`, after checks, because the kernels trust it.
+
+    Raises:
+        ValueError: `tensor` is too small, not contiguous, not on the CPU, or not of one of `dtypes`.
+    """
     if tensor.numel() < numel or tensor.dtype not in dtypes:
         raise ValueError(f"expected {numel} elements of {' or '.join(map(str, dtypes))}, got {_what(tensor)}")
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
@@ -148,7 +152,7 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
 
 
 def square_norm(values: Tensor) -> Tensor:
-    """See `reference.square_norm`; sums are in another order."""
+    """See `reference.square_norm`. The order of summation differs."""
     out = torch.empty((), dtype=torch.float64)
     _LIBRARY.compress_square_norm(
         _at(values, values.numel(), *_TYPES), _TYPES[values.dtype], values.numel(), out.data_ptr()
@@ -164,7 +168,7 @@ def quantize_blocks(
     key: int | None = None,
     memory: ResidualBuffers | None = None,
 ) -> None:
-    """See `reference.quantize_blocks`: one pass over `x` and the memory."""
+    """See `reference.quantize_blocks`. Makes one pass over `x` and the residual."""
     _check_form(form)
     numel, blocks = x.numel(), -(-x.numel() // form.block_size)
     fit = LEVELS.get(form.kind)
@@ -192,7 +196,7 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 def dequantize_blocks_sum(
     messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
-    """See `reference.dequantize_blocks_sum`: one pass over `out`."""
+    """See `reference.dequantize_blocks_sum`. Makes one pass over `out`."""
     if not messages:
         return reference.dequantize_blocks_sum(messages, form, out, scale, add)
     _check_form(form)
@@ -218,7 +222,7 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
-    """See `reference.top_k_rows_of_sum`: one pass over `rows` and the memory."""
+    """See `reference.top_k_rows_of_sum`. Makes one pass over `rows` and the residual."""
     _check_range("k", k, 1, rows.shape[1])
     columns, values = torch.empty(len(rows), k, dtype=torch.int64), torch.empty(len(rows), k)
     _LIBRARY.compress_top_k_of_sum(
@@ -229,11 +233,11 @@ def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Te
 
 
 top_k_sampled = top_k_rows
-"""The same elements; a sample saves nothing here, since every group of elements is searched for its maximum first."""
+"""Same result. A sample saves nothing here, because the maximum of every group of elements is computed first."""
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
-    """See `reference.pack_bits`; `width` up to 56."""
+    """See `reference.pack_bits`. `width` may be at most 56."""
     _check_range("width", width, 0, _WIDEST)
     needed = -(-values.numel() * width // 8)
     _LIBRARY.compress_pack_bits(
@@ -245,7 +249,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     """See `reference.unpack_bits`."""
     _check_range("width", width, 0, _WIDEST)
     _check_range("count", count, 0, _MOST)
-    # Before room is made for what is not there.
+    # Checked before memory is allocated for values that do not exist.
     address = _at(packed, -(-count * width // 8), torch.uint8)
     values = torch.empty(count, dtype=torch.int64)
     _LIBRARY.compress_unpack_bits(address, width, count, values.data_ptr())
@@ -253,7 +257,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.dct_tiles`; tiles of 64 x 64 by a fast algorithm, larger ones by the reference."""
+    """See `reference.dct_tiles`. Tiles up to 64 x 64 use C++, larger ones the reference."""
     rows, columns, height, width = tiles.shape
     if max(height, width) > _DCT_TILE:
         reference.dct_tiles(tiles, out, inverse)
@@ -267,14 +271,18 @@ def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
 
 
 def _check_view(view: Tensor, shape: torch.Size) -> None:
-    """ValueError unless `view` is fp32 on the CPU, of `shape`, with the elements of a row side by side."""
+    """Check that `view` is fp32 on the CPU, of `shape`, with contiguous rows.
+
+    Raises:
+        ValueError: it is not.
+    """
     one_beside_the_other = view.stride(3) == 1 or view.shape[3] == 1
     if view.dtype != _FP32 or view.device.type != "cpu" or view.shape != shape or not one_beside_the_other:
         raise ValueError(f"expected fp32 tiles {list(shape)}, rows contiguous, got {_what(view)}")
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.hadamard_tiles`; tiles are contiguous."""
+    """See `reference.hadamard_tiles`. Tiles must be contiguous."""
     rows, columns, height, width = tiles.shape
     if (height * width).bit_count() > 1:
         raise ValueError(f"blocks of {height * width} elements (allowed: a power of two)")

@@ -1,4 +1,4 @@
-// Codes of blocks, as forms.py has them: how many bits an element takes, and which multiples of the scale they stand for.
+// Formats of the codes of blocks, as in forms.py: the number of bits per element, and the multiples of the scale.
 
 #pragma once
 
@@ -7,24 +7,24 @@
 namespace {
 
 enum Kind { ABSMAX, NORM, MEAN, LLOYD, EIGHT, TERNARY };
-constexpr int TRITS = 5;  // in a byte
+constexpr int TRITS = 5;  // per byte
 
 struct Form {
     int32_t kind, levels, bits;
     int64_t block_size;
 };
 
-// Of the packed codes of `n` elements that begin with a block.
+// Returns the size of the packed codes of `n` elements, starting at the beginning of a block.
 inline int64_t code_bytes(const Form& form, int64_t n) {
     if (form.kind != TERNARY) return (n * form.bits + 7) / 8;
     const int64_t whole = n / form.block_size, rest = n % form.block_size;
     return whole * ((form.block_size + TRITS - 1) / TRITS) + (rest + TRITS - 1) / TRITS;
 }
 
-// Whether no byte has codes of two blocks.
+// Returns true if no byte contains codes of two blocks.
 inline bool fills_bytes(const Form& form) { return form.kind == TERNARY || form.block_size * form.bits % 8 == 0; }
 
-// forms.LEVELS: magnitudes of levels in units of the scale, and where the fit of the scale begins.
+// As in forms.LEVELS: magnitudes of levels in units of the scale, and the initial scale of the fit.
 struct Four {
     static constexpr int ITERATIONS = 2, COUNT = 2, MAGNITUDES[] = {1, 4};
     static constexpr double START = 0.5;
@@ -40,7 +40,7 @@ struct Ternary {
     static constexpr double START = 1.5;
 };
 
-// Where each level but the first becomes the nearer one.
+// Thresholds above which each level, except for the first, is nearer than the previous one.
 template <typename L>
 struct Borders {
     float of[L::COUNT];
@@ -49,7 +49,7 @@ struct Borders {
         for (int k = 1; k < L::COUNT; k++) of[k] = scale * (float(L::MAGNITUDES[k - 1] + L::MAGNITUDES[k]) / 2);
     }
 
-    // The magnitude that is nearest to `a`, and its place among them.
+    // Returns the magnitude nearest to `a`.
     float nearest(float a) const {
         float magnitude = float(L::MAGNITUDES[0]);
         for (int k = 1; k < L::COUNT; k++)
@@ -57,7 +57,7 @@ struct Borders {
         return magnitude;
     }
 
-    // Of that magnitude.
+    // Returns the square of the magnitude nearest to `a`.
     int32_t square(float a) const {
         int32_t square = L::MAGNITUDES[0] * L::MAGNITUDES[0];
         for (int k = 1; k < L::COUNT; k++)

@@ -1,4 +1,4 @@
-"""What a quantization kernel is told: the form of blocks and codes, and the memory of error feedback."""
+"""Parameters of the quantization kernels: the format of blocks and codes, and the error-feedback buffers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,18 @@ from torch import Tensor
 __all__ = ["LEVELS", "OUTER", "TRITS", "BlockFormat", "FittedLevels", "ResidualBuffers", "fitted", "scale_limit"]
 
 TRITS = 5
-"""Codes of three values in a byte: 3**5 = 243 of its 256 values."""
+"""Number of ternary codes per byte: 3**5 = 243 of its 256 values."""
 
 
 @dataclass(frozen=True)
 class FittedLevels:
-    """`magnitudes` of levels in units of the scale, ascending. The fit of the scale begins at `start` times mean |x|
-    and takes so many `iterations`."""
+    """Levels whose scale is fitted to the elements.
+
+    Attributes:
+        magnitudes: magnitudes of the levels in units of the scale, ascending.
+        start: initial scale, in units of mean |x|.
+        iterations: number of iterations of the fit.
+    """
 
     magnitudes: tuple[int, ...]
     start: float
@@ -24,12 +29,12 @@ class FittedLevels:
 
     @property
     def borders(self) -> tuple[float, ...]:
-        """Where the next level becomes the nearer one, in units of the scale."""
+        """Return the thresholds between neighboring levels, in units of the scale."""
         return tuple((low + high) / 2 for low, high in zip(self.magnitudes, self.magnitudes[1:], strict=False))
 
 
-# Ratios between the best ones for normal and for Laplace distributed elements (Lloyd, Max): errors of both stay within
-# a sixth of what is possible. The starts lie between as well.
+# A compromise between the optimal ratios for normal and for Laplace distributed elements (Lloyd, Max): for both, the
+# error is within a sixth of the optimum. The initial scales are a compromise as well.
 LEVELS: Mapping[str, FittedLevels] = MappingProxyType(
     {
         "ternary": FittedLevels((0, 1), 1.5, iterations=1),
@@ -37,21 +42,25 @@ LEVELS: Mapping[str, FittedLevels] = MappingProxyType(
         "eight": FittedLevels((1, 3, 6, 10), 1 / 3, iterations=1),
     }
 )
-"""The kinds of `BlockFormat` whose scale is fitted."""
+"""Levels of the kinds of `BlockFormat` whose scale is fitted."""
 OUTER = LEVELS["lloyd"].magnitudes[-1]
-"""The outer of the four levels of kind "lloyd", in units of the scale."""
+"""Magnitude of the outer levels of kind "lloyd", in units of the scale."""
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of `block_size` elements, the last one shorter; a scale s a block, a code of `bits` bits an element.
+    """Format of blocks of `block_size` elements (the last one may be shorter), with one scale s per block.
 
-    Kinds: "absmax": s = max|x| / `levels`, codes round(x / s) in two's complement. "norm": s = ||x||_2 / `levels`,
-    codes as of "absmax". "mean": s = mean |x|, the code is 1 for x >= 0 (1 bit). "lloyd": the levels -4s, -s, s,
-    4s, with s fitted by two iterations of Lloyd's algorithm; the code is 2 for x >= 0, plus 1 if outer (2 bits).
-    "eight": levels of s, 3s, 6s and 10s, one iteration; the code is 4 for x >= 0, plus 0 to 3 (3 bits). "ternary": the
-    levels -s, 0, s, one iteration; the code is 0, 1 or 2, and `TRITS` codes of a block are digits of a byte, the first
-    the lowest (`bits`, 2, is what a code takes by itself). `levels` is the largest magnitude of a code.
+    Each element has a code of `bits` bits. `levels` is the largest magnitude of a code. Kinds:
+
+    - "absmax": s = max|x| / `levels`; codes are round(x / s) in two's complement.
+    - "norm": s = ||x||_2 / `levels`; codes as for "absmax".
+    - "mean": s = mean |x|; the code is 1 for x >= 0 (1 bit).
+    - "lloyd": levels -4s, -s, s and 4s, with s fitted by two iterations of Lloyd's algorithm; the code is 2 for x >= 0,
+      plus 1 for an outer level (2 bits).
+    - "eight": levels of magnitude s, 3s, 6s and 10s, one iteration; the code is 4 for x >= 0, plus 0 to 3 (3 bits).
+    - "ternary": levels -s, 0 and s, one iteration; the code is 0, 1 or 2. `TRITS` codes of a block are the digits of a
+      byte, lowest first (`bits` is 2, the size of a single code).
     """
 
     kind: str
@@ -60,7 +69,7 @@ class BlockFormat:
     block_size: int
 
     def code_bytes(self, numel: int) -> int:
-        """Of the packed codes of `numel` elements."""
+        """Return the size in bytes of the packed codes of `numel` elements."""
         if self.kind != "ternary":
             return -(-numel * self.bits // 8)
         whole, rest = divmod(numel, self.block_size)
@@ -69,9 +78,12 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class ResidualBuffers:
-    """What is added to a message, and where what it leaves out goes: flat fp32 or bf16, as long as the message.
+    """Error-feedback buffers of a message: flat fp32 or bf16, as long as the message.
 
-    `before` is added times `decay`. `after` may be `before` itself.
+    Attributes:
+        before: residual that is added to the message, times `decay`.
+        decay: factor of `before`.
+        after: buffer for the new residual. May be `before` itself.
     """
 
     before: Tensor
@@ -80,15 +92,15 @@ class ResidualBuffers:
 
 
 def scale_limit(dtype: torch.dtype, levels: int = 1) -> float:
-    """The largest finite scale of `dtype` that `levels` multiply to a number of the range of bf16."""
+    """Return the largest scale of `dtype` that, multiplied by `levels`, stays within the range of bf16."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / levels)
 
 
 def fitted(scales: Tensor, dtype: torch.dtype, levels: int = 1) -> Tensor:
-    """`scales` (fp32 or fp64, >= 0) as the receiver sees them: rounded to `dtype`, as fp32.
+    """Return `scales` (fp32 or fp64, >= 0) as the receiver sees them: rounded to `dtype`, as fp32.
 
-    A finite scale stays finite, and so does `levels` times it: what is too large becomes the largest number of `dtype`,
-    or that of bf16 divided by `levels`. Infinity and NaN stay. Small ones may become 0.
+    A finite scale stays finite, and so does `levels` times it: larger scales become the largest number of `dtype`, or
+    that of bf16 divided by `levels`. Infinity and NaN are kept. Small scales may become 0.
     """
     rounded = scales.clamp(max=scale_limit(dtype, levels)).to(dtype).to(torch.float32)
     return torch.where(scales.isfinite(), rounded, scales.to(torch.float32))

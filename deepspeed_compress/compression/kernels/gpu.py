@@ -1,13 +1,12 @@
-"""Triton implementations: the results of `reference`, in one pass over memory.
+"""Triton kernels with the results of `reference`, each in one pass over memory.
 
-Bit for bit those of `reference`, but for the scales of kinds "norm", "mean" and "lloyd": they come from sums in fp64,
-whose order differs, and so may differ in the last bit of fp32. Given the scales, codes and memory are the same bits.
-`dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of a kind round alike.
+Results are bit-identical to those of `reference`, except for the scales of kinds "norm", "mean" and "lloyd". These are
+computed from fp64 sums in another order, so they may differ in the last bit of fp32. For equal scales, codes and
+residuals are bit-identical. `dct_tiles` and `hadamard_tiles` differ by rounding; all GPUs of one model round alike.
 
-Nothing waits for the GPU, and nothing is allocated but results and the counters of `top_k_rows`. What no program covers
-goes to `reference`: other forms of blocks (`_covers`), keys on the device, tiles of the DCT larger than 64 x 64, blocks
-of the Hadamard transform of more than 8192 elements, bit strings of more than 16 bits a value, tensors that are not
-contiguous.
+Nothing waits for the GPU, and only results and the counters of `top_k_rows` are allocated. These cases fall back to
+`reference`: other block formats (`_covers`), keys on the device, DCT tiles larger than 64 x 64, Hadamard blocks of more
+than 8192 elements, bit strings of more than 16 bits per value, and tensors that are not contiguous.
 """
 
 from collections.abc import Sequence
@@ -46,16 +45,16 @@ __all__ = [
 
 square_norm = reference.square_norm
 top_k_sampled = top_k_rows
-"""The same elements; how many a sample leaves over would have to be waited for."""
+"""Same result. With a sample, the host would have to wait for the number of survivors."""
 _TOGETHER = 8
-"""Messages that a program adds: their codes are in registers together."""
+"""Number of messages that a program adds at once, with all their codes in registers."""
 _LONGEST_BLOCK = 4096
 _KINDS = frozenset({"absmax", "norm", "mean", "lloyd"})
 _WIDEST = 16
 
 
 def _covers(form: BlockFormat) -> bool:
-    """Whether blocks of `form` are encoded here: of a power of two up to 4096, whose codes fill whole bytes."""
+    """Return True if blocks of `form` are encoded here: power-of-two sizes up to 4096 whose codes fill whole bytes."""
     size = form.block_size
     return (
         form.kind in _KINDS
@@ -97,7 +96,7 @@ def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
 
 
 def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
-    """See `reference.top_k_rows_of_sum`: three programs, for a row's sum may be longer than what one can hold."""
+    """See `reference.top_k_rows_of_sum`. Uses three programs, because a row may be too long for one program."""
     total = rows.clone()
     add_cast(memory.before, total.view(-1), memory.decay)
     columns = top_k_rows(total, k)
@@ -152,7 +151,7 @@ def quantize_blocks(
     memory: ResidualBuffers | None = None,
 ) -> None:
     """See `reference.quantize_blocks`."""
-    # Without a memory its places in the launch are taken by x, which is not written then.
+    # Without a residual, x takes its place in the launch arguments; it is not written then.
     before, after, decay = (memory.before, memory.after, memory.decay) if memory is not None else (x, x, 0.0)
     if not _covers(form) or not flat(x, numbers, codes, before, after):
         return reference.quantize_blocks(x, form, numbers, codes, key, memory)
@@ -166,7 +165,7 @@ def quantize_blocks(
             remember=memory is not None, stochastic=key is not None, alignment=alignment([codes]),
             num_warps=warps(tile), enable_fp_fusion=False,
         )  # fmt: skip
-    # The programs clear what they reach of the padding.
+    # The programs clear only the padding that they reach.
     if (rest := codes[grid[0] * tile * form.bits // 8 :]).numel():
         rest.zero_()
     return None
@@ -180,7 +179,7 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 def dequantize_blocks_sum(
     messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
-    """See `reference.dequantize_blocks_sum`: one pass over `out` for 8 messages."""
+    """See `reference.dequantize_blocks_sum`. Makes one pass over `out` per 8 messages."""
     if not _covers(form) or not flat(out, *(field for message in messages for field in message)):
         return reference.dequantize_blocks_sum(messages, form, out, scale, add)
     if not add:
@@ -198,6 +197,6 @@ def dequantize_blocks_sum(
 
 
 def _group(form: BlockFormat) -> tuple[int, int]:
-    """Blocks, and elements, of a program."""
+    """Return the number of blocks and of elements per program."""
     group = max(1, TILE // form.block_size)
     return group, group * form.block_size

@@ -1,6 +1,6 @@
-"""Triton programs of orthonormal changes of basis: a tile is read once, stays in registers, and is written once.
+"""Triton programs for orthonormal changes of basis. A tile is read once, stays in registers, and is written once.
 
-Options of the launch: see `gpu_bits`.
+See `gpu_bits` for launch options.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,13 +17,13 @@ from deepspeed_compress.compression.kernels.reference_bases import dct_matrix
 __all__ = ["dct_tiles", "hadamard_tiles"]
 
 _WARP_TILE = 1024
-"""Elements of a program of one warp: 32 registers a thread."""
+"""Elements of a program with one warp: 32 registers per thread."""
 _LONGEST_BLOCK = 8192
 _DCT_TILE = 64
 
 
 def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.dct_tiles`; tiles up to 64 x 64 are done here."""
+    """See `reference.dct_tiles`. Tiles larger than 64 x 64 use the reference."""
     rows, columns, height, width = tiles.shape
     if max(height, width) > _DCT_TILE:
         return reference.dct_tiles(tiles, out, inverse)
@@ -37,7 +37,7 @@ def dct_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
 
 
 def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
-    """See `reference.hadamard_tiles`; tiles of up to 8192 elements are done here."""
+    """See `reference.hadamard_tiles`. Tiles of more than 8192 elements use the reference."""
     rows, columns, height, width = tiles.shape
     size = height * width
     if size > _LONGEST_BLOCK or not flat(tiles, out):
@@ -54,9 +54,9 @@ def hadamard_tiles(tiles: Tensor, out: Tensor, inverse: bool) -> None:
 
 @triton.jit(do_not_specialize=["count"])
 def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr):
-    """Sylvester's matrix of `size` rows times `factor`, times each of `count` blocks, `group` of them a program.
+    """Multiply each of `count` blocks by `factor` times Sylvester's matrix of `size` rows, `group` blocks per program.
 
-    The operations of the C++ implementation in their order, so the same bits.
+    The operations and their order are those of the C++ implementation, so the bits are equal.
     """
     place = tl.program_id(0).to(tl.int64) * (group * size) + tl.arange(0, group * size)
     inside = place < count * size
@@ -69,7 +69,7 @@ def _hadamard(tiles, out, count, factor, size: tl.constexpr, group: tl.constexpr
 
 @triton.jit
 def _butterflies(x, stride: tl.constexpr):
-    """a + b in the place of a and a - b in that of b, for all elements a and b of the flat `x` `stride` apart."""
+    """Replace a by a + b and b by a - b, for all elements a and b of the flat `x` that are `stride` apart."""
     pairs = tl.reshape(x, [x.numel // (2 * stride), 2, stride])
     bits = pairs.to(tl.int32, bitcast=True)
     other = (bits ^ tl.xor_sum(bits, axis=1, keep_dims=True)).to(tl.float32, bitcast=True)
@@ -82,10 +82,11 @@ def _dct(
     tiles, out, left, right, columns, height, width, row_step, tile_step, line, out_row_step, out_tile_step, out_line,
     inverse: tl.constexpr, rows_up: tl.constexpr, columns_up: tl.constexpr,
 ):  # fmt: skip
-    """L X R^T of one tile X [`height`, `width`] a program; L and R are the matrices, or if `inverse` their transposes.
+    """Compute L X R^T for one tile X [`height`, `width`] per program.
 
-    `columns`: tiles side by side. Steps: elements from a row of tiles to the next, from a tile to the next beside it,
-    from a line of elements to the next. Heights and widths are filled with zeros up to powers of two.
+    L and R are the matrices or, if `inverse`, their transposes. `columns` is the number of tiles in a row of tiles.
+    Steps are numbers of elements: `row_step` between rows of tiles, `tile_step` between tiles of a row, `line` between
+    the lines of a tile. Heights and widths are zero-padded to powers of two.
     """
     tile = tl.program_id(0).to(tl.int64)
     row, column = tile // columns, tile % columns
@@ -101,7 +102,7 @@ def _dct(
 
 @triton.jit
 def _matrix(entries, size, up: tl.constexpr, transposed: tl.constexpr):
-    """[`up`, `up`]: `entries` ([`size`, `size`]), zeros beyond."""
+    """Return `entries` ([`size`, `size`]) zero-padded to [`up`, `up`]."""
     k = tl.arange(0, up)
     inside = (k < size)[:, None] & (k < size)[None, :]
     matrix = tl.load(entries + k[:, None] * size + k[None, :], mask=inside, other=0.0)

@@ -1,11 +1,11 @@
-"""Triton programs of numbers that belong to no block: uniform ones, casts, and bit strings.
+"""Triton programs for numbers outside of blocks: uniform random numbers, casts, and bit strings.
 
-A tensor of bf16 comes as int16, its bits: rounding them as integers is the same wherever the program runs.
-Whoever starts them passes `enable_fp_fusion=False`: the definition rounds every product and every sum by itself.
+A tensor of bf16 is passed as int16, its bits: rounding them as integers gives the same result on every device. Programs
+must be launched with `enable_fp_fusion=False`, because the reference rounds every product and every sum separately.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# Triton goes on reading after a branch that returns, so what must not be read is in an else.
+# Triton compiles the code after a branch that returns, so code that must not be compiled is in an else branch.
 # ruff: noqa: RET505
 
 import triton
@@ -31,15 +31,15 @@ _BF16_NAN = tl.constexpr(0x7FC0)
 
 @triton.jit
 def load(x, left, tile: tl.constexpr):
-    """`tile` elements from `x` on, 0 in the place of those beyond the `left` that are there."""
+    """Return `tile` elements from `x` on, with 0 for those beyond the `left` remaining ones."""
     place = tl.arange(0, tile)
-    # Without a mask where none is needed: it would cut loads of 16 bytes.
+    # Use no mask if none is needed, because it would split 16-byte loads.
     return tl.load(x + place) if left >= tile else tl.load(x + place, mask=place < left, other=0)
 
 
 @triton.jit
 def store(x, values, left, tile: tl.constexpr):
-    """The counterpart of `load`."""
+    """Store `tile` elements from `x` on, except those beyond the `left` remaining ones."""
     place = tl.arange(0, tile)
     if left >= tile:
         tl.store(x + place, values)
@@ -57,7 +57,7 @@ def as_fp32(x):
 
 @triton.jit
 def from_fp32(x, dtype: tl.constexpr):
-    """`x` (fp32) rounded to nearest even: to fp32, fp16, or bf16 as int16."""
+    """Return `x` (fp32) rounded to nearest even: to fp32, fp16, or bf16 as int16."""
     if dtype == tl.int16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -68,7 +68,7 @@ def from_fp32(x, dtype: tl.constexpr):
 
 @triton.jit
 def saturated(x, dtype: tl.constexpr, limit: tl.constexpr):
-    """As `from_fp32`, but finite numbers stay finite: `limit` is the largest one of `dtype`."""
+    """Round like `from_fp32`, but keep finite numbers finite. `limit` is the largest number of `dtype`."""
     if dtype == tl.float32:
         return x
     else:
@@ -78,7 +78,7 @@ def saturated(x, dtype: tl.constexpr, limit: tl.constexpr):
 
 @triton.jit
 def mixed(index, key_low, key_high):
-    """The `index`-th (uint32) number of `uniform`; the halves of the key are int32, by their bits."""
+    """Return the `index`-th (uint32) number of `uniform`. The halves of the key are int32 with the bits of the key."""
     bits = (index + key_low.to(tl.uint32, bitcast=True)) ^ key_high.to(tl.uint32, bitcast=True)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -94,7 +94,7 @@ def uniform_numbers(out, count, key_low, key_high, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def cast_numbers(x, out, count, limit: tl.constexpr, tile: tl.constexpr):
-    """`x` (fp32) to `out`, `saturated`."""
+    """Cast `x` (fp32) to `out`, `saturated`."""
     first = tl.program_id(0).to(tl.int64) * tile
     numbers = load(x + first, count - first, tile)
     store(out + first, saturated(numbers, out.dtype.element_ty, limit), count - first, tile)
@@ -102,7 +102,7 @@ def cast_numbers(x, out, count, limit: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def add_scaled(values, out, count, factor, tile: tl.constexpr):
-    """`out` (fp32) += `factor` * `values`."""
+    """Add `factor` * `values` to `out` (fp32)."""
     first = tl.program_id(0).to(tl.int64) * tile
     product = as_fp32(load(values + first, count - first, tile)) * factor
     store(out + first, load(out + first, count - first, tile) + product, count - first, tile)
@@ -110,7 +110,7 @@ def add_scaled(values, out, count, factor, tile: tl.constexpr):
 
 @triton.jit
 def pack(values, out, count, size, width: tl.constexpr, tile: tl.constexpr):
-    """A byte of `out` (`size` of them) is made of the values (`count` of them) that have bits in it."""
+    """Compute each of the `size` bytes of `out` from those of the `count` values that have bits in it."""
     byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     first = byte * 8 // width
     packed = tl.zeros([tile], tl.int32)
@@ -123,7 +123,7 @@ def pack(values, out, count, size, width: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def unpack(packed, out, count, size, width: tl.constexpr, tile: tl.constexpr):
-    """A value of `out` (`count` of them) is read from at most 3 bytes of `packed` (`size` of them)."""
+    """Compute each of the `count` values of `out` from at most 3 of the `size` bytes of `packed`."""
     value = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     byte = value * width // 8
     bits = tl.zeros([tile], tl.int32)

@@ -1,10 +1,10 @@
-"""Triton programs that encode and decode blocks: one program takes some whole blocks, which stay in registers.
+"""Triton programs that encode and decode blocks. One program processes some whole blocks, which stay in registers.
 
-Tensors of bf16 and options of the launch: see `gpu_bits`.
+See `gpu_bits` for tensors of bf16 and launch options.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# Triton goes on reading after a branch that returns, so what must not be read is in an else.
+# Triton compiles the code after a branch that returns, so code that must not be compiled is in an else branch.
 # ruff: noqa: RET505
 
 import triton
@@ -17,26 +17,26 @@ __all__ = ["decode", "encode", "integers", "rounded"]
 
 _OUTER = tl.constexpr(OUTER)
 _MIDDLE = tl.constexpr((1 + OUTER) / 2)
-"""Where the outer level becomes the nearer one, in units of the scale."""
+"""Threshold between the inner and the outer level, in units of the scale."""
 _INFINITY = tl.constexpr(float("inf"))
 _INTEGERS = tl.constexpr(1.5 * 2**23)
-"""Added to a small fp32 number, leaves the integer nearest to it in the low bits, ties to even."""
+"""Number that, added to a small fp32 number, leaves the nearest integer in the low bits, with ties to even."""
 _INTEGER_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def _fitted(scales, limit: tl.constexpr):
-    """As `forms.fitted`, up to the rounding to 16 bits: `scales` (fp32 or fp64, >= 0) to fp32."""
+    """Return `scales` (fp32 or fp64, >= 0) as fp32, like `forms.fitted` except for the rounding to 16 bits."""
     largest = tl.full(scales.shape, limit, scales.dtype)
     return tl.where((scales > largest) & (scales < _INFINITY), largest, scales).to(tl.float32)
 
 
 @triton.jit
 def _scales(rows, widths, limit: tl.constexpr, kind: tl.constexpr, levels: tl.constexpr):
-    """A scale (fp32) a row of `rows` (fp32, 0 beyond their end), whose elements are `widths`; see `BlockFormat`."""
+    """Return a scale (fp32) per row of `rows` (fp32, 0 beyond their end) with `widths` elements; see `BlockFormat`."""
     magnitudes = rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if kind == "absmax":
-        # As integers, in the order of which NaN is the largest.
+        # Compared as integers, of which NaN is the largest.
         largest = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
         return _fitted(tl.div_rn(largest, tl.full(largest.shape, levels, tl.float32)), limit)
     elif kind == "norm":
@@ -52,7 +52,7 @@ def _scales(rows, widths, limit: tl.constexpr, kind: tl.constexpr, levels: tl.co
 
 @triton.jit
 def _lloyd(magnitudes, total, widths):
-    # The zeros beyond the end of a row are outer only if the scale is 0 in fp32, and then it stays 0.
+    # The padding zeros of a row count as outer only if the scale is 0 in fp32, and then it stays 0.
     scales = total / (2 * widths)
     for _ in tl.static_range(2):
         outer = magnitudes >= (scales.to(tl.float32) * _MIDDLE)[:, None]
@@ -64,18 +64,18 @@ def _lloyd(magnitudes, total, widths):
 
 @triton.jit
 def rounded(rows, scales, noise, levels: tl.constexpr, stochastic: tl.constexpr):
-    """As `reference.quantize_rows`, int32, of a scale an element; `noise` is not read unless `stochastic`."""
+    """Return the codes (int32) of `reference.quantize_rows`, given a scale per element. `noise` is for `stochastic`."""
     return integers(tl.div_rn(rows, tl.where(scales > 0, scales, 1.0)), noise, -levels, levels, stochastic)
 
 
 @triton.jit
 def integers(quotient, noise, least: tl.constexpr, most: tl.constexpr, stochastic: tl.constexpr):
-    """`quotient` (fp32) rounded and clipped to int32 from `least` to `most`, below 2**22; NaN becomes 0."""
+    """Round `quotient` (fp32) and clip it to int32 between `least` and `most`, below 2**22. NaN becomes 0."""
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if stochastic:
         bounded = tl.minimum(tl.maximum(quotient + noise, least), most)
         whole = _nearest(bounded)
-        # The floor of the library takes a denormal for zero.
+        # The library's floor treats a denormal as zero.
         return whole - (whole.to(tl.float32) > bounded).to(tl.int32)
     else:
         return _nearest(tl.minimum(tl.maximum(quotient, least), most))
@@ -88,7 +88,7 @@ def _nearest(x):
 
 @triton.jit
 def _signed(codes, kind: tl.constexpr, bits: tl.constexpr):
-    """What `codes` (int32, the upper bits 0) stand for, in units of the scale: int32."""
+    """Return the values of `codes` (int32, upper bits 0) in units of the scale, as int32."""
     if kind == "mean":
         return codes * 2 - 1
     elif kind == "lloyd":
@@ -107,14 +107,15 @@ def encode(
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
     alignment: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.quantize_blocks`, `group` blocks a program.
+    """Quantize like `reference.quantize_blocks`, with `group` blocks per program.
 
-    `limit`: `forms.scale_limit`. `after_limit`: the largest finite number of `after`. `before` and `after` are not used
-    unless `remember`, nor the key unless `stochastic`. `alignment`: a number of bytes that divides where codes begin.
+    `limit` is `forms.scale_limit`. `after_limit` is the largest finite number of `after`. `before` and `after` are used
+    only if `remember`, and the key only if `stochastic`. `alignment` is a number of bytes that divides the address of
+    the codes.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
-        # The same with a constant: comparing with a multiple of 16 leaves loads of 16 bytes whole.
+        # Same call with a constant: comparison with a multiple of 16 keeps 16-byte loads intact.
         _encode(
             x, before, after, numbers, codes, first, group * block, group * block // (8 // bits),
             decay, key_low, key_high, kind, levels, bits, block, group, limit, after_limit, remember, stochastic,
@@ -135,7 +136,7 @@ def _encode(
     limit: tl.constexpr, after_limit: tl.constexpr, remember: tl.constexpr, stochastic: tl.constexpr,
     alignment: tl.constexpr,
 ):  # fmt: skip
-    """The blocks from element `first` on, of which `left` elements and `room` bytes of codes are there."""
+    """Encode the blocks from element `first` on, given `left` remaining elements and `room` bytes for codes."""
     row = tl.arange(0, group)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
     inside = place < left
@@ -158,7 +159,7 @@ def _encode(
 
 @triton.jit
 def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: tl.constexpr, stochastic: tl.constexpr):
-    """Codes (int32) of `rows`, of which only the lower bits count; `index` (uint32) numbers the elements."""
+    """Return codes (int32) of `rows`, of which only the lower bits are used. `index` (uint32) numbers the elements."""
     if kind == "mean":
         return (rows >= 0).to(tl.int32)
     elif kind == "lloyd":
@@ -170,7 +171,7 @@ def _codes(rows, scales, index, key_low, key_high, kind: tl.constexpr, levels: t
 
 @triton.jit
 def _store_packed(values, place, out, size, bits: tl.constexpr):
-    """`values` (below 2**`bits`, 0 beyond the end), of which `place` is the order, to the `size` bytes at `out`."""
+    """Store `values` (below 2**`bits`, 0 beyond the end), in the order of `place`, to the `size` bytes at `out`."""
     per_byte: tl.constexpr = 8 // bits
     count: tl.constexpr = values.numel // per_byte
     byte = tl.arange(0, count)
@@ -183,9 +184,9 @@ def decode(
     numbers, codes, out, numel, factor,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
-    """As `reference.dequantize_blocks_sum`, `group` blocks a program.
+    """Dequantize like `reference.dequantize_blocks_sum`, with `group` blocks per program.
 
-    `numbers`, `codes`: tuples, an element a message. `alignment`: as of `encode`.
+    `numbers` and `codes` are tuples with one element per message. `alignment` is as for `encode`.
     """
     first = tl.program_id(0).to(tl.int64) * (group * block)
     if numel - first >= group * block:
@@ -199,13 +200,13 @@ def _decode(
     numbers, codes, out, first, left, factor,
     kind: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, group: tl.constexpr, alignment: tl.constexpr,
 ):  # fmt: skip
-    """See `_encode`."""
+    """Decode the blocks from element `first` on, given `left` remaining elements."""
     per_byte: tl.constexpr = 8 // bits
     row, byte = tl.arange(0, group), tl.arange(0, group * block // per_byte)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
     target = out + first + place
     total = tl.load(target, mask=place < left, other=0.0)
-    # All loads before the first shuffle, which they could not pass.
+    # Issue all loads before the first shuffle, since loads cannot be moved across it.
     scales, packed = (), ()
     for message in tl.static_range(len(codes)):
         begin = tl.multiple_of(codes[message] + first // per_byte, alignment)

@@ -1,4 +1,4 @@
-"""What every launch of a Triton program needs: grids, warps, and tensors and keys as programs take them."""
+"""Helpers for launching Triton programs: grids, warps, and tensors and keys in the form that programs expect."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["TILE", "alignment", "bits", "flat", "halves", "power_of_two", "programs", "warps"]
 
 TILE = 2048
-"""Elements of a program. With `_PER_WARP` it keeps 4 loads of 16 bytes in flight a thread."""
+"""Elements per program. With `_PER_WARP`, this keeps four 16-byte loads per thread in flight."""
 _PER_WARP = 512
 
 
@@ -18,7 +18,7 @@ def programs(count: int, each: int) -> tuple[int]:
 
 
 def power_of_two(size: int, least: int) -> int:
-    """The smallest one that is neither below `size` nor below `least`."""
+    """Return the smallest power of two that is at least `size`, or `least` if that is larger."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -27,7 +27,7 @@ def warps(tile: int) -> int:
 
 
 def halves(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of `key` as int32: a number above that would make the program another one."""
+    """Return the low and high 32 bits of `key` as int32. A larger number would make Triton compile another program."""
     return _int32(key & 0xFFFFFFFF), _int32((key >> 32) & 0xFFFFFFFF)
 
 
@@ -36,7 +36,7 @@ def _int32(bits: int) -> int:
 
 
 def alignment(fields: Sequence[Tensor]) -> int:
-    """Bytes, at most 16, that divide all addresses of `fields`."""
+    """Return the largest number of bytes, at most 16, that divides all addresses of `fields`."""
     return math.gcd(16, *(field.data_ptr() for field in fields))
 
 
@@ -45,5 +45,5 @@ def flat(*tensors: Tensor) -> bool:
 
 
 def bits(x: Tensor) -> Tensor:
-    """bf16 as the programs take it."""
+    """Return `x`, viewed as int16 if it is bf16, as the programs expect it."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

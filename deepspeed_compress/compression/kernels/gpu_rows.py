@@ -1,6 +1,6 @@
-"""Triton programs that quantize rows whose scales are known, and add them: each element is read and written once.
+"""Triton programs that quantize rows with known scales, and add them. Each element is read and written once.
 
-Rows may have any length. Options of the launch: see `gpu_bits`.
+Rows may have any length. See `gpu_bits` for launch options.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -60,7 +60,7 @@ def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float
 
 
 def _covers(rows: Tensor, *others: Tensor) -> bool:
-    """Whether a program may count within a row of `rows`, and the next one, in int32."""
+    """Return True if indices within two consecutive rows of `rows` fit into int32, and all tensors are contiguous."""
     return flat(rows, *others) and rows.shape[1] < 1 << 30
 
 
@@ -70,7 +70,7 @@ def _given(noise: Tensor | None) -> list[Tensor]:
 
 @triton.jit
 def _places(width, tile: tl.constexpr):
-    """The first element of a program, and the row of each of its elements: only one is divided in int64."""
+    """Return the first element of a program and the row of each of its elements, with only one int64 division."""
     first = tl.program_id(0).to(tl.int64) * tile
     return first, first // width + ((first % width).to(tl.int32) + tl.arange(0, tile)) // width
 
@@ -98,7 +98,7 @@ def _quantize_between(
     drawn = load(noise + first, left, tile) if stochastic else 0.0
     inside = tl.arange(0, tile) < left
     lowest, highest = tl.load(low + row, mask=inside, other=0.0), tl.load(high + row, mask=inside, other=1.0)
-    # As in the definition: half of everything where the difference is beyond fp32.
+    # As in the reference: halve everything if the difference overflows fp32.
     factor = tl.where(tl.abs(highest - lowest) == _INFINITY, 0.5, 1.0)
     start = lowest * factor
     span = highest * factor - start

@@ -1,8 +1,8 @@
 """Triton programs that select the largest magnitudes of rows.
 
-A magnitude is the bits of a number without its sign. The k-th largest is found digit by digit, from the highest on: the
-numbers whose digits so far are those of the result are counted by their next digit. Counts are integers, so the order
-in which they are added does not matter.
+A magnitude is the bits of a number without its sign. The k-th largest is found digit by digit, starting with the
+highest: the numbers that match the digits found so far are counted by their next digit. Counts are integers, so the
+order of their summation does not matter.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -20,9 +20,9 @@ __all__ = ["top_k_rows"]
 
 _LONGEST_ROW = 8192
 _SHARE, _SHARE_TILE = 32768, 2048
-"""Elements of a longer row that a program takes, and of them at a time."""
+"""Elements of a longer row per program, and the number of them that it processes at a time."""
 _DIGITS = ((20, 11), (10, 10), (0, 10))
-"""Of the 31 bits of a magnitude: (lowest bit, bits)."""
+"""Digits of the 31 bits of a magnitude: (lowest bit, number of bits)."""
 _SIGN = tl.constexpr(0x7FFFFFFF)
 
 
@@ -44,9 +44,9 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def _top_k_long(rows: Tensor, out: Tensor) -> Tensor:
-    """`top_k_rows` of rows that many programs share, to `out`: five passes over them."""
+    """Write `top_k_rows` of rows that are shared by many programs to `out`, in five passes over the rows."""
     (count, width), k = rows.shape, out.shape[1]
-    # A single row begins where the tensor does: 0 is a multiple of 16, which loads of 16 bytes ask for.
+    # A single row starts at the tensor's address. A step of 0 is a multiple of 16, as 16-byte loads require.
     shares, step = -(-width // _SHARE), width if count > 1 else 0
     chosen = torch.zeros(count, 2, dtype=torch.int64, device=rows.device)
     chosen[:, 1] = k
@@ -67,20 +67,20 @@ def _top_k_long(rows: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["count", "k"])
 def _top_k(rows, out, count, width, k, group: tl.constexpr, columns: tl.constexpr):
-    """Columns of the `k` largest magnitudes of `group` of the rows (fp32 [`count`, `width`]) to `out` (int64).
+    """Write the columns of the `k` largest magnitudes of `group` rows (fp32 [`count`, `width`]) to `out` (int64).
 
     The rows stay in registers. `width` is at most `columns`, a power of two up to 2**13.
     """
     row = tl.program_id(0).to(tl.int64) * group + tl.arange(0, group)[:, None]
     column = tl.arange(0, columns)[None, :]
     inside = (row < count) & (column < width)
-    # Zeros at the end lose against all elements, since they come last of equals.
+    # Padding zeros never win: they lose ties because they come last.
     magnitudes = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.int32, bitcast=True) & _SIGN
     threshold = _by_digits(tl.reshape(magnitudes, [columns]), k) if group == 1 else _by_bits(magnitudes, k)
     above = magnitudes > threshold[:, None]
     ties = magnitudes == threshold[:, None]
     wanted = (k - tl.sum(above.to(tl.int32), axis=1))[:, None]
-    # One scan counts both up to a column: ties in the upper 16 bits, since a row has at most 2**13 elements.
+    # One scan counts both, with ties in the upper 16 bits, since a row has at most 2**13 elements.
     seen = tl.cumsum(above.to(tl.int32) + (ties.to(tl.int32) << 16), axis=1)
     ties_seen = seen >> 16
     taken = above | (ties & (ties_seen <= wanted))
@@ -90,7 +90,7 @@ def _top_k(rows, out, count, width, k, group: tl.constexpr, columns: tl.constexp
 
 @triton.jit
 def _by_digits(magnitudes, k):
-    """The `k`-th largest of flat `magnitudes`, by 4 digits of 8 bits: [1]."""
+    """Return the `k`-th largest of flat `magnitudes`, found by 4 digits of 8 bits: [1]."""
     prefix, wanted = tl.zeros([], tl.int32), k.to(tl.int32)
     for step in tl.static_range(4):
         rest = magnitudes >> (24 - 8 * step)
@@ -101,7 +101,10 @@ def _by_digits(magnitudes, k):
 
 @triton.jit
 def _chosen(counts, wanted):
-    """The digit of the `wanted`-th largest, from `counts` of each digit; and which one it is of those with it."""
+    """Return the digit of the `wanted`-th largest number, and its position among the numbers with that digit.
+
+    `counts` is the number of numbers with each digit.
+    """
     at_least = tl.cumsum(counts, axis=0, reverse=True)
     digit = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
     return digit, wanted - tl.max(tl.where(at_least < wanted, at_least, 0), axis=0)
@@ -109,7 +112,7 @@ def _chosen(counts, wanted):
 
 @triton.jit
 def _by_bits(magnitudes, k):
-    """The `k`-th largest of each row of `magnitudes`; for short rows, of which a histogram is larger than they are."""
+    """Return the `k`-th largest of each row of `magnitudes`. For rows that are shorter than a histogram."""
     threshold = tl.zeros([magnitudes.shape[0]], tl.int32)
     for step in range(31):
         trial = threshold | (1 << (30 - step))
@@ -123,10 +126,11 @@ def _count_digits(
     rows, counts, chosen, width, step, shares,
     each: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `counts` (int64 [rows, 2**`bits`]) those of the digits from bit `shift` on.
+    """Add the counts of the digits from bit `shift` on to `counts` (int64 [rows, 2**`bits`]).
 
-    `shares` programs share a row, `each` elements a program, `tile` at a time; `step` elements from a row to the next.
-    `chosen` (int64 [rows, 2]): the digits so far, and which of the numbers with these is searched, from 1.
+    `shares` programs share a row, with `each` elements per program, processed `tile` at a time. `step` is the number of
+    elements between the starts of two rows. `chosen` (int64 [rows, 2]) has the digits found so far, and the position
+    (from 1) of the wanted number among those with these digits.
     """
     row, digit = (tl.program_id(0) // shares).to(tl.int64), tl.arange(0, 1 << bits)
     prefix = tl.load(chosen + 2 * row).to(tl.int32)
@@ -141,7 +145,7 @@ def _count_digits(
 
 @triton.jit
 def _choose_digit(counts, chosen, bits: tl.constexpr):
-    """`chosen` with the digit that `counts` give."""
+    """Append the digit that `counts` determine to `chosen`."""
     place = (tl.program_id(0).to(tl.int64) << bits) + tl.arange(0, 1 << bits)
     state = chosen + 2 * tl.program_id(0)
     digit, wanted = _chosen(tl.load(counts + place), tl.load(state + 1))
@@ -151,7 +155,7 @@ def _choose_digit(counts, chosen, bits: tl.constexpr):
 
 @triton.jit
 def _count_taken(rows, found, chosen, width, step, shares, each: tl.constexpr, tile: tl.constexpr):
-    """To `found` (int64 [rows, `shares`, 2]): how many elements of a program are above the chosen one, and equal it."""
+    """Count each program's elements above the threshold and equal to it, in `found` (int64 [rows, `shares`, 2])."""
     row = (tl.program_id(0) // shares).to(tl.int64)
     threshold = tl.load(chosen + 2 * row).to(tl.int32)
     above, ties = tl.zeros([tile], tl.int32), tl.zeros([tile], tl.int32)
@@ -167,7 +171,10 @@ def _count_taken(rows, found, chosen, width, step, shares, each: tl.constexpr, t
 
 @triton.jit(do_not_specialize=["k"])
 def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.constexpr, tile: tl.constexpr):
-    """Columns of what is taken to `out` (int64 [rows, `k`]); `before`: as `found`, but of the programs before."""
+    """Write the columns of the taken elements to `out` (int64 [rows, `k`]).
+
+    `before` is like `found`, but summed over the preceding programs of the row.
+    """
     row = (tl.program_id(0) // shares).to(tl.int64)
     threshold, wanted = tl.load(chosen + 2 * row).to(tl.int32), tl.load(chosen + 2 * row + 1)
     source = before + 2 * tl.program_id(0).to(tl.int64)
@@ -176,7 +183,7 @@ def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.con
     for first in range(begin, tl.minimum(begin + each, width), tile):
         magnitudes, inside = _magnitudes(rows + row * step + first, width - first, tile)
         above, ties = inside & (magnitudes > threshold), inside & (magnitudes == threshold)
-        # Counts of both at once, as in `_top_k`.
+        # One scan counts both, as in `_top_k`.
         both = above.to(tl.int32) + (ties.to(tl.int32) << 16)
         seen, total = tl.cumsum(both, axis=0), tl.sum(both, axis=0)
         ties_up_to = ties_seen + (seen >> 16)
@@ -189,5 +196,5 @@ def _write_taken(rows, out, before, chosen, width, step, shares, k, each: tl.con
 
 @triton.jit
 def _magnitudes(x, left, tile: tl.constexpr):
-    """Those of `tile` numbers from `x` on, and which of them are among the `left` that are there."""
+    """Return the magnitudes of `tile` numbers from `x` on, and a mask of those within the `left` remaining ones."""
     return load(x, left, tile).to(tl.int32, bitcast=True) & _SIGN, tl.arange(0, tile) < left

@@ -1,4 +1,4 @@
-// Vectors to other types and back, their norms, random numbers, and integers of any width; as in reference.py.
+// Casts of vectors, norms, random numbers, and packing of integers of any width, with the results of reference.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +23,7 @@ void add_all(const typename M::Stored* values, int64_t n, float* out, float scal
     }
 }
 
-// Sums of a block in fp32 that are independent of each other, so that they are one vector; blocks in fp64.
+// Within a block, independent fp32 sums that form one vector. Blocks are summed in fp64.
 template <typename M>
 double sum_squares(const typename M::Stored* values, int64_t n) {
     constexpr int64_t LANES = 16, BLOCK = 1024;
@@ -52,7 +52,7 @@ void compress_uniform(int64_t count, uint64_t key, float* out, int threads) {
 }
 
 void compress_cast(const float* x, int64_t n, void* out, int type, int threads) {
-    if (!n) return;  // there may be no memory at all, whose address no function of C takes
+    if (!n) return;  // x and out may be null, which memcpy does not allow
     if (type == FP32) std::memcpy(out, x, n * sizeof(float));
     if (type == BF16) cast_all<Bf16>(x, n, static_cast<uint16_t*>(out), threads);
     if (type == FP16) cast_all<Fp16>(x, n, static_cast<uint16_t*>(out), threads);

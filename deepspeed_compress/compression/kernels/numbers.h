@@ -1,4 +1,4 @@
-// Types of numbers as they are stored and sent, and the numbers that rounding draws.
+// Number formats for storage and messages, and the random numbers of stochastic rounding.
 
 #pragma once
 
@@ -25,14 +25,14 @@ inline float float_of(uint32_t bits) {
 
 inline uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 
-// Rounded to nearest even; NaN stays NaN.
+// Rounds to nearest even. NaN stays NaN.
 inline uint16_t to_bf16(float x) {
     const uint32_t bits = bits_of(x);
     const uint16_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
     return magnitude(x) > 0x7F800000u ? 0x7FC0 : rounded;
 }
 
-// As `to_bf16`, but what is finite stays finite.
+// Like `to_bf16`, but finite values stay finite.
 inline uint16_t to_bf16_saturating(float x) {
     const uint16_t rounded = to_bf16(x);
     return ((rounded & 0x7FFF) == 0x7F80 && magnitude(x) < 0x7F800000u) ? rounded - 1 : rounded;
@@ -79,7 +79,7 @@ float load_number(const void* numbers, int type, int64_t i) {
     return type == BF16 ? from_bf16(raw) : from_fp16(raw);
 }
 
-// Stores a scale rounded to `type`, a finite one at most `limit` (forms.fitted), and returns it as the receiver sees it.
+// Stores a scale rounded to `type`, with finite scales capped at `limit` (forms.fitted). Returns the rounded scale.
 template <typename Real>
 float store_number(void* numbers, int type, int64_t i, Real scale, double limit) {
     const Real value = std::isfinite(scale) && scale > Real(limit) ? Real(limit) : scale;
@@ -95,7 +95,7 @@ float store_number(void* numbers, int type, int64_t i, Real scale, double limit)
     return load_number(numbers, type, i);
 }
 
-// The i-th number of `uniform`: a counter through the 32-bit mixer "lowbias32".
+// Returns a number of `uniform`: the counter, passed through the 32-bit mixer "lowbias32".
 inline float uniform_number(uint32_t counter, uint64_t key) {
     uint32_t x = (counter + uint32_t(key)) ^ uint32_t(key >> 32);
     x ^= x >> 16;

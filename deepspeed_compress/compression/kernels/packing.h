@@ -1,4 +1,4 @@
-// Codes of one byte an element, packed into the bits that they need, and back.
+// Packing of codes from one byte per element into the required bits, and unpacking.
 
 #pragma once
 
@@ -39,7 +39,7 @@ void pack_whole<4>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
 template <>
 void pack_whole<1>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
     for (int64_t i = 0; i < bytes; i++) {
-        uint64_t group;  // bytes of 0 or 1: the product brings bit 0 of each to the upper byte
+        uint64_t group;  // the multiplication moves bit 0 of each byte to the top byte
         std::memcpy(&group, codes + 8 * i, 8);
         out[i] = uint8_t((group & 0x0101010101010101u) * 0x0102040810204080u >> 56);
     }
@@ -77,7 +77,7 @@ void unpack_whole<1>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
     }
 }
 
-// Eight codes in three bytes.
+// Packs eight codes into three bytes.
 template <>
 void pack_whole<3>(const uint8_t* codes, int64_t bytes, uint8_t* out) {
     for (int64_t i = 0; i < bytes / 3; i++) {
@@ -102,8 +102,8 @@ void unpack_whole<3>(const uint8_t* packed, int64_t bytes, uint8_t* codes) {
     }
 }
 
-// Five codes in a byte; bytes of a word times powers of 3 add up in its fifth byte, and none is carried into it;
-// bytes behind the fifth do not reach it.
+// Packs five codes into a byte. The multiplication sums the first five bytes, times powers of 3, in the fifth byte.
+// There are no carries into it, and later bytes do not affect it.
 void pack_trits(const uint8_t* codes, int64_t n, uint8_t* out) {
     constexpr uint64_t POWERS = 1ull << 32 | 3ull << 24 | 9ull << 16 | 27ull << 8 | 81ull;
     uint64_t group = 0;
@@ -119,7 +119,7 @@ void pack_trits(const uint8_t* codes, int64_t n, uint8_t* out) {
 }
 
 struct Digits {
-    uint64_t of[256];  // the five digits of each byte, a byte each
+    uint64_t of[256];  // the five digits of each byte value, one per byte
 
     Digits() {
         for (int value = 0; value < 256; value++) {
@@ -136,7 +136,7 @@ void unpack_trits(const uint8_t* packed, int64_t n, uint8_t* codes) {
     for (; n > 0; n -= TRITS, codes += TRITS) std::memcpy(codes, &DIGITS.of[*packed++], std::min<int64_t>(n, TRITS));
 }
 
-// Codes of any width, one after the other.
+// Packs codes of any width one at a time.
 void pack_any(const uint8_t* codes, int64_t n, int bits, uint8_t* out) {
     uint64_t pending = 0;
     int held = 0;
@@ -157,7 +157,7 @@ void unpack_any(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
     }
 }
 
-// Bytes that whole groups of the first `n` codes fill.
+// Returns the number of bytes that complete groups among the first `n` codes fill.
 template <int BITS>
 inline int64_t whole_bytes(int64_t n) {
     return 8 % BITS ? n / 8 * BITS : n * BITS / 8;

@@ -1,8 +1,8 @@
-// Kernels for CPUs, called through ctypes (cpu.py); reference.py defines what they must return. Blocks to codes and back.
+// Quantization and dequantization of blocks on CPUs, called through ctypes (cpu.py). reference.py defines the results.
 //
-// Plain loops over one block at a time, which stay in the first cache and which the compiler turns into vector
-// instructions. Compiled without contraction to fused multiply-add and without reordering of sums: the bits are those
-// of the reference, on every processor. Only sums in fp64 are taken in another order.
+// Plain loops process one block at a time, which stays in the L1 cache, and are vectorized by the compiler. They are
+// compiled without contraction to fused multiply-add and without reordering of sums, so the bits are those of the
+// reference on every processor. Only sums in fp64 use another order.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Sum of f(x[i]) in fp64, in lanes so that vectors can take it.
+// Returns the sum of f(x[i]) in fp64, in separate lanes so that it can be vectorized.
 template <typename F>
 double lane_sum(const float* x, int64_t n, F f) {
     double lanes[LANES] = {};
@@ -31,7 +31,7 @@ double lane_sum(const float* x, int64_t n, F f) {
 }
 
 float block_absmax(const float* x, int64_t n) {
-    uint32_t largest = 0;  // compared as integers, NaN is above infinity
+    uint32_t largest = 0;  // compared as integers, so that NaN is above infinity
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, magnitude(x[i]));
     return float_of(largest);
 }
@@ -48,7 +48,7 @@ template <typename L>
 double block_lloyd(const float* x, int64_t n) {
     double scale = block_total(x, n) / double(n) * L::START;
     for (int iteration = 0; iteration < L::ITERATIONS; iteration++) {
-        // Beyond fp32 no element would reach a border.
+        // A scale beyond fp32 would exceed every element's magnitude.
         const Borders<L> borders{float(std::min(scale, double(std::numeric_limits<float>::max())))};
         const double sum = lane_sum(x, n, [=](float v) { return double(std::fabs(v)) * double(borders.nearest(std::fabs(v))); });
         int32_t square = 0;  // at most 100 for each of 65536 elements
@@ -84,7 +84,7 @@ void sign_codes(const float* x, int64_t n, int8_t* codes) {
     for (int64_t i = 0; i < n; i++) codes[i] = x[i] >= 0;
 }
 
-// The code of an element, as a multiple of the scale.
+// Returns the value of a code as a multiple of the scale.
 inline int8_t signed_code(int kind, int bits, uint8_t code) {
     if (kind == MEAN) return int8_t(2 * code - 1);
     if (kind == LLOYD) return int8_t(int8_t((code & 1) * 3 + 1) * int8_t((code & 2) - 1));
@@ -101,7 +101,7 @@ struct Job {
     double limit;
     void* numbers;
     int number_type;
-    uint8_t* codes;  // packed, or with `unpacked` one byte an element
+    uint8_t* codes;  // packed or, if `unpacked`, one byte per element
     bool unpacked;
     bool stochastic;
     uint64_t key;
@@ -153,7 +153,7 @@ void remember(const float* x, int64_t n, const int8_t* codes, float scale, typen
     }
 }
 
-// One block; `sum` and `codes` are work space of block_size elements.
+// Quantizes one block. `sum` and `codes` are work space of block_size elements.
 template <typename M, bool REMEMBERS>
 void quantize_block(const Job& job, int64_t block, float* sum, int8_t* codes) {
     const int64_t first = block * job.form.block_size, n = std::min(job.form.block_size, job.n - first);
@@ -205,7 +205,7 @@ void add_block(const Form& form, const uint8_t* packed, float scale, float* out,
     add_signed(codes, scale, out, n);
 }
 
-// A message of blocks that do not fill whole bytes.
+// Adds a message whose blocks do not fill whole bytes.
 void add_straddling(const Form& form, const void* numbers, int number_type, const uint8_t* packed, int64_t n,
                     float* out, float scale, int threads) {
     std::vector<uint8_t> codes(n);
@@ -224,8 +224,8 @@ void add_straddling(const Form& form, const void* numbers, int number_type, cons
 
 extern "C" {
 
-// Types are those of `enum Type`; a memory of type NONE is none. Blocks that do not fill whole bytes are coded one byte
-// an element first, into `spare`.
+// Types are those of `enum Type`; without error feedback, memory_type is NONE. Blocks that do not fill whole bytes are
+// first coded into `spare`, with one byte per element.
 void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits, int64_t block_size, double limit,
                        void* numbers, int number_type, uint8_t* codes, int64_t code_bytes, int stochastic, uint64_t key,
                        int memory_type, const void* before, float decay, void* after, int threads) {
@@ -242,7 +242,7 @@ void compress_quantize(const float* x, int64_t n, int kind, int levels, int bits
     if (code_bytes > used) std::memset(codes + used, 0, code_bytes - used);
 }
 
-// Message after message of each block, while the block of `out` is in the first cache. Unless `add`, to zeros.
+// For each block, adds one message after another while the block of `out` is in the L1 cache. Starts at 0 unless `add`.
 void compress_dequantize_add(const void* const* numbers, int number_type, const uint8_t* const* codes, int messages,
                              int64_t n, int kind, int bits, int64_t block_size, float* out, float scale, int add,
                              int threads) {

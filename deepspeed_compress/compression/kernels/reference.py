@@ -1,7 +1,7 @@
-"""Plain torch implementations: the definition that faster kernels are tested against.
+"""Plain torch kernels, which define the results that faster kernels are tested against.
 
-A "row" is one quantization or selection block. Everything is deterministic: the same input and key
-give the same bits on every device.
+A "row" is one quantization or selection block. Everything is deterministic: the same input and key give the same bits
+on every device.
 """
 
 import functools
@@ -57,10 +57,11 @@ _MASK32 = 0xFFFFFFFF
 
 
 def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
-    """`count` fp32 numbers in [0, 1), the i-th a pure function of (`key`, i).
+    """Return `count` fp32 numbers in [0, 1), the i-th of which is a pure function of (`key`, i).
 
-    `key`: 64 bits, or int64 [] on `device`. A counter goes through the 32-bit integer mixer "lowbias32" (C. Wellons'
-    hash prospector), so the numbers need no state and are equal on every device. The upper 24 bits become the mantissa.
+    `key` has 64 bits, or is int64 [] on `device`. A counter is passed through the 32-bit integer mixer "lowbias32" (C.
+    Wellons' hash prospector), so the numbers need no state and are equal on every device. The upper 24 bits become the
+    mantissa.
     """
     bits = torch.arange(count, dtype=torch.int64, device=device)
     bits.add_(key & _MASK32).bitwise_and_(_MASK32)
@@ -73,9 +74,9 @@ def uniform(count: int, key: int | Tensor, device: torch.device) -> Tensor:
 
 
 def cast(x: Tensor, out: Tensor) -> None:
-    """`x` (flat fp32) to `out` (fp32, bf16 or fp16), rounded to nearest even.
+    """Copy `x` (flat fp32) to `out` (fp32, bf16 or fp16), rounded to nearest even.
 
-    Finite values beyond the range of `out` become its largest one, so that only infinite ones become infinite.
+    Finite values beyond the range of `out` become its largest value. Only infinite values become infinite.
     """
     if out.dtype != x.dtype:
         largest = torch.finfo(out.dtype).max
@@ -84,20 +85,23 @@ def cast(x: Tensor, out: Tensor) -> None:
 
 
 def add_cast(values: Tensor, out: Tensor, scale: float) -> None:
-    """`out` (flat fp32) += `scale` * `values` (fp32, bf16 or fp16), product and sum rounded each by itself."""
+    """Add `scale` * `values` (fp32, bf16 or fp16) to `out` (flat fp32), rounding product and sum separately."""
     out.add_(values.to(torch.float32) * scale)
 
 
 def square_norm(values: Tensor) -> Tensor:
-    """The sum of squares of `values` (flat fp32, bf16 or fp16), squared in fp32: fp64 [], infinite beyond fp32."""
+    """Return the sum of squares of `values` (flat fp32, bf16 or fp16): fp64 [].
+
+    Squares are added in fp32, so the result is infinite if their sum overflows fp32.
+    """
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
     return norm.to(torch.float64).square()
 
 
 def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | None) -> Tensor:
-    """`rows` (fp32 [r, b]) / `scales` (fp32 [r]), rounded and clipped to -levels..levels: int8 [r, b]; NaN becomes 0.
+    """Return `rows` (fp32 [r, b]) / `scales` (fp32 [r]), rounded and clipped to -levels..levels: int8 [r, b].
 
-    `noise` (fp32 [r, b] in [0, 1)) selects stochastic rounding, None rounds to nearest even.
+    NaN becomes 0. `noise` (fp32 [r, b] in [0, 1)) selects stochastic rounding; None rounds to nearest even.
     """
     # A scale may underflow to zero, or be so small that the quotient leaves the range of int8.
     quotient = rows / torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
@@ -106,19 +110,19 @@ def quantize_rows(rows: Tensor, scales: Tensor, levels: int, noise: Tensor | Non
 
 
 def dequantize_rows_add(scales: Tensor, codes: Tensor, out: Tensor, scale: float) -> None:
-    """`out` (fp32 [r, b]) += (scales * `scale`)[:, None] * codes, each product and each sum rounded by itself."""
+    """Add (scales * `scale`)[:, None] * codes to `out` (fp32 [r, b]), rounding each product and each sum separately."""
     out.add_(codes.to(torch.float32).mul_((scales * scale).unsqueeze(1)))
 
 
 def top_k_rows(rows: Tensor, k: int) -> Tensor:
-    """Columns of the `k` largest magnitudes of each row (fp32 [r, n]): int64 [r, k], ascending.
+    """Return the columns of the `k` largest magnitudes of each row (fp32 [r, n]): int64 [r, k], ascending.
 
-    NaN counts as largest, and of equal magnitudes the lower column wins. The k largest elements lie in the k
-    groups of largest maximum, so most elements are only compared within their group.
+    NaN is larger than everything; among equal magnitudes, the lower column wins. The k largest elements lie in the k
+    groups with the largest maxima, so most elements are only compared within their group.
     """
     magnitudes = _magnitudes(rows)
     group = 1 << max(0, round(math.log2(rows.shape[1] / k) / 2))
-    # Zeros at the end lose against all elements, since they come last of equals.
+    # Padding zeros never win: they lose ties because they come last.
     magnitudes = F.pad(magnitudes, (0, -rows.shape[1] % group))
     maxima = magnitudes.view(len(rows), magnitudes.shape[1] // group, group).amax(dim=2)
     every_group = torch.arange(maxima.shape[1], device=rows.device).expand_as(maxima)
@@ -128,8 +132,13 @@ def top_k_rows(rows: Tensor, k: int) -> Tensor:
 
 
 def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Tensor, Tensor]:
-    """`top_k_rows` of rows + decay * before (product and sum rounded each by itself), which becomes `after` (finite
-    where the fp32 value is): columns int64 [r, k], and what the sum is there, fp32 [r, k].
+    """Return `top_k_rows` of `rows` plus the decayed residual, and the values there.
+
+    The sum is rows + decay * before, with product and sum rounded separately. It is stored in `after`, where it is
+    finite if the fp32 value is.
+
+    Returns:
+        Columns, int64 [r, k], and the sum at these columns, fp32 [r, k].
     """
     total = rows.clone()
     add_cast(memory.before, total.view(-1), memory.decay)
@@ -139,29 +148,29 @@ def top_k_rows_of_sum(rows: Tensor, k: int, memory: ResidualBuffers) -> tuple[Te
 
 
 def _magnitudes(x: Tensor) -> Tensor:
-    """int32 in the order of |x| (fp32), NaN above infinity: the bits without the sign."""
+    """Return int32 numbers in the order of |x| (fp32), with NaN above infinity: the bits without the sign."""
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def _largest(magnitudes: Tensor, columns: Tensor, k: int) -> Tensor:
-    """Those of `columns` (int64 [r, c]) that have the `k` largest `magnitudes` (int32 [r, c]): int64 [r, k].
+    """Return the `columns` (int64 [r, c]) with the `k` largest `magnitudes` (int32 [r, c]): int64 [r, k].
 
-    Of equal magnitudes the lower column wins, on every device: `topk` alone leaves that open.
+    Among equal magnitudes, the lower column wins on every device; plain `topk` leaves that open.
     """
     ranks = magnitudes.to(torch.int64).mul_(1 << 32).sub_(columns)
     return columns.gather(1, ranks.topk(k, dim=1, sorted=False).indices)
 
 
 _SAMPLE_STRIDE = 100
-"""One element of so many is sampled."""
+"""Sampling interval: one of this many elements is sampled."""
 
 
 def top_k_sampled(row: Tensor, k: int) -> Tensor:
-    """What `top_k_rows` returns for one row (fp32 [1, n]), by a threshold that a sample gives.
+    """Return the same as `top_k_rows` for one row (fp32 [1, n]), using a threshold estimated from a sample.
 
-    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the
-    threshold, then the exact top-k is taken of the survivors. The threshold is that of 3 standard deviations more
-    elements than k, so that rarely too few survive; then all elements are searched.
+    Source: Deep Gradient Compression (arXiv:1712.01887): a strided sample of 1 % estimates the threshold, then the
+    exact top-k of the survivors is computed. The threshold allows for 3 standard deviations more elements than k, so
+    that there are rarely too few survivors. If there are, all elements are searched.
     """
     magnitudes = _magnitudes(row)
     sample = magnitudes[0, ::_SAMPLE_STRIDE]
@@ -176,11 +185,11 @@ def top_k_sampled(row: Tensor, k: int) -> Tensor:
 
 
 def quantize_rows_between(rows: Tensor, low: Tensor, high: Tensor, levels: int, noise: Tensor | None) -> Tensor:
-    """(`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 where high = low.
+    """Return (`rows` - low) / (high - low) * levels, rounded and clipped to 0..levels: uint8 [r, b]; 0 if high = low.
 
     `rows`: fp32 [r, b]; `low`, `high`: fp32 [r]; `noise` as in `quantize_rows`.
     """
-    # Half of everything where the difference is beyond fp32; elsewhere that could cost denormals their last bit.
+    # Halve everything if the difference overflows fp32. Elsewhere, that could cost denormals their last bit.
     factor = 1 - 0.5 * (high - low).isinf().to(rows.dtype).unsqueeze(1)
     start = low.unsqueeze(1) * factor
     span = high.unsqueeze(1) * factor - start
@@ -197,12 +206,18 @@ def quantize_blocks(
     key: int | None = None,
     memory: ResidualBuffers | None = None,
 ) -> None:
-    """Scales of the blocks of `x` (flat fp32 [n], not changed) to `numbers` (fp32, bf16 or fp16 [blocks]), and packed
-    codes to `codes` (uint8; what is not needed of it becomes 0).
+    """Quantize the blocks of `x`.
 
-    Codes are rounded to nearest even, or with a `key` stochastically: element i by the i-th number of `uniform`. With a
-    `memory` it is x + decay * before that is encoded, and what decoding does not give back becomes `after` (finite
-    where the fp32 value is).
+    Codes are rounded to nearest even or, with a `key`, stochastically: element i uses the i-th number of `uniform`.
+
+    Args:
+        x: flat fp32 [n]; not changed.
+        form: format of the blocks.
+        numbers: output for the scales, fp32, bf16 or fp16 [blocks].
+        codes: output for the packed codes, uint8. Unused bytes become 0.
+        key: key of stochastic rounding.
+        memory: error feedback: x + decay * before is encoded, and the quantization error is stored in `after` (finite
+            if the fp32 value is).
     """
     if memory is not None:
         x = x + memory.before.to(torch.float32) * memory.decay
@@ -221,7 +236,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out: Tensor, scale: float) -> None:
-    """`out` (flat fp32 [n]) += `scale` times what `quantize_blocks` encoded: s * `scale` first, then times the code."""
+    """Add `scale` times the values that `quantize_blocks` encoded to `out` (flat fp32 [n]): (s * `scale`) * code."""
     values, scales = _unpack(codes, form, out.numel()), numbers.to(torch.float32)
     for blocks, elements, shape in _blocks(out.numel(), form.block_size):
         signed = _KINDS[form.kind].signed(values[elements], form.bits).view(shape)
@@ -231,8 +246,7 @@ def dequantize_blocks_add(numbers: Tensor, codes: Tensor, form: BlockFormat, out
 def dequantize_blocks_sum(
     messages: Sequence[tuple[Tensor, Tensor]], form: BlockFormat, out: Tensor, scale: float, add: bool = True
 ) -> None:
-    """`dequantize_blocks_add` of each of `messages` (numbers and codes), in their order; unless `add`, to zeros in the
-    place of what is in `out`."""
+    """Apply `dequantize_blocks_add` to each of `messages` (numbers and codes) in order, to zeros if not `add`."""
     if not add:
         out.zero_()
     for numbers, codes in messages:
@@ -240,7 +254,7 @@ def dequantize_blocks_sum(
 
 
 def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-    """(blocks, their elements, shape [r, b]) of the whole blocks and of the shorter last one, where there are any."""
+    """Yield (blocks, their elements, shape [r, b]) for the whole blocks and for the shorter last one, if not empty."""
     whole, rest = divmod(numel, block_size)
     if whole:
         yield slice(whole), slice(whole * block_size), (whole, block_size)
@@ -249,7 +263,7 @@ def _blocks(numel: int, block_size: int) -> Iterator[tuple[slice, slice, tuple[i
 
 
 def _pack(values: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """`values` (uint8 [n]) as codes of `form` in `out`, the rest of which becomes 0."""
+    """Write `values` (uint8 [n]) as codes of `form` to `out`, and fill the rest with 0."""
     if form.kind != "ternary":
         return pack_codes(values, form.bits, out)
     rows = [pack_trits(values[elements].view(shape)) for _, elements, shape in _blocks(values.numel(), form.block_size)]
@@ -260,7 +274,7 @@ def _pack(values: Tensor, form: BlockFormat, out: Tensor) -> None:
 
 
 def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
-    """The inverse of `_pack`: uint8 [numel]."""
+    """Invert `_pack`: return uint8 [numel]."""
     if form.kind != "ternary":
         return unpack_codes(codes, form.bits, numel)
     values, done = codes.new_empty(numel), 0
@@ -273,8 +287,13 @@ def _unpack(codes: Tensor, form: BlockFormat, numel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kind:
-    """`scales`: of rows (fp32 [r, b]), by levels and dtype: fp32 [r], exact in that dtype. `codes`: of rows, scales,
-    levels and noise: one byte each [r, b]. `signed`: codes (uint8, by their number of bits) as int8 multiples of s."""
+    """The functions of one kind of block format.
+
+    Attributes:
+        scales: from rows (fp32 [r, b]), levels and dtype to scales, fp32 [r], exact in that dtype.
+        codes: from rows, scales, levels and noise to codes, one byte each [r, b].
+        signed: from codes (uint8) and their number of bits to int8 multiples of s.
+    """
 
     scales: Callable[[Tensor, int, torch.dtype], Tensor]
     codes: Callable[[Tensor, Tensor, int, Tensor | None], Tensor]
@@ -283,7 +302,7 @@ class _Kind:
 
 def _absmax_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     largest = rows.abs().amax(dim=1)
-    # Not by a number: on GPU that would multiply by the reciprocal.
+    # Divide by a tensor: a GPU would replace division by a number with multiplication by its reciprocal.
     return fitted(largest / torch.full_like(largest, levels), dtype, levels)
 
 
@@ -298,12 +317,12 @@ def _mean_scales(rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
 
 
 def _lloyd_scales(fit: FittedLevels, rows: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
-    """Sums are fp64, which nothing can overflow and which the order of summation hardly shows in."""
+    """Fit the scales with fp64 sums, which cannot overflow and hardly depend on the order of summation."""
     magnitudes = rows.abs()
     exact = magnitudes.to(torch.float64)
     scales = exact.mean(dim=1) * fit.start
     for _ in range(fit.iterations):
-        # Beyond fp32 no element would reach a border.
+        # A scale beyond fp32 would exceed every element's magnitude.
         nearest = _nearest(fit, magnitudes, scales.clamp(max=torch.finfo(torch.float32).max).to(torch.float32))
         # Sums of small squares are exact in fp32, and much faster than in int64.
         scales = (exact * nearest).sum(dim=1) / nearest.square().sum(dim=1)
@@ -311,7 +330,7 @@ def _lloyd_scales(fit: FittedLevels, rows: Tensor, levels: int, dtype: torch.dty
 
 
 def _nearest(fit: FittedLevels, magnitudes: Tensor, scales: Tensor) -> Tensor:
-    """The magnitude of `fit` that is nearest to each of `magnitudes` [r, b], by its scale [r]: fp32."""
+    """Return the magnitude of `fit` that is nearest to each of `magnitudes` [r, b], given the scales [r]: fp32."""
     nearest = torch.full_like(magnitudes, fit.magnitudes[0])
     for border, low, high in zip(fit.borders, fit.magnitudes, fit.magnitudes[1:], strict=False):
         nearest += (high - low) * (magnitudes >= (scales * border).unsqueeze(1))
@@ -319,7 +338,7 @@ def _nearest(fit: FittedLevels, magnitudes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _places(fit: FittedLevels, rows: Tensor, scales: Tensor) -> Tensor:
-    """Which of the magnitudes of `fit` is nearest to each element of `rows` [r, b] by its scale [r]: uint8."""
+    """Return the index of the nearest magnitude of `fit` for each element of `rows` [r, b], given scales [r]: uint8."""
     magnitudes, places = rows.abs(), torch.zeros_like(rows, dtype=torch.uint8)
     for border in fit.borders:
         places += magnitudes >= (scales * border).unsqueeze(1)
@@ -340,7 +359,7 @@ def _lloyd_kind(kind: str, codes: Callable[..., Tensor], signed: Callable[[Tenso
 
 
 def _eight_signed(codes: Tensor, bits: int) -> Tensor:
-    """The magnitudes are the triangular numbers 1, 3, 6 and 10."""
+    """Decode kind "eight", whose magnitudes are the triangular numbers 1, 3, 6 and 10."""
     place = codes & 3
     return ((place + 1) * (place + 2) >> 1).view(torch.int8) * ((codes >> 1 & 2).view(torch.int8) - 1)
 

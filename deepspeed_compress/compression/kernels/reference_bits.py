@@ -1,4 +1,4 @@
-"""Plain torch: integers of a few bits as dense bit strings."""
+"""Plain torch kernels that pack integers of a few bits into dense bit strings."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ __all__ = ["pack_bits", "pack_codes", "pack_trits", "unpack_bits", "unpack_codes
 
 
 def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
-    """Non-negative integers below 2**`width` to a dense little-endian bit string in `out` (uint8)."""
+    """Pack non-negative integers below 2**`width` into a dense little-endian bit string in `out` (uint8)."""
     groups = -(-values.numel() // 8)
     columns = torch.zeros(groups * 8, dtype=torch.int64, device=values.device)
     columns[: values.numel()] = values
@@ -23,7 +23,7 @@ def pack_bits(values: Tensor, width: int, out: Tensor) -> None:
 
 
 def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of `pack_bits`: int64 [count]."""
+    """Invert `pack_bits`: return int64 [count]."""
     groups = -(-count // 8)
     raw = torch.zeros(groups * width, dtype=torch.int64, device=packed.device)
     used = min(raw.numel(), packed.numel())
@@ -35,9 +35,9 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def _overlaps(width: int) -> list[tuple[int, int, int]]:
-    """(value, byte, shift) for every pair that shares bits when 8 values of `width` bits fill `width` bytes.
+    """Return (value, byte, shift) for every pair that shares bits when 8 values of `width` bits fill `width` bytes.
 
-    The value shifted left by `shift` has its bits where the byte has them.
+    Shifting the value left by `shift` aligns its bits with those of the byte.
     """
     return [
         (value, byte, value * width - byte * 8)
@@ -51,7 +51,7 @@ def _shifted_left(x: Tensor, bits: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
-    """The low `width` bits (1 to 8) of each byte of `codes` (uint8), as `pack_bits` does; the rest of `out` is 0."""
+    """Pack the low `width` bits (1 to 8) of each byte of `codes` (uint8) like `pack_bits`; zero the rest of `out`."""
     used = -(-codes.numel() * width // 8)
     out[used:].zero_()
     low = codes & ((1 << width) - 1)
@@ -65,7 +65,7 @@ def pack_codes(codes: Tensor, width: int, out: Tensor) -> None:
 
 
 def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
-    """The inverse of `pack_codes`: uint8 [count] below 2**`width`; may be a view of `packed`."""
+    """Invert `pack_codes`: return uint8 [count] below 2**`width`, possibly as a view of `packed`."""
     packed = packed[: -(-count * width // 8)]
     if 8 % width:
         return unpack_bits(packed, width, count).to(torch.uint8)
@@ -78,7 +78,7 @@ def unpack_codes(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def pack_trits(rows: Tensor) -> Tensor:
-    """Codes 0, 1 and 2 (uint8 [r, b]) as digits of bytes, each row by itself, filled up by zeros: uint8 [r, bytes]."""
+    """Pack codes 0, 1 and 2 (uint8 [r, b]) as base-3 digits of bytes, each row zero-padded: uint8 [r, bytes]."""
     digits = F.pad(rows, (0, -rows.shape[1] % TRITS)).view(len(rows), -1, TRITS)
     packed = torch.zeros_like(digits[:, :, 0])
     for place in reversed(range(TRITS)):
@@ -87,7 +87,7 @@ def pack_trits(rows: Tensor) -> Tensor:
 
 
 def unpack_trits(packed: Tensor, width: int) -> Tensor:
-    """The inverse of `pack_trits`: uint8 [r, `width`]."""
+    """Invert `pack_trits`: return uint8 [r, `width`]."""
     digits = packed.new_empty(*packed.shape, TRITS)
     for place in range(TRITS):
         torch.remainder(packed, 3, out=digits[:, :, place])

@@ -1,4 +1,4 @@
-// The largest of rows of elements, and of their sum with what is remembered; as in reference.py.
+// Selection of the largest magnitudes of rows, and of their sums with residuals, with the results of reference.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace {
 
-// The k-th largest of `values`, which are reordered.
+// Returns the k-th largest of `values`, which are reordered.
 uint32_t kth_largest(std::vector<uint32_t>& values, int64_t k) {
     std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<uint32_t>());
     return values[k - 1];
@@ -28,7 +28,7 @@ inline Words magnitudes(const float* x) {
     return bits & 0x7FFFFFFFu;
 }
 
-// Calls `found` with the place of every magnitude of at least `bound`, which few reach.
+// Calls `found` with the index of every magnitude of at least `bound`. Optimized for few of them.
 template <typename F>
 inline void each_at_least(const float* x, int64_t n, uint32_t bound, F found) {
     int64_t i = 0;
@@ -54,12 +54,12 @@ struct Selector {
     std::vector<int64_t> columns;
 
     Selector(int64_t n, int64_t k) : n(n), k(k), depth(1) {
-        // Few maxima to search, and few elements that are large enough: measured best at 2k to 4k groups.
+        // A compromise between few maxima to search and few elements above the bound; 2k to 4k groups measured best.
         while (depth * 4 * k <= n && depth < 1024) depth *= 2;
     }
 
-    // A group is `depth` elements, LANES from one to the next: what is beyond the end counts as 0. The k largest of the
-    // groups' maxima are k elements, so the k-th largest element is no smaller than their least.
+    // A group consists of `depth` elements at a stride of LANES; elements beyond the end are treated as 0. The k
+    // largest maxima of groups are k elements, so the k-th largest element is no smaller than the smallest of them.
     uint32_t lower_bound(const float* x) {
         maxima.clear();
         for (int64_t begin = 0; begin < n; begin += depth * LANES) {
@@ -92,7 +92,7 @@ struct Selector {
     }
 };
 
-// Rows, one memory beside them, and what is found in their sum.
+// Rows, their residuals, and the selected elements of their sum.
 struct SumJob {
     const float* rows;
     int64_t count, n, k;

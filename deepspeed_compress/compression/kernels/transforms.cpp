@@ -1,7 +1,7 @@
 // Orthonormal transforms of tiles up to 64 x 64 (DCT) and of blocks of powers of two (Hadamard), called through ctypes.
 //
-// Every element is computed by the same operations in the same order on every processor, so all ranks get the same bits;
-// they differ from the matrix products of the reference by rounding.
+// Every element is computed by the same operations in the same order on every processor, so all ranks get the same
+// bits. They differ from the matrix products of the reference by rounding.
 
 #include <algorithm>
 #include <cmath>
@@ -16,12 +16,12 @@
 
 namespace {
 
-constexpr int SIZE = 64;   // of a tile
+constexpr int SIZE = 64;   // maximum side of a tile
 constexpr int LANES = 16;  // columns that are transformed together
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
 
-// product * factor + sum with one rounding, which must not be left to the compiler's choice.
+// Returns product * factor + sum with a single rounding, independent of the compiler's choice.
 inline Lanes fused(Lanes product, float factor, Lanes sum) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_fmadd_ps((__m512)product, _mm512_set1_ps(factor), (__m512)sum);
@@ -32,7 +32,7 @@ inline Lanes fused(Lanes product, float factor, Lanes sum) {
 #endif
 }
 
-// Exchanges the upper right and the lower left quarter of every square of 2 * STEP rows and columns.
+// Exchanges the upper right and the lower left quadrant of every square of 2 * STEP rows and columns.
 template <int STEP>
 inline void exchange_quarters(Lanes* rows) {
 #if defined(__clang__)
@@ -56,7 +56,7 @@ inline void exchange_quarters(Lanes* rows) {
 #endif
 }
 
-// A square of LANES x LANES.
+// Transposes a square of LANES x LANES.
 inline void transpose(Lanes* rows) {
     exchange_quarters<8>(rows);
     exchange_quarters<4>(rows);
@@ -66,7 +66,7 @@ inline void transpose(Lanes* rows) {
 
 // Entries of the orthonormal DCT-II matrix that act on differences, for each halving of 64: level h has h x h of them.
 struct Tables {
-    float odd[SIZE / 2 * SIZE / 2 * 2];  // 32 x 32, 16 x 16, ... 1 x 1, row after row: by output, then input
+    float odd[SIZE / 2 * SIZE / 2 * 2];  // 32 x 32, 16 x 16, ... 1 x 1, row-major: [output][input]
     float first;
 
     Tables() {
@@ -81,7 +81,7 @@ struct Tables {
 
 const Tables TABLES;
 
-// out[k] = sum of in[n] * matrix[k][n], or with `TRANSPOSED` of matrix[n][k]; four outputs at a time in registers.
+// Sets out[k] = sum of in[n] * matrix[k][n], or matrix[n][k] if TRANSPOSED, with up to eight outputs in registers.
 template <int HALF, bool TRANSPOSED>
 inline void product(const Lanes* in, const float* matrix, Lanes* out) {
     constexpr int TOGETHER = HALF < 8 ? HALF : 8;
@@ -96,7 +96,7 @@ inline void product(const Lanes* in, const float* matrix, Lanes* out) {
     }
 }
 
-// The outputs of odd number come from the differences of opposite inputs, those of even number from a DCT of their sums.
+// Odd outputs are computed from the differences of opposite inputs, even outputs by a DCT of their sums.
 template <int COUNT>
 inline void forward(Lanes* x, const float* matrix, Lanes* out, int stride) {
     constexpr int HALF = COUNT / 2;
@@ -127,11 +127,11 @@ inline void inverse<1>(const Lanes* in, int, const float*, Lanes* x) {
     x[0] = in[0] * TABLES.first;
 }
 
-// `size` in whole vectors.
+// Returns `size` rounded up to whole vectors.
 inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
 
-// The orthonormal DCT-II matrices of all sizes up to that of a tile: for each input the factors of all outputs, side by
-// side, with zeros up to whole vectors.
+// The orthonormal DCT-II matrices of all sizes up to that of a tile. For each input, the factors of all outputs are
+// contiguous and zero-padded to whole vectors.
 struct Matrices {
     std::vector<float> forward[SIZE + 1], inverse[SIZE + 1];
 
@@ -151,7 +151,7 @@ struct Matrices {
 
 const Matrices MATRICES;
 
-// The transform of `size` vectors by the matrix of any size; zeros behind them, up to whole vectors.
+// Transforms `size` vectors by a matrix of any size. The output is zero-padded to whole vectors.
 inline void any_size(const Lanes* in, int size, const float* matrix, Lanes* out) {
     constexpr int TOGETHER = 8;
     const int outputs = padded(size);
@@ -163,7 +163,7 @@ inline void any_size(const Lanes* in, int size, const float* matrix, Lanes* out)
     }
 }
 
-// The transform of LANES columns of `height` elements.
+// Transforms LANES columns of `height` elements.
 template <bool INVERSE>
 inline void lanes(Lanes* in, int height, Lanes* out) {
     if (height != SIZE)
@@ -174,7 +174,7 @@ inline void lanes(Lanes* in, int height, Lanes* out) {
         forward<SIZE>(in, TABLES.odd, out, 1);
 }
 
-// Transforms all columns of a tile in a work space of SIZE x SIZE, and leaves it transposed in another.
+// Transforms all columns of a tile in a work space of SIZE x SIZE, and writes the transposed result to another.
 template <bool INVERSE>
 void columns(const float* tile, int height, int width, float* transposed) {
     for (int column = 0; column < width; column += LANES) {
@@ -189,14 +189,14 @@ void columns(const float* tile, int height, int width, float* transposed) {
     }
 }
 
-// Where a tile lies: its first element, from a row to the next, and how many there are.
+// Location of a tile: its first element, the stride between rows, and its size.
 struct Place {
     const float* tile;
     int64_t stride;
     int height, width;
 };
 
-// Through a copy: rows that are a power of two apart would fight for the same places of the cache.
+// Works on a copy, because rows at a power-of-two stride would compete for the same cache sets.
 template <bool INVERSE>
 void dense_tile(const Place& place, float* out, int64_t out_stride) {
     alignas(64) float whole[SIZE * SIZE], half[SIZE * SIZE];
@@ -210,9 +210,9 @@ void dense_tile(const Place& place, float* out, int64_t out_stride) {
         std::memcpy(out + row * out_stride, whole + row * SIZE, place.width * sizeof(float));
 }
 
-constexpr int FEW = 256;  // coefficients, for which a row of the basis each costs half of what all rows do
+constexpr int FEW = 256;  // coefficients; at this number, one basis row per coefficient costs half of a dense transform
 
-// Which of the first `count` of LANES elements are not zero, a bit each; NaN is not.
+// Returns a bit mask of the nonzero ones among the first `count` of LANES elements. NaN is nonzero.
 inline uint32_t not_zero(const float* x, int count) {
 #if defined(__AVX512F__)
     const __m512 all = _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), x);
@@ -224,7 +224,7 @@ inline uint32_t not_zero(const float* x, int count) {
 #endif
 }
 
-// Places (row * SIZE + column) of what is not zero; -1 if they are more than FEW.
+// Finds the positions (row * SIZE + column) of nonzero elements. Returns their number, or -1 if it exceeds FEW.
 int find_few(const Place& place, uint16_t* found) {
     int count = 0;
     for (int row = 0; row < place.height; row++)
@@ -237,7 +237,7 @@ int find_few(const Place& place, uint16_t* found) {
     return count;
 }
 
-// The inverse of a tile of few coefficients: a row of the basis for each, then all columns.
+// Inverts a tile of few coefficients: adds one basis row per coefficient, then transforms all columns.
 void sparse_tile(const Place& place, const uint16_t* found, int count, float* out, int64_t out_stride) {
     alignas(64) Lanes half[SIZE][SIZE / LANES];
     const int parts = padded(place.width) / LANES;
@@ -275,8 +275,8 @@ void inverse_tile(const Place& place, float* out, int64_t out_stride) {
 
 extern "C" {
 
-// `rows` x `columns_` tiles of height x width, up to 64 each. Strides: elements from a row of tiles to the next, from a
-// tile to the next beside it, from a row of elements to the next. `out` does not overlap `tiles`.
+// Transforms `rows` x `columns_` tiles of height x width, each at most 64. Strides, in elements: between rows of tiles,
+// between tiles of a row, and between rows of elements. `out` must not overlap `tiles`.
 void compress_dct(const float* tiles, const int64_t* strides, float* out, const int64_t* out_strides, int64_t rows,
                   int64_t columns_, int height, int width, int is_inverse, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static) collapse(2)
@@ -291,7 +291,8 @@ void compress_dct(const float* tiles, const int64_t* strides, float* out, const 
         }
 }
 
-// Sylvester's matrix times size**-0.5, on `count` blocks of `size` elements, a power of two; `out` may be `blocks`.
+// Multiplies `count` blocks of `size` elements, a power of two, by Sylvester's matrix times size**-0.5. `out` may be
+// `blocks`.
 void compress_hadamard(const float* blocks, int64_t count, int64_t size, float* out, int threads) {
     const float factor = float(1 / std::sqrt(double(size)));
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
