@@ -131,9 +131,7 @@ class _BucketHistory:
     equal: int = 0
     patience: int = 1
     copies: dict[Bucket, Tensor] = field(default_factory=dict)
-    """Flat buffers for the gradients of each bucket. They are reused because allocating them takes longer than filling
-    them.
-    """
+    """Flat buffer for the gradients of each bucket, reused because allocating takes longer than filling."""
 
     def learn(self, plan: BucketOrder) -> None:
         """Record the buckets of a finished step. If they changed, start over."""
@@ -281,8 +279,9 @@ class EarlyReductions:
         return list(accumulate((messages * count for count in rounds), initial=1))
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:
-        """Send the rest of the plan, and return True if it is what DeepSpeed is about to reduce, on all ranks.
-        Collective.
+        """Send the rest of the plan, and return True if it is what DeepSpeed is about to reduce. Collective.
+
+        The answer is the same on all ranks: True only if the plan is right on every one.
         """
         self._send_rest(step, reducer)
         right = torch.tensor(int(self._is_right(step)))
@@ -346,8 +345,9 @@ def _numel(pending: Pending) -> int:
 
 
 def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Return True if `flat` equals `parts`, concatenated and cast to its dtype, bit for bit. Equal NaN bits compare
-    equal.
+    """Return True if `flat` is bit for bit `parts`, concatenated and cast to its dtype.
+
+    NaNs with equal bits compare equal.
     """
     bits = _BITS[flat.dtype.itemsize]
     pieces = torch.split(flat, [part.numel() for part in parts])

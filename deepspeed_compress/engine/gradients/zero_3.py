@@ -200,8 +200,7 @@ def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def _count_weights(optimizer: Any, session: Session) -> None:
-    """Count the bytes that this rank sends for weights, in the functions of each parameter with which DeepSpeed gathers
-    it.
+    """Count the bytes that this rank sends for weights, at each parameter's gather functions.
 
     The number of gathers per step cannot be known in advance. DeepSpeed keeps weights that are needed again soon,
     depending
