@@ -35,8 +35,7 @@ def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
-    """Warn (CompressWarning), on rank 0, that `engine` trains without compression because `ds_config` has no section.
-    """
+    """Warn (CompressWarning), on rank 0, that `engine` is not compressed because `ds_config` has no section."""
     problem = find_missing(ds_config)
     if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
@@ -45,8 +44,11 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
 
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
-    """Return the announcement: settings, exclusions, MB that rank 0 sends per step with and without compression,
-    memory.
+    """Return the announcement.
+
+    It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
+    and
+    those that it keeps in memory.
     """
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
     return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))

@@ -35,8 +35,7 @@ def reduction_group(engine: Any) -> ProcessGroup:
 
 
 def partition_groups(engine: Any) -> list[ProcessGroup]:
-    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty for other stages.
-    """
+    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty otherwise."""
     if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return []
     trained = (parameter for group in engine.optimizer.fp16_groups for parameter in group)

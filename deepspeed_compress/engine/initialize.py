@@ -68,8 +68,7 @@ def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str
 
 
 def _configuration(call: Mapping[str, Any]) -> Any:
-    """Return the configuration that a call of `deepspeed.initialize` passes, in whichever argument; None without one.
-    """
+    """Return the configuration passed to a call of `deepspeed.initialize`, in whichever argument; None without one."""
     places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
     return next((given for given in places if given is not None), None)
 

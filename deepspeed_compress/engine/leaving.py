@@ -55,7 +55,8 @@ class Leaving:
             )
             warnings.warn(f"/deepspeed_compress/checkpointing/save_on_sigterm: {what}", CompressWarning, stacklevel=3)
             return
-        # The process that waits for this rank to end must not rely on a signal that no longer ends it.
+        # Announced before the handler is installed: whatever stops this rank must not rely on a signal that no longer
+        # ends it.
         self.listens = True
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child

@@ -36,8 +36,7 @@ SEAMS = (
 )
 
 Judge = Callable[[Any], bool]
-"""Function that receives a norm with loss scale (a number, or a tensor of one element) and returns True to skip the
-step.
+"""Function that receives a norm with loss scale (a number, or a one-element tensor) and returns True to skip its step.
 """
 
 
@@ -216,8 +215,9 @@ def _everywhere(norm: Any, engine: Any) -> float:
 
 @contextmanager
 def _scaled(engine: Any, judge: Judge) -> Iterator[None]:
-    """Watch nothing: optimizers that scale the loss check overflows themselves, and hide the norm until the step is
-    over.
+    """Watch nothing, for optimizers that scale the loss.
+
+    They check for overflows themselves, and hide the norm until the step is over.
     """
     yield
 

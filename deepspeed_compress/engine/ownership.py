@@ -82,8 +82,7 @@ def _deal(group: dict[str, Any], ranks: int) -> list[Any]:
 
 
 def balanced_order(numels: Sequence[int], ranks: int) -> list[int]:
-    """Return an order of the parameters, as indices, in which each rank owns a similar share of every part of the
-    model.
+    """Return an order of the parameters, as indices, that spreads every part of the model over all ranks.
 
     Rank r owns the r-th of `ranks` equal runs of the returned order, and about the same number of elements as the other
     ranks in any slice of the given order.

@@ -147,8 +147,7 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` the bytes that this rank sends for pipeline and tensor parallelism, until the engine is
-    destroyed.
+    """Count in `meter` the bytes sent for pipeline and tensor parallelism, until the engine is destroyed.
 
     Returns:
         A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.
