@@ -36,8 +36,7 @@ SEAMS = (
 )
 
 Judge = Callable[[Any], bool]
-"""Function that receives a norm with loss scale (a number, or a one-element tensor) and returns True to skip its step.
-"""
+"""Function that receives a norm with loss scale, a number or one-element tensor, and returns True to skip the step."""
 
 
 class Norms:
