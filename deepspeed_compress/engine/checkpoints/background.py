@@ -73,7 +73,7 @@ def _tried(work: Callable[[], object]) -> str:
     """
     try:
         work()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must learn of it
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -153,8 +153,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             super().makedirs(path, exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep a file of the current checkpoint, or write it immediately if none is being saved (`save_16bit_model`).
-        """
+        """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`)."""
         if self._open is None:
             write_torch(state_dict, Path(path), self._lane.rate)
             return

@@ -81,8 +81,7 @@ class _Files:
             patches.undo()
 
     def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call DeepSpeed's `_load_zero_checkpoint`, whose call of `load_state_dict` converts from the order of files.
-        """
+        """Call DeepSpeed's `_load_zero_checkpoint`, whose call of `load_state_dict` converts from file order."""
         patches = Patches()
         patches.wrap(self._optimizer, "load_state_dict", self._read)
         try:

@@ -7,9 +7,8 @@ next `step`, `offload_states`, `destroy`, `detach`. Waiting requires no action o
 awaited
 has already been sent.
 
-A module waits for its own weights and those of its submodules. A module that contains lists of modules waits for its
-own
-alone, because models call those layer by layer. A weight may also be read without a call of the module that owns it:
+A module waits for its own weights and those of its submodules. A module that contains lists of modules waits only for
+its own, because models call those layer by layer. A weight may also be read without a call of the module that owns it:
 entries of `nn.ParameterList`, which is never called (PEFT adapters), or `F.linear(x, self.child.weight)`. While the
 model's forward runs, `_Reads` therefore inspects the arguments of every torch function, and waits for each weight that
 it finds. All weights are awaited when forward ends, or if a part of the model is called outside the model's forward.
