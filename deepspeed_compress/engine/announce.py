@@ -47,8 +47,7 @@ def announcement(engine: Any, session: Session, parameters: Parameters, kind: st
     """Return the announcement.
 
     It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
-    and
-    those that it keeps in memory.
+    and those that it keeps in memory.
     """
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
     return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))

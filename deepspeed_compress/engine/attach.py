@@ -216,9 +216,8 @@ def detach(engine: Any) -> Any:
     """Remove everything that `attach` added to `engine`. Call it between steps, on all ranks.
 
     The engine continues as a plain DeepSpeed engine. Residuals are dropped, and compressed weights are first set to
-    their
-    fp32 master weights. Settings that the section added to the engine's configuration (`overlap_comm`, parallelism)
-    stay.
+    their fp32 master weights. Settings that the section added to the engine's configuration (`overlap_comm`,
+    parallelism) stay.
 
     Args:
         engine: an engine from `attach`, `initialize` or `install`.

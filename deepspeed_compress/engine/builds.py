@@ -1,11 +1,10 @@
 """Detection and removal of abandoned locks of torch extension builds, for which a program would wait forever.
 
 DeepSpeed builds its operators with torch.utils.cpp_extension.load, whose lock is an existing file (`FileBaton`). A
-build
-that is killed leaves it behind. A lock is considered abandoned if no process of this machine has the file open, as a
-builder does until it is done, and none works in its directory, as compilers do. Other machines or containers that share
-the directory cannot be seen, so without an explicit request only locks older than any build are removed. This module
-does not import torch.
+build that is killed leaves it behind. A lock is considered abandoned if no process of this machine has the file open,
+as a builder does until it is done, and none works in its directory, as compilers do. Other machines or containers that
+share the directory cannot be seen, so without an explicit request only locks older than any build are removed. This
+module does not import torch.
 
 `python -m deepspeed_compress.engine.builds [--clear-locks]` reports abandoned locks, or removes them all.
 """

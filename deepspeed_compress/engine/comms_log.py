@@ -1,8 +1,7 @@
 """Records of compressed traffic in DeepSpeed's comms logger, so that `deepspeed.comm.log_summary()` includes it.
 
 Compressed messages bypass `deepspeed.comm`, so its logger never sees them. Instead, each measured step
-(`monitor.every`)
-adds one record of each kind.
+(`monitor.every`) adds one record of each kind.
 """
 
 from collections.abc import Mapping
@@ -43,10 +42,8 @@ def log_traffic(session: Session, device: torch.device) -> None:
     """Record the step that just ended, if it is measured and the logger is enabled.
 
     Collective then, across all islands. Sizes are those of the rank that sends the most: the logger's own summary
-    reduces
-    over ranks, record by record, and hangs if their sizes differ. The meter times communication as a whole, so the two
-    kinds
-    share the time in proportion to their bytes.
+    reduces over ranks, record by record, and hangs if their sizes differ. The meter times communication as a whole, so
+    the two kinds share the time in proportion to their bytes.
     """
     names = _wanted(session, comm.comms_logger) if session.reports else {}
     if not names:

@@ -26,10 +26,8 @@ def reduction_group(engine: Any) -> ProcessGroup:
     """Return the group of ranks over which the gradients of `engine` are averaged.
 
     Under ZeRO 3, a parameter may be divided over other ranks than the engine's data-parallel group:
-    `deepspeed.zero.Init`
-    may have done so before tensor parallelism was known, or over the ranks of a sequence-parallel group too. All
-    trained
-    parameters must share one group; `limits` refuses other engines.
+    `deepspeed.zero.Init` may have done so before tensor parallelism was known, or over the ranks of a sequence-parallel
+    group too. All trained parameters must share one group; `limits` refuses other engines.
     """
     return next(iter(partition_groups(engine)), engine.seq_data_parallel_group)
 
@@ -57,8 +55,7 @@ def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | N
         engine: the engine.
         config: the section.
         island: the global ranks of this rank's island. If given, only groups of this island count, because each island
-            has
-            its own files.
+            has its own files.
     """
     groups, rank = _all_groups(engine), dist.get_rank()
     if island is not None:

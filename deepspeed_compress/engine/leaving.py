@@ -41,8 +41,7 @@ class Leaving:
         """Keep SIGTERM from ending this process, and record it instead.
 
         A program that already handles SIGTERM keeps its handler, and an engine made outside the main thread cannot
-        install one.
-        A CompressWarning says so in both cases.
+        install one. A CompressWarning says so in both cases.
         """
         if self.listens:
             return

@@ -73,8 +73,7 @@ def shared_parameters(engine: Any) -> list[str]:
     """Return the names of parameters that must not be compressed because other data-parallel groups hold copies.
 
     Each group reduces its own copy. If the groups compressed them, in different buckets, the copies would drift apart.
-    These
-    are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
+    These are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
     """
     shared = _tied(engine) | _replicated(engine)
     return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]

@@ -3,8 +3,7 @@
 DeepSpeed skips a step whose norm is not finite. A step that the policy rejects therefore gets the norm infinity, and
 DeepSpeed does the rest: it drops the gradients and counts a skipped step. Its loss scaler is not informed: no gradient
 has overflowed, so the scale stays, and no overflow is logged. Plain torch optimizers have no such check; their `step`
-is
-replaced.
+is replaced.
 """
 
 import math

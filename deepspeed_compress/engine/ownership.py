@@ -4,8 +4,7 @@ DeepSpeed lays out the parameters of a group in one flat buffer, in the optimize
 equal parts. Backward runs through a model from its end, so at any time one rank owns the new gradients, and all others
 send to it. This module reorders the parameters of each group before the optimizer is made
 (`DeepSpeedEngine._configure_zero_optimizer`); nothing else of DeepSpeed changes. Checkpoints are written and read in
-the
-order that the program gave (`ownership_files`), which is the order that plain DeepSpeed uses.
+the order that the program gave (`ownership_files`), which is the order that plain DeepSpeed uses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,10 +87,8 @@ def balanced_order(numels: Sequence[int], ranks: int) -> list[int]:
     ranks in any slice of the given order.
 
     The largest ranks - 1 parameters lie across the borders between runs. The others are dealt out from the last one on,
-    in
-    the order in which backward reaches them, each to the rank with the most room left. Every rank keeps its own
-    parameters
-    in the given order.
+    in the order in which backward reaches them, each to the rank with the most room left. Every rank keeps its own
+    parameters in the given order.
 
     Args:
         numels: the number of elements of each parameter, in the given order.

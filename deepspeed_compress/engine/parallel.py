@@ -195,9 +195,8 @@ def make_byte_report(engine: Any) -> ByteReport:
     """Return a function that selects the byte counts to report; it returns them on rank 0 only, and None elsewhere.
 
     The reported rank is the one that sends the most, because it sets the pace; the first of several. If the model is
-    not
-    divided beyond ZeRO, all ranks send alike, and rank 0's own counts are used. Otherwise the function is a collective
-    within each island.
+    not divided beyond ZeRO, all ranks send alike, and rank 0's own counts are used. Otherwise the function is a
+    collective within each island.
     """
     whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
     first, split = engine.global_rank == 0, tensor_size(engine) > 1

@@ -36,8 +36,7 @@ class Steps:
         """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
 
         DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that the loss
-        scaler
-        discards in `skipped_steps`.
+        scaler discards in `skipped_steps`.
         """
         engine, session = self.engine, self.session
         scale, skipped = loss_scale(engine), engine.skipped_steps

@@ -1,9 +1,8 @@
 """Background checkpoints, for which training does not wait: DeepSpeed's `checkpoint_engine`, and the work in each step.
 
 DeepSpeed's `save_checkpoint` passes every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
-the
-contents, and a separate process writes them (`checkpoints`). It declares itself decoupled, so that DeepSpeed does not
-write the file `latest`; the writer does so once the files of all ranks exist.
+the contents, and a separate process writes them (`checkpoints`). It declares itself decoupled, so that DeepSpeed does
+not write the file `latest`; the writer does so once the files of all ranks exist.
 """
 
 import atexit
@@ -228,8 +227,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         """Call DeepSpeed's `load_checkpoint` with a complete checkpoint. Collective.
 
         If no tag is given, the newest complete checkpoint is loaded, also from host memory, with a warning about newer
-        ones that
-        are not complete.
+        ones that are not complete.
 
         Raises:
             StateError: the requested checkpoint is damaged, or none is complete. Raised on all ranks.
@@ -328,8 +326,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         """Return the claim of a checkpoint.
 
         Directories that belong to this job alone were claimed when the engine was made; in others, each tag has its own
-        claim.
-        A collective follows before any rank's files are sent.
+        claim. A collective follows before any rank's files are sent.
         """
         if in_memory or save.directory == self._directory:
             return Claim(save.directory, self._start)

@@ -90,8 +90,7 @@ def load_state(engine: Any, directory: Path) -> None:
 
     `load_checkpoint` calls this. Call it directly for checkpoints whose other parts are loaded in another way, such as
     universal ones. With `on_missing_state` "reset", a problem on any rank is a CompressWarning, and all residuals and
-    momenta
-    start empty.
+    momenta start empty.
 
     Args:
         engine: an engine with compression attached.

@@ -110,8 +110,7 @@ class HostMemory:
         """Stop receiving copies, and remove the directory.
 
         It stays after an exception, so that what can be loaded is not lost. It also stays if `DS_COMPRESS_MEMORY_DIR`
-        names it,
-        because its creator then removes it.
+        names it, because its creator then removes it.
         """
         if self._receiver is not None:
             self._receiver.close()

@@ -21,8 +21,7 @@ class Progress:
     """Progress of checkpoints on all ranks.
 
     Ranks start an agreement at the end of a step, and have the answer at the end of the next: which checkpoints are
-    written
-    everywhere, which are due, what has failed, and whether any rank received SIGTERM.
+    written everywhere, which are due, what has failed, and whether any rank received SIGTERM.
 
     Args:
         lanes: the lanes of this rank: disk first, and memory last if it is used.

@@ -33,8 +33,7 @@ class StreamCopies:
     """Copies on a separate stream.
 
     `stream` waits for the current stream's earlier work, and the current stream's later work waits for the copies.
-    Sources
-    are kept alive until `finish`.
+    Sources are kept alive until `finish`.
     """
 
     def __init__(self, stream: Any) -> None:

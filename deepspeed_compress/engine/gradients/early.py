@@ -161,8 +161,7 @@ class EarlyReductions:
     """Speculative reductions of one engine.
 
     Call `reduce` in place of DeepSpeed's function that reduces all buckets of a step, and `take` for each bucket that
-    it
-    reduces.
+    it reduces.
 
     Args:
         session: the engine's session.
@@ -212,8 +211,7 @@ class EarlyReductions:
 
         Returns:
             A `PendingMeans` if the gradients are reduced `everywhere`, otherwise a `Pending`. None if the bucket was
-                not sent
-            early, or if DeepSpeed has already reduced in this step.
+            not sent early, or if DeepSpeed has already reduced in this step.
         """
         step, bucket = self._current(), Bucket(dtype, held, keys)
         if step.closed:
@@ -271,8 +269,7 @@ class EarlyReductions:
         """Return the number of the first message of each bucket of the plan, and the first number after them.
 
         The numbers equal those of a step without early reductions, so that random numbers do not depend on whether a
-        bucket was
-        sent early.
+        bucket was sent early.
         """
         messages = 2 if self._gradients.everywhere else 1
         rounds = [len(reducer.layouts(self._gradients.partition(bucket.keys))) for bucket in self._history.plan]

@@ -64,8 +64,7 @@ def _unless_alone(
     """Call DeepSpeed's `allreduce_and_copy` unless it would change nothing.
 
     With a single rank (in an island of one rank, for example), DeepSpeed copies the gradients to a bucket and back in
-    every
-    step, although they are already their mean.
+    every step, although they are already their mean.
     """
     cast = small_bucket[0].dtype != engine.communication_data_type
     scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)

@@ -8,8 +8,7 @@ never reads.
 On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
 method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
 call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
-reduces
-after backward, so reductions begin early (`early`).
+reduces after backward, so reductions begin early (`early`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -117,8 +116,7 @@ class _Buckets:
         """Keep the memory of `tensor` from being reused while the reduction stream reads it.
 
         A gradient larger than a bucket is not copied into one. DeepSpeed releases it as soon as the reduction returns,
-        and it
-        was allocated on another stream.
+        and it was allocated on another stream.
         """
         if self._overlaps:
             tensor.record_stream(get_accelerator().current_stream())
@@ -134,8 +132,7 @@ class _Buckets:
         """Reduce a bucket of separate tensors in place of DeepSpeed's `buffered_reduce_fallback`.
 
         Without `contiguous_gradients`, a bucket is a list of tensors: flatten them, reduce as usual, and copy the means
-        back.
-        The list is empty if the first gradient alone is larger than a bucket, or if there is no gradient.
+        back. The list is empty if the first gradient alone is larger than a bucket, or if there is no gradient.
         """
         if not grads:
             return

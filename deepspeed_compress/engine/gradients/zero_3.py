@@ -4,10 +4,8 @@ DeepSpeed reduce-scatters every parameter of a bucket separately. Rank r owns th
 is padded with zeros. We send all shares of an owner in one message.
 
 On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
-method
-only sends the bucket. Results are awaited and handed to DeepSpeed after the backward pass has closed the last bucket,
-in
-`independent_gradient_partition_epilogue`; nothing reads the gradients before that.
+method only sends the bucket. Results are awaited and handed to DeepSpeed after the backward pass has closed the last
+bucket, in `independent_gradient_partition_epilogue`; nothing reads the gradients before that.
 """
 
 import math
@@ -43,8 +41,7 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
     Returns:
         A function that returns the bytes for weights that remain to be counted after an optimizer step. It always
-            returns
-        0, because each gather is counted when it happens.
+        returns 0, because each gather is counted when it happens.
     """
     optimizer, patches = engine.optimizer, session.patches
     buckets, none = _Buckets(engine, session), session.config.gradients.method == "none"
@@ -71,7 +68,7 @@ class _Reduction:
     Attributes:
         parameters: the parameters of the bucket, in order.
         pending: the reduction.
-        local: this rank's own gradients for the segments that it owns; flat, in the dtype of the bucket.
+        local: this rank's own gradients in the segments that it owns; flat fp32.
     """
 
     parameters: Sequence[Any]
@@ -140,8 +137,7 @@ class _Buckets:
 
         Returns:
             Flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`. An empty list if the reduction
-                is
-            deferred; `finish` then hands the shares to DeepSpeed.
+            is deferred; `finish` then hands the shares to DeepSpeed.
         """
         bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         pending = self._session.start(bucket, _partition(self._optimizer, parameters, self._group.size()), scale)
@@ -159,8 +155,8 @@ class _Buckets:
         """Call DeepSpeed's `independent_gradient_partition_epilogue`, then hand over the deferred shares.
 
         The original closes the last bucket. The shares are handed over in the order of the buckets, within the same
-        backward
-        pass, so DeepSpeed accumulates, copies to the host and computes norms in the same order as without this package.
+        backward pass, so DeepSpeed accumulates, copies to the host and computes norms in the same order as without this
+        package.
         """
         original()
         deferred, self._deferred = self._deferred, []
@@ -203,8 +199,7 @@ def _count_weights(optimizer: Any, session: Session) -> None:
     """Count the bytes that this rank sends for weights, at each parameter's gather functions.
 
     The number of gathers per step cannot be known in advance. DeepSpeed keeps weights that are needed again soon,
-    depending
-    on the order of layers and on `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
+    depending on the order of layers and on `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
     `stage3_param_persistence_threshold`. A small model is gathered once per step, a large one in forward and backward.
     """
     for parameter in optimizer.module.parameters():

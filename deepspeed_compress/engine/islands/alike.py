@@ -97,8 +97,7 @@ def fingerprint(values: Tensor) -> Tensor:
     """Return a fingerprint of the bytes of `values` and their order: int64, shape (2,).
 
     Different values have different fingerprints, except for collisions that do not occur by accident. The fingerprint
-    is the
-    same on every device. No arithmetic is done in the dtype of `values`.
+    is the same on every device. No arithmetic is done in the dtype of `values`.
     """
     found = torch.zeros(2, dtype=torch.int64, device=values.device)
     words = _words(values.contiguous(), _INTEGERS.get(values.element_size(), torch.uint8))
@@ -149,10 +148,8 @@ def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> No
     """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
 
     Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil
-    the
-    new weights. All residuals are cleared, and elements of the optimizer's state that are not finite are set to 0. The
-    same
-    on all ranks of the island.
+    the new weights. All residuals are cleared, and elements of the optimizer's state that are not finite are set to 0.
+    The same on all ranks of the island.
     """
     session.reset()
     for home in {id(one.home): one.home for one in masters.stepped}.values():

@@ -146,8 +146,7 @@ class _Files:
 
     Those of island 0 are stored where a job without islands stores them, those of island k in its subdirectory
     (`island_directory`). The islands' exchange state is stored in the tag directory of island 0, a pair of files per
-    rank
-    (`state`).
+    rank (`state`).
     """
 
     engine: Any

@@ -274,8 +274,7 @@ def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, 
     """Return the arguments of `deepspeed.initialize` for one island.
 
     `train_batch_size` is that of the job, as without islands; DeepSpeed gets the island's share. Training data is
-    removed,
-    because `attach_islands` divides it over all ranks.
+    removed, because `attach_islands` divides it over all ranks.
 
     Args:
         unit: this rank's island.
@@ -344,8 +343,7 @@ def _undivide(unit: IslandUnit) -> None:
     """Restore the division of the newest remaining engine with islands, or the one from before islands.
 
     DeepSpeed uses the last `mpu` for all later engines, and queries it for existing ones. The garbage collector may
-    destroy
-    an engine a second time, at any time.
+    destroy an engine a second time, at any time.
     """
     if unit not in unit.living:
         return

@@ -186,8 +186,7 @@ class ElasticIsland:
         """Call DeepSpeed's `load_checkpoint`, then take the newest anchor.
 
         That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
-        the
-        island, and with the others if all start again.
+        the island, and with the others if all start again.
         """
         given = inspect.signature(original).bind(*args, **options).arguments
         scheduled = self._rates.step
@@ -266,7 +265,7 @@ class ElasticIsland:
 
         Returns:
             The saved description of the island; None (with a CompressWarning unless there is no file) if it cannot be
-                used.
+            used.
 
         Raises:
             StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".

@@ -1,11 +1,9 @@
 """Overlap of the weight gather of ZeRO 1 and 2 with the next forward, on CPU.
 
 The optimizer's `step` sends the weights and returns. A module's own weights must arrive before it runs. All weights
-must
-arrive before anything else that can be intercepted reads or writes them: state dicts, checkpoints, exact weights, the
-next `step`, `offload_states`, `destroy`, `detach`. Waiting requires no action of other ranks, because everything
-awaited
-has already been sent.
+must arrive before anything else that can be intercepted reads or writes them: state dicts, checkpoints, exact weights,
+the next `step`, `offload_states`, `destroy`, `detach`. Waiting requires no action of other ranks, because everything
+awaited has already been sent.
 
 A module waits for its own weights and those of its submodules. A module that contains lists of modules waits only for
 its own, because models call those layer by layer. A weight may also be read without a call of the module that owns it:
@@ -14,8 +12,7 @@ model's forward runs, `_Reads` therefore inspects the arguments of every torch f
 it finds. All weights are awaited when forward ends, or if a part of the model is called outside the model's forward.
 
 A program that reads a weight between `step` and forward, without calling a module first, cannot be detected. The
-overlap
-is therefore opt-in.
+overlap is therefore opt-in.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -100,8 +100,7 @@ def attach_weights(
         factory_of: returns the factory of gathers for given settings.
         written: the settings in the section. All settings in force share its `overlap`.
         in_force: returns the settings of the running step; it must return the same on all ranks. Weights are exact if
-            the
-            settings say that they are not compressed.
+            the settings say that they are not compressed.
         patches: undoes the replacement.
 
     Returns:
@@ -125,8 +124,7 @@ class Weights:
 
     No state outlives a step, so the settings may change between steps: differences are relative to the weights that all
     ranks hold at that time. During a step, the rank keeps a copy of its own part of the weights as the other ranks have
-    it,
-    because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
+    it, because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
     """
 
     def __init__(
@@ -182,9 +180,8 @@ class Weights:
         """Set the weights on every rank to the master weights, rounded to the weights' dtype. Collective.
 
         The result is what DeepSpeed alone would have. Call this before saving, so that exported weights are exact and a
-        resumed
-        run equals one that continues after the save. Call it after loading, whatever was loaded. A second call changes
-        nothing.
+        resumed run equals one that continues after the save. Call it after loading, whatever was loaded. A second call
+        changes nothing.
         """
         self._await()
         for _, gather, held, master in self._buffers(self.gathers):

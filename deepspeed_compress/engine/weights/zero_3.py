@@ -72,8 +72,7 @@ def _prefetch_size(engine: Any, coordinator: Any) -> int:
     """Return the number of elements to prefetch at once.
 
     DeepSpeed's default of 50 million would put most models into one message, for which the second layer would wait.
-    After
-    `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
+    After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
 
     Raises:
         SeamError: this DeepSpeed has no such setting.
