@@ -200,7 +200,7 @@ class EarlyReductions:
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
         if not isinstance(self._session.reducer, PayloadReducer):
-            # The buckets of other reducers differ from those of steps in which reductions may begin early.
+            # Its buckets differ from those of steps in which reductions may begin early.
             return
         self._history.learn(tuple(step.reduced))
         if self._history.is_stable and not self._history.order:

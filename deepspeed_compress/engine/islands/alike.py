@@ -138,7 +138,7 @@ def _renew(parameters: Sequence[Any]) -> None:
 
 def clear_not_finite(values: Tensor) -> None:
     """Set elements of `values` that are not finite to 0, in place."""
-    # One-byte dtypes do not support this arithmetic.
+    # One-byte dtypes do not support arithmetic.
     wide = values.float() if values.element_size() == 1 else values
     if not torch.isfinite(wide).all():
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))

@@ -117,7 +117,7 @@ def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], 
 
 
 def _end(exchange: "weakref.ref[IslandExchange]") -> None:
-    """Wait for pending exchanges: a slower island cannot receive messages from a process that has exited."""
+    """Wait for pending exchanges, since a slower island cannot receive messages from a process that has exited."""
     found = exchange()
     if found is not None:
         # Other islands may have failed; they report that themselves.
