@@ -1,1 +1,1 @@
-"""DeepSpeed: the entry points that attach to it, and its seams, one file each."""
+"""DeepSpeed support: the entry points, and the seams at which the package attaches to an engine, one module each."""

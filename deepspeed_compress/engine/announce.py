@@ -1,4 +1,4 @@
-"""One line at the start: what is compressed, how, and what it is expected to send and to keep."""
+"""Startup announcement: one line with the settings and the bytes that are expected to be sent and kept."""
 
 import warnings
 from collections.abc import Mapping
@@ -22,13 +22,20 @@ __all__ = ["announce", "announcement", "warn_of_uncompressed"]
 
 
 def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
-    """Write the line to standard error, on rank 0, unless `monitor.announce` is false. `kind`: as of `engine_kind`."""
+    """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.
+
+    Args:
+        engine: the engine.
+        session: its session.
+        parameters: its parameters.
+        kind: the result of `engine_kind`.
+    """
     if engine.global_rank == 0 and session.config.monitor.announce:
         tell(partial(announcement, engine, session, parameters, kind))
 
 
 def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
-    """CompressWarning, on rank 0, that `engine` trains without compression, as `ds_config` has no section."""
+    """Warn (CompressWarning), on rank 0, that `engine` is not compressed because `ds_config` has no section."""
     problem = find_missing(ds_config)
     if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
         meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
@@ -37,7 +44,11 @@ def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
 
 
 def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
-    """The line: settings, what is exempt, megabytes that rank 0 sends in a step with and without, and keeps."""
+    """Return the announcement.
+
+    It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
+    and those that it keeps in memory.
+    """
     where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
     return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
 
@@ -56,7 +67,7 @@ def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -
 
 
 _SEND_WEIGHTS = (1, 2)
-"""ZeRO stages that gather updated weights in every step, and can compress them."""
+"""ZeRO stages that gather updated weights in every step, and whose gathers can be compressed."""
 
 
 def _plain_weights(engine: Any, parameters: Parameters) -> str:
@@ -69,7 +80,7 @@ def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str)
     group = reduction_group(engine)
     sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
     partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
-    # ZeRO 2 and 3 reduce in every micro-step; of ZeRO 3 alone, and not on gloo, DeepSpeed reduces to the owners.
+    # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.
     times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
     ring = ring_reduce_scatter if kind == "zero_3" and dist.get_backend(group) != "gloo" else ring_all_reduce
     alone = times * ring(partition.numel * parameters.dtype.itemsize, group.size())

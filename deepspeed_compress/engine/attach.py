@@ -1,4 +1,4 @@
-"""`attach` puts everything on an engine that exists, `detach` takes it off again."""
+"""Entry points for an existing engine: `attach` compresses its traffic, and `detach` undoes that."""
 
 import functools
 import warnings
@@ -65,7 +65,7 @@ from deepspeed_compress.session.torch_version import check_torch
 __all__ = ["attach", "attach_section", "detach"]
 
 WeightBytes = Callable[[], int]
-"""Bytes that this rank sends for weights in one optimizer step."""
+"""Function that returns the bytes that this rank sends for weights in one optimizer step."""
 
 _ATTACH: Mapping[str, Callable[[Any, Session], WeightBytes]] = MappingProxyType(
     {"zero_0": attach_zero_0, "zero_12": attach_zero_12, "zero_3": attach_zero_3}
@@ -79,20 +79,20 @@ _SEAMS: Mapping[str, tuple[seams.Seam, ...]] = MappingProxyType(
 
 
 def attach(engine: Any) -> Any:
-    """Compress what an engine that exists sends. Call it on all ranks, before the first step and before loading.
+    """Compress the traffic of an existing engine. Call it on all ranks, before the first step and before loading.
 
-    The section is read from `engine.config`, the ds_config that the engine was made with.
+    The section is read from `engine.config`, the ds_config with which the engine was made.
 
     Args:
         engine: a DeepSpeedEngine or PipelineEngine with an optimizer.
 
     Returns:
-        The same engine; `engine.compression` is its `Session`.
+        The same engine. `engine.compression` is its `Session`.
 
     Raises:
-        ConfigError: the section is missing or wrong, or something is attached already.
-        UnsupportedError: this engine cannot be compressed rightly.
-        SeamError: this DeepSpeed or PyTorch is not known.
+        ConfigError: the section is missing or invalid, or the engine already has a session.
+        UnsupportedError: this engine cannot be compressed correctly.
+        SeamError: this version of DeepSpeed or PyTorch is not supported.
 
     Examples:
         >>> engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
@@ -107,11 +107,22 @@ def attach(engine: Any) -> Any:
 
 
 def attach_section(engine: Any, config: CompressConfig, unit: IslandUnit | None = None) -> Any:
-    """Attach to `engine` what the section `config` says, or leave it as it is if that raises.
+    """Attach to `engine` as the section `config` says. If this raises, the engine is left unchanged.
 
-    `unit` says how ranks were divided, if they were.
+    Args:
+        engine: the engine.
+        config: the section.
+        unit: the division of the job's ranks into islands; None if they were not divided.
+
+    Returns:
+        The same engine.
+
+    Raises:
+        ConfigError: see `attach`.
+        UnsupportedError: see `attach`.
+        SeamError: see `attach`.
     """
-    # The engine hands unknown names on to the user's model, so hasattr would not tell.
+    # The engine forwards unknown names to the user's model, so `hasattr` is not reliable.
     if "compression" in vars(engine):
         raise ConfigError("attach was called twice for one engine: call it once, or use initialize or install alone")
     kind = _checked(engine, config)
@@ -150,13 +161,13 @@ def _attach(engine: Any, config: CompressConfig, unit: IslandUnit | None, kind: 
     if engine.global_rank == 0:
         write_configuration(session.journal, engine.config)
     announce(engine, session, parameters, kind)
-    # Last, because it is collective: what fails before may have failed on one rank alone.
+    # Last, because it is collective: an earlier failure may have occurred on one rank only.
     session.patches.on_undo(session.renew_weights)
     session.patches.on_undo(session.discard_unfinished)
 
 
 def _checked(engine: Any, config: CompressConfig) -> str:
-    """The kind of `engine` (see `engine_kind`), if it can be attached to; else the errors of `attach`."""
+    """Return the kind of `engine` (see `engine_kind`), or raise the errors of `attach`."""
     seams.check_version(deepspeed.__version__)
     check_torch(torch.__version__)
     check_world(config, dist.get_world_size(), engine.config)
@@ -172,10 +183,14 @@ def _checked(engine: Any, config: CompressConfig) -> str:
 
 
 def _replace_collectives(engine: Any, kind: str, session: Session, parameters: Parameters, run: Run) -> WeightBytes:
-    """Take over, or count, gradients and weights; returns what is left to be counted of weights."""
+    """Replace or count the reduction of gradients and the gather of weights.
+
+    Returns:
+        A function that returns the bytes of weights that remain to be counted after an optimizer step.
+    """
     uncounted, weights = find_limits(engine), session.config.weights
     if uncounted:
-        # A rank alone sends none.
+        # A single rank sends none.
         if engine.seq_data_parallel_group.size() > 1:
             _warn_uncounted(uncounted)
         return _no_bytes
@@ -198,20 +213,21 @@ def _replace_collectives(engine: Any, kind: str, session: Session, parameters: P
 
 
 def detach(engine: Any) -> Any:
-    """Take everything off `engine` that `attach` has put there. Call it between steps, on all ranks.
+    """Remove everything that `attach` added to `engine`. Call it between steps, on all ranks.
 
-    The engine goes on as DeepSpeed's own: what memories hold is dropped, and compressed weights become those of their
-    masters first. Settings of its configuration that the section brought along (`overlap_comm`, parallelism) stay.
+    The engine continues as a plain DeepSpeed engine. Residuals are dropped, and compressed weights are first set to
+    their fp32 master weights. Settings that the section added to the engine's configuration (`overlap_comm`,
+    parallelism) stay.
 
     Args:
-        engine: one of `attach`, `initialize` or `install`.
+        engine: an engine from `attach`, `initialize` or `install`.
 
     Returns:
         The same engine.
 
     Raises:
         ConfigError: nothing is attached.
-        SeamError: other code has wrapped a method since; nothing is changed.
+        SeamError: other code has wrapped a method since. Nothing is changed.
     """
     session = vars(engine).get("compression")
     if session is None:
@@ -221,7 +237,10 @@ def detach(engine: Any) -> Any:
 
 
 def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dtype) -> None:
-    """Sums are made in fp32 whatever the file says; uncompressed elements travel in `dtype`."""
+    """Warn if `communication_data_type` has no effect.
+
+    Sums are computed in fp32 whatever the file says; uncompressed elements are sent in `dtype`.
+    """
     written = engine.config.get("communication_data_type")
     if config.gradients.method != "none" and written is not None and engine.communication_data_type != dtype:
         text = (
@@ -233,7 +252,10 @@ def _warn_of_unheeded_type(engine: Any, config: CompressConfig, dtype: torch.dty
 
 
 def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> None:
-    """Of islands by host; where the section says their size, it is told as the section is read."""
+    """Warn if adaptive settings have no effect because islands by host have one data-parallel rank each.
+
+    For islands of a given size, the warning is raised when the section is read.
+    """
     by_host = config.islands is not None and config.islands.by_host
     if config.adaptive is not None and by_host and unit is not None and unit.get_data_parallel_world_size() == 1:
         text = (
@@ -244,7 +266,11 @@ def _warn_of_lonely_ranks(config: CompressConfig, unit: IslandUnit | None) -> No
 
 
 def _warn_uncounted(reasons: Sequence[str]) -> None:
-    """Only method "none" comes as far: nothing is changed, and figures that nobody knows are not made up."""
+    """Warn that bytes are not counted in this engine.
+
+    Only method "none" reaches this point: nothing is replaced, and unknown figures are written as 0 rather than
+    estimated.
+    """
     text = f"{SECTION}: bytes of gradients and weights are not counted in this engine, and written as 0: "
     warnings.warn(text + "; ".join(reasons), CompressWarning, stacklevel=4)
 
@@ -257,7 +283,8 @@ def _parameters(engine: Any, kind: str) -> Parameters:
     shapes = {name: tuple(_shape(parameter)) for parameter, name in engine.param_names.items()}
     user_names = {name: user_name(parameter, name) for parameter, name in engine.param_names.items()}
     every_name: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    # A pipeline stage has a part of the model; only all of them together tell whether an override matches nothing.
+    # Each pipeline stage has a part of the model, so only all of them together show whether an override matches
+    # nothing.
     dist.all_gather_object(every_name, list(user_names.values()))
     return Parameters(
         shapes=shapes,
@@ -269,7 +296,7 @@ def _parameters(engine: Any, kind: str) -> Parameters:
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """Of the whole parameter: under ZeRO 3 this rank has a part."""
+    """Return the shape of the whole parameter; under ZeRO 3, this rank holds only a part."""
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return]
 
 
@@ -278,7 +305,7 @@ def _session(
 ) -> Session:
     reporter = Reporter(config.monitor, run.meter, parallel.make_byte_report(engine), engine.device, comms_log.listens)
     journal = Journal(config.monitor.path, new_run(), engine.global_steps)
-    # Each island tells its decisions, and all tell of one run.
+    # Each island writes its own decisions, under the id of one common run.
     journal.part = of_first(journal.part)
     records = make_records(reporter, journal, dist.get_rank(deciding_group(engine)) == 0, engine.monitor, island)
     policy = Policy(config, total_steps(engine.config, config.schedule), records.log.record, _available(engine, config))
@@ -294,7 +321,10 @@ def _session(
 
 
 def _available(engine: Any, config: CompressConfig) -> Available:
-    """What may be chosen where the section is adaptive: under ZeRO 3 no rank keeps the weights that it gathers."""
+    """Return the settings that an adaptive policy may choose from.
+
+    Under ZeRO 3 no rank keeps the weights that it gathers, so weight settings are not among them.
+    """
     if config.adaptive is None:
         return Available()
     alike = equal_machines(engine.device, deciding_group(engine))
@@ -314,10 +344,10 @@ def _watch(engine: Any, policy: Policy, parameters: Parameters, patches: Patches
 def _reductions(
     engine: Any, config: CompressConfig, parameters: Parameters, run: Run, guards: bool
 ) -> Reductions | None:
-    """None where reduction is left to DeepSpeed."""
+    """Return the reducers; None for method "none", which leaves the reduction to DeepSpeed."""
     if config.gradients.method == "none":
         return None
-    # Without a guard DeepSpeed alone skips steps, and its own optimizers alone do.
+    # Without a guard, only DeepSpeed skips steps, and only its own optimizers do.
     skips = hasattr(engine.optimizer, "overflow") or guards
     stores = ResidualStores(transactional=skips or (engine_kind(engine) == "zero_0" and may_begin_early(engine)))
     return Reductions(Site(make_groups(engine, config), parameters, stores, run))
@@ -325,10 +355,10 @@ def _reductions(
 
 _RAW_DTYPE: Mapping[str, Callable[[Any], torch.dtype]] = MappingProxyType(
     {
-        # The bf16 optimizer reduces gradients that it keeps in the type of accumulation.
+        # The bf16 optimizer reduces gradients in its gradient accumulation dtype.
         "zero_0": lambda engine: engine.get_data_types()[isinstance(engine.optimizer, BF16_Optimizer)],
         "zero_12": lambda engine: engine.communication_data_type,
         "zero_3": lambda engine: engine.get_data_types()[0],
     }
 )
-"""Type of the gradients in DeepSpeed's buckets: uncompressed elements travel in it, so nothing rounds them."""
+"""Dtype of the gradients in DeepSpeed's buckets. Uncompressed elements are sent in it, so they are not rounded."""

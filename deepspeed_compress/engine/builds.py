@@ -1,12 +1,12 @@
-"""Locks of torch's extension builds that nobody holds any more: a program that loads the extension waits forever.
+"""Detection and removal of abandoned locks of torch extension builds, for which a program would wait forever.
 
-DeepSpeed builds its operators with torch.utils.cpp_extension.load, whose lock is a file that exists (`FileBaton`). A
-build that is killed leaves it behind. A lock counts as abandoned if no process of this machine has the file open, as a
-builder does until it is done, and none works in its directory, as compilers do. Another machine or container that
-shares the directory cannot be seen, so only locks that are older than any build takes are removed without being asked.
-No torch here.
+DeepSpeed builds its operators with torch.utils.cpp_extension.load, whose lock is an existing file (`FileBaton`). A
+build that is killed leaves it behind. A lock is considered abandoned if no process of this machine has the file open,
+as a builder does until it is done, and none works in its directory, as compilers do. Other machines or containers that
+share the directory cannot be seen, so without an explicit request only locks older than any build are removed. This
+module does not import torch.
 
-`python -m deepspeed_compress.engine.builds [--clear-locks]` tells of abandoned locks, or removes them all.
+`python -m deepspeed_compress.engine.builds [--clear-locks]` reports abandoned locks, or removes them all.
 """
 
 import contextlib
@@ -23,14 +23,16 @@ from deepspeed_compress.errors import CompressWarning
 __all__ = ["abandoned_locks", "clear_locks", "print_locks", "warn_of_abandoned_locks"]
 
 GRACE = 10.0
-"""Seconds for which a lock is nobody's business: every load takes it for a moment."""
+"""Age in seconds below which a lock is ignored, because every load takes the lock for a moment."""
 STALE = 2 * 3600.0
-"""Seconds that no build of an operator takes, on whatever machine."""
+"""Age in seconds that is longer than any build of an operator takes, on any machine."""
 
 
 def print_locks(clear: bool = False) -> None:
-    """Tell on standard error of abandoned locks, and remove stale ones; with `clear` all of them. Call it before
-    anything loads operators of DeepSpeed."""
+    """Report abandoned locks on standard error, and remove the stale ones; with `clear`, remove all of them.
+
+    Call it before anything loads DeepSpeed's operators.
+    """
     clear_locks(clear, _print)
 
 
@@ -39,8 +41,10 @@ def _print(text: str) -> None:
 
 
 def clear_locks(every: bool, tell: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
-    """Remove abandoned locks that are stale, or `every` abandoned one, and `tell` of each lock what was done. Does
-    nothing in ranks but the first one of a machine."""
+    """Remove stale abandoned locks, or `every` abandoned lock, and call `tell` with what was done about each.
+
+    Only the first rank of a machine does anything.
+    """
     if environment.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError, RuntimeError):
@@ -54,11 +58,13 @@ def clear_locks(every: bool, tell: Callable[[str], None], environment: Mapping[s
 
 
 def warn_of_abandoned_locks(environment: Mapping[str, str] = os.environ) -> None:
-    """CompressWarning for each abandoned lock, with what to type, in one process of each machine. Nothing is removed:
-    another machine or container that shares the directory may be building."""
+    """Warn (CompressWarning) of each abandoned lock, with the command that removes it, in one process per machine.
+
+    Nothing is removed, because another machine or container that shares the directory may be building.
+    """
     if environment.get("LOCAL_RANK", "0") != "0":
         return
-    # A look that fails, as where processes end meanwhile, must not stop one rank.
+    # A failed check (a process ended meanwhile, for example) must not stop a single rank.
     with contextlib.suppress(OSError, RuntimeError):
         for lock in abandoned_locks(environment):
             warnings.warn(_told(lock), CompressWarning, stacklevel=2)
@@ -72,22 +78,24 @@ def abandoned_locks(environment: Mapping[str, str] = os.environ, grace: float = 
 
 
 def _locks(environment: Mapping[str, str]) -> Iterator[Path]:
-    """As torch has it: a directory for each extension, by default below one for each version."""
+    """Yield all locks: torch has one directory per extension, by default below one per version."""
     given = environment.get("TORCH_EXTENSIONS_DIR")
     cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     yield from sorted(Path(given).glob("*/lock") if given else Path(cache, "torch_extensions").glob("*/*/lock"))
 
 
 def _age(lock: Path) -> float:
-    """In seconds; 0 for one that is gone by now."""
+    """Return the age of a lock in seconds; 0.0 if it no longer exists."""
     with contextlib.suppress(OSError):
         return time.time() - lock.stat().st_mtime
     return 0.0
 
 
 def _used_by_processes() -> Iterator[str]:
-    """Yield the files that processes have open, and the directories that they work in, of those that we may look into:
-    a builder has its lock open until it gives it back, and compilers work beside it."""
+    """Yield the open files and working directories of all processes that this process may inspect.
+
+    A builder keeps its lock open until it releases it, and compilers work in the lock's directory.
+    """
     for pattern in ("[0-9]*/fd/*", "[0-9]*/cwd"):
         for link in Path("/proc").glob(pattern):
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Our traffic in DeepSpeed's comms logger, so that `deepspeed.comm.log_summary()` tells of it beside its own.
+"""Records of compressed traffic in DeepSpeed's comms logger, so that `deepspeed.comm.log_summary()` includes it.
 
-Our messages do not go through `deepspeed.comm`, so its logger never sees them. A measured step (`monitor.every`) adds
-one record of each kind instead.
+Compressed messages bypass `deepspeed.comm`, so its logger never sees them. Instead, each measured step
+(`monitor.every`) adds one record of each kind.
 """
 
 from collections.abc import Mapping
@@ -27,22 +27,23 @@ SEAMS = (
 NAMES: Mapping[str, str] = MappingProxyType(
     {"bytes_sent": "deepspeed_compress_gradients", "bytes_weights": "deepspeed_compress_weights"}
 )
-"""Names of the records by fields of the meter: of what we may send in DeepSpeed's place."""
+"""Names of the records, by the meter's field, for traffic that may replace DeepSpeed's."""
 
 _LEAST_MS = 1e-3
-"""The logger divides by the time; clocks of GPUs tell no less than this."""
+"""Minimum time of a record in milliseconds, because the logger divides by it. GPU clocks resolve no shorter time."""
 
 
 def listens() -> bool:
-    """Whether DeepSpeed's logger wants to know, so that steps are measured for it."""
+    """Return True if DeepSpeed's comms logger is enabled, so that steps must be measured for it."""
     return bool(comm.comms_logger.enabled)
 
 
 def log_traffic(session: Session, device: torch.device) -> None:
-    """Record the step that has just ended, if it is measured and the logger listens. Collective then, in all islands.
+    """Record the step that just ended, if it is measured and the logger is enabled.
 
-    Sizes are those of the rank that sends most: the logger's own summary reduces over the ranks, record by record, and
-    hangs when their sizes differ. The meter times communication as a whole; two kinds share it by their bytes.
+    Collective then, across all islands. Sizes are those of the rank that sends the most: the logger's own summary
+    reduces over ranks, record by record, and hangs if their sizes differ. The meter times communication as a whole, so
+    the two kinds share the time in proportion to their bytes.
     """
     names = _wanted(session, comm.comms_logger) if session.reports else {}
     if not names:
@@ -51,12 +52,12 @@ def log_traffic(session: Session, device: torch.device) -> None:
     waited = session.meter.milliseconds()["communicate"]
     for name, size in zip(names.values(), sizes, strict=True):
         if size:
-            # Counted like "send": the bytes that leave a rank, over the time.
+            # Recorded as "send": bytes that leave a rank, divided by the time.
             comm.comms_logger.append("send", name, max(_LEAST_MS, waited * size / sum(sizes)), size)
 
 
 def _wanted(session: Session, logger: Any) -> dict[str, str]:
-    """Those of `NAMES` that are ours in this run, and that the logger is set to take."""
+    """Return the entries of `NAMES` that are compressed in this run and that the logger is configured to record."""
     config = session.config
     ours = {"bytes_sent": config.gradients.method, "bytes_weights": config.weights.method}
     return {
@@ -67,7 +68,7 @@ def _wanted(session: Session, logger: Any) -> dict[str, str]:
 
 
 def _largest(sizes: list[int], device: torch.device) -> list[int]:
-    """Of all ranks, one by one."""
+    """Return the element-wise maximum of `sizes` over all ranks. Collective."""
     found = torch.tensor(sizes, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()

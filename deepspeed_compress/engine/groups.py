@@ -1,4 +1,4 @@
-"""Which ranks reduce together: the data-parallel group, and its parts on this node and across nodes."""
+"""Groups of ranks that reduce together: the data-parallel group, and its parts within and across nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,17 +23,17 @@ __all__ = [
 
 
 def reduction_group(engine: Any) -> ProcessGroup:
-    """The ranks over which the gradients of `engine` are averaged.
+    """Return the group of ranks over which the gradients of `engine` are averaged.
 
-    Under ZeRO 3 a parameter may have been divided over other ranks than those of the engine's data-parallel group: by
-    `deepspeed.zero.Init` before tensor parallelism was known, or over those of a sequence-parallel group too. All
-    parameters that are trained must share a group: `limits` refuses others.
+    Under ZeRO 3, a parameter may be divided over other ranks than the engine's data-parallel group:
+    `deepspeed.zero.Init` may have done so before tensor parallelism was known, or over the ranks of a sequence-parallel
+    group too. All trained parameters must share one group; `limits` refuses other engines.
     """
     return next(iter(partition_groups(engine)), engine.seq_data_parallel_group)
 
 
 def partition_groups(engine: Any) -> list[ProcessGroup]:
-    """The groups that ZeRO 3 divides trained parameters over, in order of parameters; none under other stages."""
+    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty otherwise."""
     if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return []
     trained = (parameter for group in engine.optimizer.fp16_groups for parameter in group)
@@ -41,7 +41,7 @@ def partition_groups(engine: Any) -> list[ProcessGroup]:
 
 
 def _all_groups(engine: Any) -> list[tuple[int, ...]]:
-    """Global ranks of every data-parallel group, the same list on all ranks. A collective call."""
+    """Return the global ranks of every data-parallel group, the same list on all ranks. Collective."""
     mine = tuple(dist.get_process_group_ranks(reduction_group(engine)))
     found: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -49,8 +49,14 @@ def _all_groups(engine: Any) -> list[tuple[int, ...]]:
 
 
 def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | None = None) -> Position:
-    """Where this rank is among all data-parallel groups; among those of its `island`, of these ranks, if there is one:
-    each has files of its own. A collective call."""
+    """Return the position of this rank among all data-parallel groups, which names its files. Collective.
+
+    Args:
+        engine: the engine.
+        config: the section.
+        island: the global ranks of this rank's island. If given, only groups of this island count, because each island
+            has its own files.
+    """
     groups, rank = _all_groups(engine), dist.get_rank()
     if island is not None:
         groups = [group for group in groups if group[0] in island]
@@ -61,9 +67,10 @@ def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | N
 
 
 def make_groups(engine: Any, config: CompressConfig) -> Groups:
-    """The group of `engine`, divided by nodes if `config` has a hierarchy. A collective call.
+    """Return the reduction group of `engine`, divided by nodes if `config` has a hierarchy. Collective.
 
-    Raises ConfigError when the division is impossible or has no effect.
+    Raises:
+        ConfigError: the division is impossible or has no effect.
     """
     whole = reduction_group(engine)
     on_node = ranks_per_node(config)
@@ -77,16 +84,19 @@ def make_groups(engine: Any, config: CompressConfig) -> Groups:
 
 
 def made_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
-    """New `groups`, of which this rank's is returned. All ranks must make all groups, in the same order."""
+    """Make all `groups`, and return the one that contains this rank. All ranks must call this with the same list."""
     made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks) for ranks in groups}
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
 
 def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
-    """See `start_exchange`: where messages go point to point, on gloo."""
+    """Return a second group of the same ranks, for messages to lower ranks; None if it is not needed.
+
+    It is needed if the backend sends point to point, on gloo; see `start_exchange`. Collective.
+    """
     if dist.get_backend() != "gloo" or len(groups[0]) == 1:
         return None
     made = made_group(groups)
-    # Nobody may go on, and perhaps end, while others still connect.
+    # No rank may continue, and perhaps exit, while others still connect.
     dist.barrier()
     return made

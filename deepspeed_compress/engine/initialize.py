@@ -1,4 +1,4 @@
-"""`initialize` in place of DeepSpeed's, for one engine or for all: engines are made so that `attach` fits."""
+"""Replacement for `deepspeed.initialize`, for one engine or for all. It prepares engines for `attach`."""
 
 import copy
 import inspect
@@ -34,17 +34,20 @@ __all__ = ["initialize", "initialize_if_asked"]
 
 
 def initialize(*args: Any, **options: Any) -> Any:
-    """`deepspeed.initialize` with the `deepspeed_compress` section of the configuration in force.
+    """Call `deepspeed.initialize`, and apply the `deepspeed_compress` section of the configuration to the engine.
 
     Args:
-        *args: as of `deepspeed.initialize`.
-        **options: the same. The configuration, a path or a dict, is `config`, or `args.deepspeed_config`.
+        *args: positional arguments of `deepspeed.initialize`.
+        **options: keyword arguments of `deepspeed.initialize`. The configuration, a path or a dict, is `config` or
+            `args.deepspeed_config`.
 
     Returns:
-        What `deepspeed.initialize` returns, the engine attached (engine, optimizer, dataloader, lr_scheduler).
+        The result of `deepspeed.initialize` (engine, optimizer, dataloader, lr_scheduler), with the engine attached.
 
     Raises:
-        ConfigError: there is no configuration, or its section is missing or wrong; also the other errors of `attach`.
+        ConfigError: there is no configuration, or its section is missing or invalid.
+        UnsupportedError: see `attach`.
+        SeamError: see `attach`.
 
     Examples:
         >>> engine, optimizer, loader, scheduler = deepspeed_compress.initialize(
@@ -60,12 +63,12 @@ def initialize(*args: Any, **options: Any) -> Any:
 
 
 def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by their names, however they were passed."""
+    """Return the arguments of a call by name, however they were passed."""
     return dict(inspect.signature(original).bind(*args, **options).arguments)
 
 
 def _configuration(call: Mapping[str, Any]) -> Any:
-    """The configuration of a call of deepspeed.initialize, wherever it accepts one; None without."""
+    """Return the configuration passed to a call of `deepspeed.initialize`, in whichever argument; None without one."""
     places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
     return next((given for given in places if given is not None), None)
 
@@ -76,9 +79,9 @@ def _initialize(
     ds_config: dict[str, Any],
     wanted: Callable[[Any], bool] = lambda engine: True,
 ) -> Any:
-    """Make the engine with the expanded configuration, and attach to it if it is `wanted`.
+    """Make the engine with the expanded configuration, and attach to it if `wanted` returns True for it.
 
-    If that raises, later engines of this process, DeepSpeed's own too, are made as if it had not been tried.
+    If this raises, later engines of this process are made as if it had not been tried.
     """
     with division.groups_restored_on_failure():
         return _made_and_attached(original, call, ds_config, wanted)
@@ -112,8 +115,10 @@ def _made_and_attached(
 
 @contextmanager
 def _destroyed_on_failure(engine: Any) -> Iterator[None]:
-    """Take the hooks of `engine` off the user's model, and its division off DeepSpeed, if the block raises: nobody gets
-    the engine then."""
+    """Detach from `engine` and destroy it if the block raises, because the caller never receives it.
+
+    This removes its hooks from the user's model, and its division into islands from DeepSpeed.
+    """
     try:
         yield
     except BaseException:
@@ -125,7 +130,7 @@ def _destroyed_on_failure(engine: Any) -> Iterator[None]:
 
 
 def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit | None, dict[str, Any]]:
-    """How the ranks of the job are divided into islands, if they are, and the call for one of them."""
+    """Return this rank's island, if the job is divided into islands, and the call that makes its engine."""
     if config.islands is None or config.islands.elastic is not None:
         check_undivided()
         return None, call if config.islands is None else prepare_call(call)
@@ -136,7 +141,7 @@ def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit |
 
 
 def _with_data(result: Any, training_data: Any) -> Any:
-    """`result` of deepspeed.initialize with a loader that divides over all islands."""
+    """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all islands."""
     engine, optimizer, loader, scheduler = result
     if training_data is not None:
         loader = engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -146,8 +151,9 @@ def _with_data(result: Any, training_data: Any) -> Any:
 def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call `original`, DeepSpeed's own `initialize`, and attach to the engine if its configuration has the section.
 
-    Configurations without the section go to DeepSpeed untouched, with a warning where there are gradients to reduce,
-    and engines without an optimizer (evaluation, reference models) are left alone: they have no gradients.
+    Configurations without the section are passed to DeepSpeed unchanged, with a warning if the engine has gradients to
+    reduce. Engines without an optimizer (evaluation, reference models) are left unchanged, because they have no
+    gradients.
     """
     call = _bind(original, args, options)
     source = _configuration(call)

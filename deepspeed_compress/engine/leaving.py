@@ -1,4 +1,4 @@
-"""SIGTERM, by which clusters take machines back: ranks hear of it, and end together after a step."""
+"""Handling of SIGTERM, with which clusters reclaim machines: ranks note it, and stop together after a step."""
 
 import os
 import signal
@@ -15,26 +15,34 @@ __all__ = ["Leaving", "saves_on_sigterm"]
 
 
 def saves_on_sigterm(settings: Checkpointing) -> bool:
-    """Whether SIGTERM has ranks save: it is said, or an agent has started them."""
+    """Return True if ranks save a checkpoint on SIGTERM: as configured, otherwise if an agent started them."""
     return AGENT in os.environ if settings.save_on_sigterm is None else settings.save_on_sigterm
 
 
 class Leaving:
-    """`asked`: SIGTERM has come to this process since `listen`."""
+    """SIGTERM handler of one engine.
+
+    Attributes:
+        asked: True if this process has received SIGTERM since `listen`.
+        listens: True while SIGTERM does not end this process.
+    """
 
     def __init__(self) -> None:
         self.asked = False
         self.listens = False
         self.tell: Callable[[bool], None] = lambda listens: None
-        """Hears when `listens` changes."""
+        """Function called with the new value when `listens` changes."""
         self._former: Leaving | None = None
-        """Of an engine that was made before, and hears of it too."""
+        """Handler of an earlier engine, to which the signal is forwarded."""
         self._mask: set[int] = set()
         """Signals that were blocked before a fork."""
 
     def listen(self) -> None:
-        """From now on SIGTERM does not end this process. A program that has its own way with it keeps that, and a
-        CompressWarning says so; so does one whose engine is not made in its main thread."""
+        """Keep SIGTERM from ending this process, and record it instead.
+
+        A program that already handles SIGTERM keeps its handler, and an engine made outside the main thread cannot
+        install one. A CompressWarning says so in both cases.
+        """
         if self.listens:
             return
         handler = signal.getsignal(signal.SIGTERM)
@@ -46,7 +54,8 @@ class Leaving:
             )
             warnings.warn(f"/deepspeed_compress/checkpointing/save_on_sigterm: {what}", CompressWarning, stacklevel=3)
             return
-        # Whoever waits for this rank to end must not ask one that no longer ends when asked.
+        # Announced before the handler is installed: whatever stops this rank must not rely on a signal that no longer
+        # ends it.
         self.listens = True
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
@@ -55,27 +64,27 @@ class Leaving:
         signal.signal(signal.SIGTERM, self._hear)
 
     def listen_no_more(self) -> None:
-        """SIGTERM is as before, unless the program has taken it over since."""
+        """Restore the previous handling of SIGTERM, unless the program has replaced it since."""
         if self.listens and _in_main_thread() and signal.getsignal(signal.SIGTERM) == self._hear:
             signal.signal(signal.SIGTERM, self._before())
         self.listens = False
         self.tell(False)
 
     def _before(self) -> "signal.Handlers | Callable[[int, FrameType | None], None]":
-        """Who heard of it before, and still listens."""
+        """Return the previous handler, or the one before it if that no longer listens."""
         if self._former is None:
             return signal.SIG_DFL
         return self._former._hear if self._former.listens else self._former._before()
 
     def _before_fork(self) -> None:
-        """Keep SIGTERM back until the new process, such as a worker of a DataLoader, no longer has our handler."""
+        """Block SIGTERM until the new process (a DataLoader worker, for example) no longer has our handler."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self.listens else ())
 
     def _after_fork(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _after_fork_in_child(self) -> None:
-        """Have the new process end by SIGTERM, as without us: it takes no part in saving."""
+        """Let SIGTERM end the new process, as without this package: it takes no part in saving."""
         if self.listens and isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Leaving):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.listens = False

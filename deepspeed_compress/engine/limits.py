@@ -1,4 +1,4 @@
-"""Which engine this is, and what cannot be compressed rightly in it: refused here, with the reason."""
+"""Engine kinds, and checks that refuse, with the reason, an engine that cannot be compressed correctly."""
 
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -30,16 +30,19 @@ __all__ = [
 
 
 def engine_kind(engine: Any) -> str:
-    """The seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces."""
+    """Return the seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces gradients."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return "zero_3"
     return "zero_12" if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else "zero_0"
 
 
 def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
-    """UnsupportedError naming everything in `engine` that the section cannot be right with.
+    """Check that the section can work correctly with `engine`.
 
-    A section that neither compresses nor divides anything changes nothing, so it is right with every engine.
+    A section that neither compresses nor divides anything changes nothing, so it works with every engine.
+
+    Raises:
+        UnsupportedError: the section cannot; names every reason.
     """
     problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
     if compresses(config):
@@ -53,7 +56,7 @@ def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
 
 
 def find_limits(engine: Any) -> list[str]:
-    """What about `engine` makes its traffic unknown here: it cannot be compressed, and not be counted."""
+    """Return the reasons why the traffic of `engine` can be neither compressed nor counted; empty if it can."""
     return _found((*_LIMITS, *_LIMITS_OF_GRADIENTS), engine)
 
 
@@ -62,15 +65,15 @@ def _found(limits: "_Limits", engine: Any) -> list[str]:
 
 
 def compresses(config: CompressConfig) -> bool:
-    """Whether gradients or weights are compressed at all."""
+    """Return True if gradients or weights are compressed at all."""
     return config.gradients.method != "none" or config.weights.method != "none"
 
 
 def shared_parameters(engine: Any) -> list[str]:
-    """Parameters of which ranks outside the data-parallel group hold copies: they must go uncompressed.
+    """Return the names of parameters that must not be compressed because other data-parallel groups hold copies.
 
-    Each group reduces its own copy. If they compressed them, in different buckets, the copies would drift apart. Such
-    are weights tied between pipeline stages, and under AutoTP all that it does not split.
+    Each group reduces its own copy. If the groups compressed them, in different buckets, the copies would drift apart.
+    These are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
     """
     shared = _tied(engine) | _replicated(engine)
     return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]
@@ -89,7 +92,7 @@ def _replicated(engine: Any) -> set[int]:
 
 
 def tensor_size(engine: Any) -> int:
-    """Ranks that share a layer: by AutoTP, or by the topology of a pipeline."""
+    """Return the number of ranks that share a layer, through AutoTP or a pipeline's topology."""
     stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
     islands = engine.mpu.islands if isinstance(engine.mpu, IslandUnit) else 1
     return int(dist.get_world_size() // (stages * islands * engine.seq_data_parallel_group.size()))
@@ -101,12 +104,12 @@ def _subclassed(engine: Any) -> bool:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether there is anything that gradients are reduced for."""
+    """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce."""
     return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
 
 
 def _divides_for_muon(engine: Any) -> bool:
-    """Without ZeRO every rank steps whole matrices, by gradients that are whole."""
+    """Return True if Muon would have to step parts of matrices. Without ZeRO, every rank has whole gradients."""
     muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
     return muon and int(engine.zero_optimization_stage()) > 0
 
@@ -128,7 +131,7 @@ _LIMITS_OF_GRADIENTS: _Limits = (
         '0, Adam or SGD, or islands with "gradients": {"method": "none"}',
     ),
 )
-"""Islands that leave gradients to DeepSpeed do without."""
+"""Limits that do not apply to islands that leave gradients to DeepSpeed."""
 _LIMITS: _Limits = (
     (
         lambda engine: not has_optimizer(engine),
@@ -170,7 +173,7 @@ _LIMITS: _Limits = (
 
 
 def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """What the section says about parallelism and the engine, made elsewhere, does not have."""
+    """Yield the differences between the section's `parallelism` and an engine that was made elsewhere."""
     asked = config.parallelism
     if asked is None:
         return
@@ -190,7 +193,10 @@ def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
 
 
 def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
-    """The file does not tell it where `tp_model_init` was called."""
+    """Yield a problem if elastic islands are used with ranks that share layers.
+
+    The configuration file does not show this if `tp_model_init` was called.
+    """
     if config.islands is not None and config.islands.elastic is not None and tensor_size(engine) > 1:
         yield (
             f"{tensor_size(engine)} ranks share each layer, and anchors of /deepspeed_compress/islands/elastic have "

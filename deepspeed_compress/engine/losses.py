@@ -1,4 +1,4 @@
-"""Losses as DeepSpeed's engines see them: in `backward`, or as the mean that a pipeline's `train_batch` gives."""
+"""Losses of DeepSpeed engines: from `backward`, or from a pipeline's `train_batch`, which returns the mean."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ SEAMS = (Seam("deepspeed.runtime.engine:DeepSpeedEngine.backward", ("args", "kwa
 
 
 def follow_losses(engine: Any, patches: Patches) -> Losses:
-    """The losses of `engine`, from now on until `patches` are undone."""
+    """Record the losses of `engine` until `patches` are undone, and return the recorder."""
     losses = Losses(engine.device, deciding_group(engine))
     patches.on_undo(losses.wait)
     if isinstance(engine, PipelineEngine):
@@ -28,12 +28,14 @@ def follow_losses(engine: Any, patches: Patches) -> Losses:
 
 
 def _train_batch(losses: Losses, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `train_batch`, and record the mean loss that it returns."""
     loss = original(*args, **options)
     losses.record(loss)
     return loss
 
 
 def _backward(losses: Losses, original: Callable[..., Any], loss: Any, *args: Any, **options: Any) -> Any:
+    """Run DeepSpeed's `backward`, and record its loss."""
     result = original(loss, *args, **options)
     losses.record(loss)
     return result

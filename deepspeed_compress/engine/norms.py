@@ -1,9 +1,9 @@
-"""The norm of the mean gradient, heard where DeepSpeed computes it before it steps, so that a step can be left out.
+"""Norm of the mean gradient, intercepted where DeepSpeed computes it before the step, so that a step can be skipped.
 
-DeepSpeed itself leaves out a step whose norm is not finite. So a step that the policy does not want gets the norm
-infinity, and DeepSpeed does the rest: it forgets the gradients, and counts a skipped step. Its loss scaler does not
-hear of it: no gradient has overflowed, so the scale stays, and nobody speaks of an overflow. An optimizer of torch
-alone has no such check; its `step` is exchanged.
+DeepSpeed skips a step whose norm is not finite. A step that the policy rejects therefore gets the norm infinity, and
+DeepSpeed does the rest: it drops the gradients and counts a skipped step. Its loss scaler is not informed: no gradient
+has overflowed, so the scale stays, and no overflow is logged. Plain torch optimizers have no such check; their `step`
+is replaced.
 """
 
 import math
@@ -35,13 +35,20 @@ SEAMS = (
 )
 
 Judge = Callable[[Any], bool]
-"""From a norm with loss scale (a number, or a tensor of one element) to whether the step is to be left out."""
+"""Function that receives a norm with loss scale, a number or one-element tensor, and returns True to skip the step."""
 
 
 class Norms:
-    """`newest`: L2 norm of the mean gradient of the last step, without loss scale; inf where it is not finite, None
-    where DeepSpeed does not compute it, and where a loss scale was too large for it. `skips` says of such a norm
-    whether the step is to be left out."""
+    """Gradient norms of one engine, which decide whether steps are skipped.
+
+    Attributes:
+        newest: L2 norm of the mean gradient of the last step, without loss scale; inf if it is not finite. None if
+            DeepSpeed does not compute it, or if it overflowed in fp16 because the loss scale was too large.
+
+    Args:
+        engine: the engine.
+        skips: receives such a norm, and returns True if the step is to be skipped.
+    """
 
     def __init__(self, engine: Any, skips: Callable[[float], bool]) -> None:
         self.newest: float | None = None
@@ -52,7 +59,7 @@ class Norms:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around one optimizer step."""
+        """Intercept the norm of one optimizer step, which runs within the block."""
         self.newest = None
         with self._watch(self._engine, self._judge):
             yield
@@ -61,17 +68,18 @@ class Norms:
             self.newest = None if known is None else self._known(_true(known, 1.0))
 
     def _judge(self, norm: Any) -> bool:
+        """Store `norm` (with loss scale), and return True if the step is to be skipped."""
         self.newest = self._known(_true(norm, loss_scale(self._engine)))
         return self.newest is not None and self._skips(self.newest)
 
     def _known(self, norm: float) -> float | None:
-        """In fp16 an overflow is how a loss scale is found: DeepSpeed skips the step and halves the scale."""
+        """Return `norm`, or None for an overflow in fp16: DeepSpeed skips that step and halves the loss scale."""
         return None if self._overflows and math.isinf(norm) else norm
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor that gradients carry; 1.0 for optimizers without one."""
-    # fp16 autocast under ZeRO has a scaler of torch.
+    """Return the loss scale of the gradients; 1.0 for optimizers without one."""
+    # fp16 autocast under ZeRO uses a torch gradient scaler.
     scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     if scaler is not None:
         return float(scaler.get_scale())
@@ -79,7 +87,7 @@ def loss_scale(engine: Any) -> float:
 
 
 def _true(norm: Any, scale: float) -> float:
-    """DeepSpeed writes -1 for what is not finite."""
+    """Return `norm` without loss scale; inf for a norm that is not finite, for which DeepSpeed writes -1."""
     value = float(norm)
     return value / scale if math.isfinite(value) and value >= 0 else math.inf
 
@@ -94,7 +102,7 @@ def _kind(engine: Any) -> str:
 
 @contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`value` as an attribute of `owner` for a while."""
+    """Set the attribute `name` of `owner` to `value` within the block."""
     missing = object()
     own = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -117,7 +125,7 @@ def _zero_12(engine: Any, judge: Judge) -> Iterator[None]:
         norm = original(*args, **options)
         if not judge(norm):
             return norm
-        # In bf16 DeepSpeed looks at the norm only where it was asked to; its own pass over the gradients is over now.
+        # In bf16, DeepSpeed checks the norm only if configured to; its own pass over the gradients is over by now.
         optimizer.check_grad_overflow = True
         scale.stays = math.isfinite(_true(norm, 1.0))
         return math.inf
@@ -144,7 +152,7 @@ def _zero_3(engine: Any, judge: Judge) -> Iterator[None]:
 
 
 class _Scale:
-    """The loss scale of `optimizer`; where it `stays`, the scaler does not hear of the step."""
+    """Control of an optimizer's loss scale. While `stays` is True, the scaler is not informed of the step."""
 
     def __init__(self, optimizer: Any) -> None:
         self.stays = False
@@ -171,7 +179,7 @@ def _bf16(engine: Any, judge: Judge) -> AbstractContextManager[None]:
 
 @contextmanager
 def _plain(engine: Any, judge: Judge) -> Iterator[None]:
-    """An optimizer of torch: the norm is what clipping returns, else computed here."""
+    """Watch a plain torch optimizer: the norm is the one that clipping returns, or else is computed here."""
     optimizer, step, clip = engine.optimizer, engine.optimizer.step, deepspeed_engine.clip_grad_norm_
     norms: list[Any] = []
 
@@ -180,7 +188,7 @@ def _plain(engine: Any, judge: Judge) -> Iterator[None]:
         return norms[-1]
 
     def step_if_wanted(*args: Any, **options: Any) -> Any:
-        # The engine reads `overflow` after the step, and counts what was skipped.
+        # The engine reads `overflow` after the step, and counts a skipped step.
         optimizer.overflow = judge(_everywhere(norms[-1] if norms else _norm(engine), engine))
         return None if optimizer.overflow else step(*args, **options)
 
@@ -197,7 +205,7 @@ def _norm(engine: Any) -> torch.Tensor:
 
 
 def _everywhere(norm: Any, engine: Any) -> float:
-    """The largest of all ranks', so that stages of a pipeline, which have other parameters, decide alike."""
+    """Return the largest norm of all ranks, so that pipeline stages, which have different parameters, decide alike."""
     value = torch.as_tensor(norm, dtype=torch.float32, device=engine.device).nan_to_num(math.inf, math.inf).reshape(1)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=deciding_group(engine))
     return float(value)
@@ -205,7 +213,10 @@ def _everywhere(norm: Any, engine: Any) -> float:
 
 @contextmanager
 def _scaled(engine: Any, judge: Judge) -> Iterator[None]:
-    """Optimizers that scale the loss check by themselves, and hide the norm until the step is over."""
+    """Watch nothing, for optimizers that scale the loss.
+
+    They check for overflows themselves, and hide the norm until the step is over.
+    """
     yield
 
 

@@ -1,10 +1,10 @@
-"""Which rank owns which parameters under ZeRO 1 and 2, so that all of them send and receive all through backward.
+"""Balanced ownership of parameters under ZeRO 1 and 2, so that all ranks send and receive throughout backward.
 
-DeepSpeed lays the parameters of a group into one flat buffer, in the order of the optimizer, and rank r owns the r-th
-of equal parts. Backward goes through a model from its end, so at any time gradients have one owner: all send to it.
-Here parameters are dealt out before the optimizer is made (`DeepSpeedEngine._configure_zero_optimizer`): another order
-in the group, and nothing else of DeepSpeed changes. What it writes into checkpoints is brought back into the order that
-the program gave (`ownership_files`), in which DeepSpeed alone reads and writes them.
+DeepSpeed lays out the parameters of a group in one flat buffer, in the optimizer's order, and rank r owns the r-th of
+equal parts. Backward runs through a model from its end, so at any time one rank owns the new gradients, and all others
+send to it. This module reorders the parameters of each group before the optimizer is made
+(`DeepSpeedEngine._configure_zero_optimizer`); nothing else of DeepSpeed changes. Checkpoints are written and read in
+the order that the program gave (`ownership_files`), which is the order that plain DeepSpeed uses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,24 @@ from deepspeed_compress.errors import UnsupportedError
 __all__ = ["DEALT", "GivenOrder", "balanced_order", "check_ownership", "dealing"]
 
 DEALT = "compress_file_order"
-"""Attribute of an engine whose parameters were dealt out: what keeps the order of its files. It outlives `detach`."""
+"""Attribute of an engine with reordered parameters, which holds the object that keeps the order of its files.
+
+It remains after `detach`.
+"""
 
 
 @dataclass
 class GivenOrder:
-    """By parameter group, what is trained in the order in which the program gave it; empty where it was left so."""
+    """Trained parameters of each group in the order that the program gave; empty if the order was not changed."""
 
     groups: list[list[Any]] = field(default_factory=list)
 
 
 @contextmanager
 def dealing(wanted: bool) -> Iterator[GivenOrder]:
-    """The ZeRO optimizer of the engine that is made while this lasts has its parameters dealt out, if `wanted`.
+    """Reorder the parameters of the ZeRO optimizer of an engine that is made within the block, if `wanted`.
 
-    There is no instance yet whose attribute could be replaced, so it is that of the class for as long.
+    There is no instance yet whose attribute could be replaced, so the class's method is replaced within the block.
     """
     given, original = GivenOrder(), DeepSpeedEngine._configure_zero_optimizer
     if not wanted:
@@ -55,7 +58,11 @@ def dealing(wanted: bool) -> Iterator[GivenOrder]:
 
 
 def check_ownership(engine: Any, config: CompressConfig) -> None:
-    """UnsupportedError if the section asks for another ownership than `engine` has."""
+    """Check that `engine` has the ownership that the section asks for.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
     if config.ownership == "balanced" and DEALT not in vars(engine):
         raise UnsupportedError(
             '/deepspeed_compress/ownership is "balanced", but the optimizer of this engine '
@@ -65,7 +72,7 @@ def check_ownership(engine: Any, config: CompressConfig) -> None:
 
 
 def _deal(group: dict[str, Any], ranks: int) -> list[Any]:
-    """Reorder a parameter group of torch for `ranks`; what is trained of it, as it was given."""
+    """Reorder a torch parameter group for `ranks`, and return its trained parameters in the original order."""
     given = [parameter for parameter in group["params"] if is_optimized_parameter(parameter)]
     others = [parameter for parameter in group["params"] if not is_optimized_parameter(parameter)]
     order = balanced_order([parameter.numel() for parameter in given], ranks)
@@ -74,11 +81,18 @@ def _deal(group: dict[str, Any], ranks: int) -> list[Any]:
 
 
 def balanced_order(numels: Sequence[int], ranks: int) -> list[int]:
-    """An order of parameters of `numels` elements, of which each of `ranks` owns one of equal runs, such that of any
-    stretch of the given order all own about the same; indices.
+    """Return an order of the parameters, as indices, that spreads every part of the model over all ranks.
 
-    The largest ones, ranks - 1 of them, lie across the borders of two runs. The others are dealt out from the last one
-    on, as backward finds them, each to the rank that has most room left; every rank keeps its own in the given order.
+    Rank r owns the r-th of `ranks` equal runs of the returned order, and about the same number of elements as the other
+    ranks in any slice of the given order.
+
+    The largest ranks - 1 parameters lie across the borders between runs. The others are dealt out from the last one on,
+    in the order in which backward reaches them, each to the rank with the most room left. Every rank keeps its own
+    parameters in the given order.
+
+    Args:
+        numels: the number of elements of each parameter, in the given order.
+        ranks: the number of owners.
     """
     if ranks == 1 or len(numels) <= ranks:
         return list(range(len(numels)))

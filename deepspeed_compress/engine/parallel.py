@@ -1,9 +1,9 @@
-"""Traffic of pipeline and tensor parallelism, counted where DeepSpeed hands it to its communication backend.
+"""Byte counts of pipeline and tensor parallelism, taken where DeepSpeed calls its communication backend.
 
-All that DeepSpeed sends goes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients between
-stages, gradients of tied weights, and the collectives of everything that tensor parallelism splits. While engines with
-such traffic live, methods of that object are exchanged for ones that count what goes to the groups of the engine which
-runs: from a forward pass with gradients to the end of the optimizer step, so that evaluations and checkpoints stay out.
+Everything that DeepSpeed sends passes through one object, `deepspeed.comm.comm.cdb`: activations and their gradients
+between stages, gradients of tied weights, and the collectives of tensor parallelism. While engines with such traffic
+exist, methods of that object are replaced by ones that count messages to the groups of the running engine. They count
+from a forward pass with gradients to the end of the optimizer step, so evaluations and checkpoints are excluded.
 """
 
 import functools
@@ -32,7 +32,7 @@ __all__ = ["SEAMS", "count_parallel", "make_byte_report"]
 
 _BACKEND = "deepspeed.comm.torch:TorchBackend."
 _WRAPPED = ("self", "args", "kwargs")
-"""Parameters of most of the backend's methods, which hide their own: their presence is all that can be checked."""
+"""Parameters of most of the backend's methods. Decorators hide the real ones, so only their presence can be checked."""
 
 SEAMS = (
     Seam("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", ("self",)),
@@ -44,10 +44,10 @@ SEAMS = (
 )
 
 _STAGES = "stages"
-"""In place of a group's name: the neighbouring stages, to which messages go one by one."""
+"""Placeholder for a group name, for messages between neighboring pipeline stages, which are sent one by one."""
 
 _Sent = tuple[str | None, Callable[[], int]]
-"""Name of the group, and the bytes that this rank sends there."""
+"""Name of the group, and a function that returns the bytes that this rank sends to it."""
 
 
 def _all_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Sent:
@@ -71,7 +71,7 @@ _SENT: Mapping[str, Callable[..., _Sent]] = MappingProxyType(
         "isend": _send,
     }
 )
-"""The backend's methods that pipelines and split layers call; parameters are named and ordered as there."""
+"""Backend methods that pipelines and split layers call. Parameters have the same names and order as there."""
 
 
 def _name(group: Any) -> str | None:
@@ -80,9 +80,9 @@ def _name(group: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _ByteAccount:
-    """Which fields of `meter` the bytes of one engine go to, by the name of the group.
+    """Fields of `meter` to which the bytes of one engine are added, by group name.
 
-    Names and not groups: the backend, which knows the account, outlives them.
+    It stores names rather than groups because the backend, which holds the account, outlives the groups.
     """
 
     meter: Meter
@@ -96,9 +96,12 @@ class _ByteAccount:
 
 @dataclass
 class _TrafficCounter:
-    """Hears a backend for one engine at a time: `account` is that of the one which began a pass last.
+    """Counter of a backend's traffic, for one engine at a time.
 
-    `methods`: those that count, by name. `engines`: how many may run.
+    Attributes:
+        account: the account of the engine that started a pass last; None between passes.
+        engines: the number of attached engines.
+        methods: the counting methods, by name.
     """
 
     account: _ByteAccount | None = None
@@ -108,7 +111,7 @@ class _TrafficCounter:
     def counted(self, method: Callable[..., Any], sent: Callable[..., _Sent]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counted(*args: Any, **options: Any) -> Any:
-            # A compiled graph must not depend on counters, so this is asked first.
+            # Checked first, because a compiled graph must not depend on counters.
             if not torch.compiler.is_compiling() and self.account is not None:
                 self.account.add(*sent(*args, **options))
             return method(*args, **options)
@@ -117,11 +120,11 @@ class _TrafficCounter:
 
 
 _LISTENER = "_compress_listener"
-"""Attribute of the backend."""
+"""Attribute of the backend that holds its `_TrafficCounter`."""
 
 
 def _join(backend: Any) -> _TrafficCounter:
-    """The listener at `backend`, for one engine more."""
+    """Return the counter of `backend`, installed if necessary, with one more engine."""
     if _LISTENER not in vars(backend):
         made = _TrafficCounter()
         made.methods |= {name: made.counted(getattr(backend, name), sent) for name, sent in _SENT.items()}
@@ -132,7 +135,7 @@ def _join(backend: Any) -> _TrafficCounter:
 
 
 def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handle: Any) -> None:
-    """Undo `_join` and the hook of `count_parallel`. With the last engine the backend gets its own methods back."""
+    """Undo `_join` and the hook of `count_parallel`. After the last engine, the backend gets its own methods back."""
     handle.remove()
     if listener.account is account:
         listener.account = None
@@ -144,9 +147,10 @@ def _leave(backend: Any, listener: _TrafficCounter, account: _ByteAccount, handl
 
 
 def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], None]:
-    """Count in `meter` what this rank sends for pipeline and tensor parallelism, until the engine is destroyed.
+    """Count in `meter` the bytes sent for pipeline and tensor parallelism, until the engine is destroyed.
 
-    Returns what is to be called after every optimizer step. Without such traffic nothing is touched.
+    Returns:
+        A function to call after every optimizer step. Without such traffic, nothing is replaced and it does nothing.
     """
     account = _ByteAccount(meter, _fields(engine))
     if not account.fields:
@@ -176,22 +180,23 @@ def count_parallel(engine: Any, meter: Meter, patches: Patches) -> Callable[[], 
 
 
 def _fields(engine: Any) -> dict[str, str]:
-    """Fields of the meter by the names of the groups that they count."""
+    """Return the fields of the meter, by the names of the groups that they count."""
     layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
     fields = {layer.mp_group.group_name: "bytes_tensor" for layer in layers if layer.tp_world_size > 1}
     if isinstance(engine, PipelineEngine) and engine.num_stages > 1:
         tied = {group.group_name: "bytes_tied" for _, group in engine.module.get_tied_weights_and_groups()}
         fields |= {_STAGES: "bytes_pipeline", **tied}
-        # Ranks with the same layers each send a part of the activations, and put them together afterwards.
+        # Ranks with the same layers each send a part of the activations, which are all-gathered afterwards.
         fields[engine.grid.get_slice_parallel_group().group_name] = "bytes_tensor"
     return fields
 
 
 def make_byte_report(engine: Any) -> ByteReport:
-    """What decides whose bytes are reported, and answers on rank 0 alone: the rank that sends most sets the pace.
+    """Return a function that selects the byte counts to report; it returns them on rank 0 only, and None elsewhere.
 
-    Where no model is divided, beyond what ZeRO does, ranks send alike, and these are rank 0's own. Elsewhere the report
-    is a collective, of each island by itself; of ranks that send as much the first counts.
+    The reported rank is the one that sends the most, because it sets the pace; the first of several. If the model is
+    not divided beyond ZeRO, all ranks send alike, and rank 0's own counts are used. Otherwise the function is a
+    collective within each island.
     """
     whole = engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else dist.group.WORLD
     first, split = engine.global_rank == 0, tensor_size(engine) > 1
@@ -202,14 +207,14 @@ def make_byte_report(engine: Any) -> ByteReport:
         if not first:
             return None
         rank, found = max(enumerate(tables), key=lambda entry: sum(entry[1][kind] for kind in KINDS))
-        # Nobody can count inside a compiled graph.
+        # Traffic inside a compiled graph cannot be counted.
         return rank, {**found, "bytes_tensor": None} if split and engine.is_compiled else found
 
     return report
 
 
 def _tables(sizes: Sizes, device: Any, group: Any) -> list[Sizes]:
-    """`sizes` of every rank of `group`."""
+    """Return `sizes` of every rank of `group`. Collective."""
     mine = torch.tensor(list(sizes.values()), device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

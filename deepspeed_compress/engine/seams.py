@@ -1,4 +1,4 @@
-"""What we rely on in DeepSpeed: checked before anything is attached."""
+"""Parts of DeepSpeed that this package relies on, checked before anything is attached."""
 
 import importlib
 import inspect
@@ -12,12 +12,17 @@ from deepspeed_compress.errors import SeamError
 __all__ = ["SUPPORTED", "Seam", "check_seams", "check_version"]
 
 SUPPORTED = (Version("0.19.8"), Version("0.20.dev0"))
-"""DeepSpeed versions that work: the first one, and the first one that is not known to."""
+"""Supported DeepSpeed versions: the first one that works, and the first one that is not known to work."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """What we replace or call in DeepSpeed: `target` is "module:Class.method" or "module:function"."""
+    """A DeepSpeed function that this package replaces or calls.
+
+    Attributes:
+        target: "module:Class.method" or "module:function".
+        parameters: the names of its parameters, in order.
+    """
 
     target: str
     parameters: tuple[str, ...]
@@ -110,7 +115,7 @@ OWNERSHIP = (
         ),
     ),
 )
-# DeepSpeed wraps these for profiling without keeping their signatures: their presence is all that can be checked.
+# DeepSpeed wraps these for profiling without keeping their signatures, so only their presence can be checked.
 ZERO_3 = (
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("args", "kwargs")),
     Seam(_Z3 + "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads", ("args", "kwargs")),
@@ -145,7 +150,11 @@ def _supported() -> str:
 
 
 def check_version(found: str) -> None:
-    """SeamError unless DeepSpeed version `found` is in the supported range."""
+    """Check that DeepSpeed version `found` is in the supported range.
+
+    Raises:
+        SeamError: it is not.
+    """
     if not SUPPORTED[0] <= Version(found) < SUPPORTED[1]:
         raise SeamError(
             f"DeepSpeed {found} is installed, but deepspeed_compress attaches to internals that it knows in "
@@ -154,7 +163,11 @@ def check_version(found: str) -> None:
 
 
 def check_seams(seams: Sequence[Seam], found: str) -> None:
-    """SeamError unless every seam exists with the expected parameters in the installed DeepSpeed, version `found`."""
+    """Check that every seam exists, with the expected parameters, in the installed DeepSpeed (version `found`).
+
+    Raises:
+        SeamError: a seam is missing or has other parameters.
+    """
     for seam in seams:
         present = _parameters(seam.target)
         if present != seam.parameters:

@@ -1,4 +1,4 @@
-"""The optimizer step: `DeepSpeedEngine._take_model_step`, which both the plain and the pipeline engine go through."""
+"""Seam of the optimizer step: `DeepSpeedEngine._take_model_step`, used by the plain and the pipeline engine."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,10 +16,14 @@ __all__ = ["Steps", "follow_steps"]
 
 @dataclass(frozen=True)
 class Steps:
-    """Tells `session` the outcome of every optimizer step, does what its policy asks for, and then calls `ended`.
+    """Replacement for the optimizer step, which reports every outcome to the session and carries out its decisions.
 
-    `norms` hears the norm of the gradients, if anyone wants to know it. `weight_bytes`: that this rank sends for
-    weights in a step.
+    Attributes:
+        engine: the engine.
+        session: the engine's session.
+        norms: receives the norm of the gradients; None if nothing needs it.
+        weight_bytes: returns the bytes that this rank sends for weights in one step.
+        ended: called after every step.
     """
 
     engine: Any
@@ -29,9 +33,9 @@ class Steps:
     ended: Callable[[], None]
 
     def take(self, original: Callable[[Any], None], lr_kwargs: Any) -> None:
-        """DeepSpeed's `_take_model_step`.
+        """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
 
-        DeepSpeed calls it at accumulation boundaries alone, whoever decides them, and counts a step that the loss
+        DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that the loss
         scaler discards in `skipped_steps`.
         """
         engine, session = self.engine, self.session
@@ -56,5 +60,5 @@ class Steps:
 
 
 def follow_steps(steps: Steps) -> None:
-    """From now on `steps` follows the steps of its engine."""
+    """Have `steps` handle the optimizer steps of its engine from now on."""
     steps.session.patches.wrap(steps.engine, "_take_model_step", steps.take)

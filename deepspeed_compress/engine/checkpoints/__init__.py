@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints with our state beside: in the call or behind training, of other sizes, from memory."""
+"""DeepSpeed checkpoints with compression state: written in the call or in the background, resized, kept in memory."""

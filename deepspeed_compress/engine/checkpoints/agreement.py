@@ -1,4 +1,4 @@
-"""What all ranks decide alike by, without waiting for each other in the step that asks."""
+"""Asynchronous agreement between ranks: a question in one step is answered in the next, without waiting."""
 
 from dataclasses import dataclass, field
 
@@ -11,19 +11,25 @@ __all__ = ["Agreement"]
 
 @dataclass
 class Agreement:
-    """What all ranks of `group` know one step later: the largest of some numbers that each of them gives."""
+    """Maximum over all ranks of `group` of some numbers, available one step later.
+
+    Attributes:
+        group: the ranks.
+        numbers: the numbers of this rank, and their maxima after `finish`; int64.
+        work: the pending all-reduce; None if none is.
+    """
 
     group: ProcessGroup
     numbers: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     work: dist.Work | None = None
 
     def begin(self, *numbers: int) -> None:
-        """Ask. Collective; one question at a time."""
+        """Start an agreement on `numbers`. Collective; only one may be pending."""
         self.numbers = torch.tensor(numbers, dtype=torch.int64)
         self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish(self) -> list[int]:
-        """The largest of each number. Only where it has begun."""
+        """Wait, and return the maximum of each number over all ranks. `begin` must have been called."""
         assert self.work is not None, "nobody was asked"
         self.work.wait()
         self.work = None

@@ -1,5 +1,7 @@
-"""One job at a time in a directory of checkpoints (`checkpoints.alone`), and one start of it (`checkpoints.claim`), as
-all ranks of the job hear of it; and one of the islands that live."""
+"""Exclusive use of a checkpoint directory by one job, one start of the job, and one running island, for all ranks.
+
+See `checkpoints.alone` for the lock and `checkpoints.claim` for the start of a job.
+"""
 
 import json
 from collections.abc import Collection, Mapping
@@ -18,12 +20,18 @@ from deepspeed_compress.session.memories import on_all_ranks
 __all__ = ["alone_in", "start_of_all", "take_for_island"]
 
 _ISLAND = "deepspeed_compress_island.json"
-"""In a directory of checkpoints: which island they are of."""
+"""File in a checkpoint directory that names the island to which it belongs."""
 
 
 def alone_in(directory: str | None, start: str) -> TextIO | None:
-    """The lock of the directory of checkpoints that nobody asks for, on the first rank, which is claimed for `start`.
-    Collective: ConfigError on all ranks where another job saves there."""
+    """Lock the directory of automatic checkpoints on the first rank, and claim it for `start`. Collective.
+
+    Returns:
+        The lock, on the first rank; None on other ranks, without a directory, or if nothing can be written there.
+
+    Raises:
+        ConfigError: another job saves there. Raised on all ranks.
+    """
     held: list[TextIO | None] = []
     if directory is None:
         return None
@@ -34,14 +42,20 @@ def alone_in(directory: str | None, start: str) -> TextIO | None:
 
 
 def start_of_all() -> str:
-    """The name of this start of the job. Collective."""
+    """Return the name of this start of the job, which is the same on all ranks. Collective."""
     named = [this_start()]
     dist.broadcast_object_list(named, src=0)
     return named[0]
 
 
 def _lock(directory: str, start: str) -> TextIO | None:
-    """None where nothing can be written there: that is the matter of each checkpoint."""
+    """Lock `directory` and claim it for `start`.
+
+    Returns None if nothing can be written there; each checkpoint reports that itself.
+
+    Raises:
+        StateError: another job holds the lock.
+    """
     try:
         held = hold(Path(directory))
     except OSError:
@@ -57,8 +71,17 @@ def _lock(directory: str, start: str) -> TextIO | None:
 
 
 def take_for_island(directory: Path, run: str | None, number: int, others: Collection[int]) -> None:
-    """Checkpoints in `directory` are of island `number` of `run` from now on. StateError where they are of one of the
-    `others`, which live: they would overwrite each other's files."""
+    """Reserve `directory` for the checkpoints of island `number` of `run`.
+
+    Args:
+        directory: the directory of checkpoints; it is created if necessary.
+        run: the run of the islands.
+        number: the number of this island.
+        others: the numbers of the other islands that are running.
+
+    Raises:
+        StateError: the directory belongs to one of `others`. They would overwrite each other's files.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with in_turn(directory):
         found = _island_of(directory / _ISLAND)
@@ -71,7 +94,10 @@ def take_for_island(directory: Path, run: str | None, number: int, others: Colle
 
 
 def _island_of(file: Path) -> Mapping[str, Any]:
-    """Empty where nobody has saved, or it cannot be read: it is written anew then."""
+    """Return the run and number of the island in `file`.
+
+    Empty if the file is missing or unreadable; it is then written anew.
+    """
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {"run": found["run"], "number": int(found["number"])}

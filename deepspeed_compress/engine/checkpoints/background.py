@@ -1,8 +1,8 @@
-"""Checkpoints that training does not wait for: DeepSpeed's `checkpoint_engine`, and what a step does about them.
+"""Background checkpoints, for which training does not wait: DeepSpeed's `checkpoint_engine`, and the work in each step.
 
-`save_checkpoint` of DeepSpeed hands every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
-what is to be written, and a process of its own writes it (`checkpoints`). It says that it is decoupled, so that
-DeepSpeed leaves the file `latest` alone, which is written when the files of all ranks are there.
+DeepSpeed's `save_checkpoint` passes every file to `engine.checkpoint_engine` (runtime/checkpoint_engine). Ours keeps
+the contents, and a separate process writes them (`checkpoints`). It declares itself decoupled, so that DeepSpeed does
+not write the file `latest`; the writer does so once the files of all ranks exist.
 """
 
 import atexit
@@ -46,7 +46,11 @@ __all__ = ["BackgroundSaving", "check_saving"]
 
 
 def check_saving(engine: Any) -> None:
-    """UnsupportedError where DeepSpeed saves in a way that is not ours to put off."""
+    """Check that DeepSpeed saves in a way that can be done in the background.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         raise UnsupportedError(
             f"/deepspeed_compress/checkpointing: with {type(engine.checkpoint_engine).__name__} (allowed: DeepSpeed's "
@@ -62,34 +66,40 @@ def check_saving(engine: Any) -> None:
 
 
 def _tried(work: Callable[[], object]) -> str:
-    """Do `work`; what went wrong, such as that there is no more memory, which is a problem of one checkpoint."""
+    """Call `work`, and return what went wrong; empty if nothing did.
+
+    A failure, such as a lack of memory, is a problem of one checkpoint only.
+    """
     try:
         work()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must learn of it
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _clean_up(saving: "weakref.ref[BackgroundSaving]", process: int) -> None:
-    """At the end of `process`. Those that it has forked inherit this, and neither its writers nor its connections."""
+    """Clean up at the exit of `process`.
+
+    Forked processes inherit this exit handler, but not the writers and connections.
+    """
     found = saving()
     if found is not None and os.getpid() == process:
         found.cleanup()
 
 
 class _Scripts:
-    """What DeepSpeed needs of an engine to leave its scripts beside checkpoints."""
+    """Stand-in for an engine, with what DeepSpeed needs to copy its recovery script next to checkpoints."""
 
     _copy_recovery_script = DeepSpeedEngine._copy_recovery_script
     _change_recovery_script_permissions = DeepSpeedEngine._change_recovery_script_permissions
 
 
 class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
-    """The saving of one engine. All ranks of the job call the same methods in the same order.
+    """Background saving of one engine. All ranks of the job call the same methods in the same order.
 
     Args:
-        engine: of DeepSpeed, whose `save_checkpoint` goes through `save_checkpoint` here.
-        settings: of the section.
+        engine: a DeepSpeed engine, whose `save_checkpoint` is wrapped by `save_checkpoint` here.
+        settings: the section's `checkpointing`.
     """
 
     def __init__(self, engine: Any, settings: Checkpointing) -> None:
@@ -98,7 +108,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._run, self._count, self._start = new_run(), 0, start_of_all()
         self._directory = None if settings.directory is None else Path(settings.directory).absolute()
-        """Of checkpoints of `every`, wherever the program goes."""
+        """Absolute directory of automatic checkpoints, so that it does not depend on the working directory."""
         self._alone = alone_in(settings.directory, self._start)
         self._group = dist.new_group(backend="gloo")
         rate = None if settings.max_rate is None else byte_rate(settings.max_rate)
@@ -108,40 +118,41 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._open: Snapshot | None = None
         self._lane = self._disk
         self._claim = Claim(Path(), self._start)
-        """Of what is being saved, as the lane."""
+        """Claim of the checkpoint that is being saved, like `_lane`."""
         self._copying: Thread | None = None
         self._automatic = False
         self._saved = -1
-        """Step of the last checkpoint of `every`."""
+        """Step of the last automatic checkpoint on disk."""
         self._leaving = Leaving() if saves_on_sigterm(settings) else None
         stops = settings.on_error == "stop"
         self._progress = Progress(self._lanes, self._memory, self._leaving, stops, self._group)
         self._leave: Callable[[], None] = self._save_and_leave
-        # Programs end without `engine.destroy` too. An engine that nobody holds must not live until then.
+        # Programs may exit without `engine.destroy`. The weak reference lets an unused engine be freed before that.
         self._at_exit = partial(_clean_up, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
         self.client_state: Callable[[], dict[str, Any]] = dict
-        """Gives what the program adds to checkpoints of `every`: `client_state` of `save_checkpoint`."""
+        """Function that returns the `client_state` of automatic checkpoints."""
 
-    # What DeepSpeed calls.
+    # Methods that DeepSpeed calls.
 
     def is_decoupled(self) -> bool:
+        """Return True, so that DeepSpeed does not write the file `latest`."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Every tensor is written by itself, so DeepSpeed need not copy those that share a buffer."""
+        """Return False: every tensor is written separately, so DeepSpeed need not copy tensors that share a buffer."""
         return False
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing: `save_checkpoint` has begun."""
+        """Do nothing: `save_checkpoint` has already started the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A directory that cannot be made on one rank is a checkpoint that all ranks hear of."""
+        """Make a directory. A failure is ignored here, and reported to all ranks as a failed checkpoint."""
         with suppress(OSError):
             super().makedirs(path, exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep a file of the checkpoint that is being saved; write it at once where none is (`save_16bit_model`)."""
+        """Keep a file of the current checkpoint; write it immediately if none is being saved (`save_16bit_model`)."""
         if self._open is None:
             write_torch(state_dict, Path(path), self._lane.rate)
             return
@@ -149,7 +160,10 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._open.add(call)
 
     def cleanup(self) -> None:
-        """When the engine is destroyed: what was saved is written first. A second call does nothing."""
+        """Write everything that was saved, and end the writer processes.
+
+        DeepSpeed calls this when the engine is destroyed. A second call does nothing.
+        """
         atexit.unregister(self._at_exit)
         if self._leaving is not None:
             self._leaving.listen_no_more()
@@ -161,38 +175,41 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             self._memory.close()
             self._memory = None
 
-    # What the package calls.
+    # Methods that this package calls.
 
     @property
     def memory_directory(self) -> Path | None:
-        """Where checkpoints in memory go on this host; None without them."""
+        """Return the directory of checkpoints in memory on this host; None without them."""
         return None if self._memory is None else self._memory.directory
 
     @property
     def held(self) -> Callable[[], AbstractContextManager[None]]:
-        """How files of the checkpoint that is being saved get their names: ranks of the past get none."""
+        """Return a function that makes the context in which files of the current checkpoint get their final names.
+
+        The context raises StateError if a later start of the job has claimed the directory.
+        """
         return self._claim.held
 
     def add(self, call: Call) -> None:
-        """Have `call` write files of the checkpoint that is being saved, beside DeepSpeed's."""
+        """Add a call that writes files of the current checkpoint, next to DeepSpeed's."""
         assert self._open is not None, "save_checkpoint is not running"
         self._open.add(call)
 
     def copy_script(self, original: Callable[[str], None], save_path: str) -> None:
-        """DeepSpeed's `_copy_recovery_script`: the process that writes does it, on disk alone."""
+        """Have the writer process run DeepSpeed's `_copy_recovery_script`, for checkpoints on disk only."""
         if self._open is None:
             original(save_path)
         elif self._lane is self._disk:
             self._open.add(Call(_Scripts()._copy_recovery_script, (save_path,), ()))
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `save_checkpoint`, of which everything is kept and nothing written yet."""
+        """Call DeepSpeed's `save_checkpoint`, and keep everything for the writer process instead of writing it."""
         given = inspect.signature(original).bind(*args, **options).arguments
         if not given["save_dir"]:
-            # DeepSpeed says what is wrong with it.
+            # DeepSpeed reports the problem.
             return original(*args, **options)
         self._count += 1
-        # The process that writes is where the program was when it made the engine.
+        # The writer process keeps the working directory that the program had when it made the engine.
         directory = Path(given["save_dir"]).absolute()
         save = Save(
             directory=directory,
@@ -207,10 +224,13 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         return self._keep(save, partial(original, **{**given, "save_dir": str(directory)}))
 
     def load_checkpoint(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `load_checkpoint`, of a checkpoint that is whole. Collective.
+        """Call DeepSpeed's `load_checkpoint` with a complete checkpoint. Collective.
 
-        Raises StateError on all ranks where the one that is asked for is damaged. Where none is asked for, the newest
-        that is whole is taken, from the memory of hosts too, and a warning tells of newer ones that are not.
+        If no tag is given, the newest complete checkpoint is loaded, also from host memory, with a warning about newer
+        ones that are not complete.
+
+        Raises:
+            StateError: the requested checkpoint is damaged, or none is complete. Raised on all ranks.
         """
         self.wait()
         given = inspect.signature(original).bind(*args, **options).arguments
@@ -218,25 +238,26 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             return original(**given)
         directory, tag = given["load_dir"], given.get("tag")
         memory = self._memory if self._memory is not None and self._memory.is_of(directory) else None
-        # DeepSpeed takes numbers too.
+        # DeepSpeed accepts numbers too.
         named = None if tag is None else str(tag)
         found = find_whole(Path(directory), named, memory, self._group)
         if self._memory is not None:
             self._memory.shelf.begin_anew(found.tag if found is not None and found.save is not None else None)
         if found is None:
-            # DeepSpeed would say the same, but look again, each rank by itself, while something may be published.
+            # DeepSpeed would log the same, but each rank would look again separately, while a checkpoint may be
+            # published.
             logger.warning(f"{directory} has no file `latest`: no checkpoint is loaded")
             return None, None
         return original(**{**given, "load_dir": str(found.directory), "tag": found.tag})
 
     def before_step(self) -> None:
-        """What is being saved has been copied, and is on its way to the process that writes."""
+        """Wait until the current snapshot has been copied and sent to the writer process."""
         if self._copying is not None:
             self._copying.join()
             self._copying = None
 
     def step_ended(self, step: int, applied: bool) -> None:
-        """Hear what has become of checkpoints, and save what is due."""
+        """Process the progress of checkpoints, and save those that are due."""
         self._progress.hear()
         for lane in self._lanes:
             if (applied and lane.interval.says(step)) or (lane.interval.due and not lane.in_flight):
@@ -246,14 +267,16 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         self._progress.ask_where_needed()
 
     def leave_by(self, leave: Callable[[], None]) -> None:
-        """Once SIGTERM has come `leave` is called on all ranks, after one step, in place of saving and ending."""
+        """Have all ranks call `leave` after the same step once SIGTERM has arrived, instead of saving and exiting."""
         self._leave = leave
         if self._leaving is not None:
             self._leaving.listen()
 
     def listen(self, tell: Callable[[bool], None]) -> None:
-        """From now on SIGTERM has this rank save, where that is asked for. `tell` is told whether it does, now and when
-        that changes."""
+        """Have this rank save on SIGTERM, if configured.
+
+        `tell` is called with True if it does, with False if not, now and whenever that changes.
+        """
         if self._leaving is not None:
             self._leaving.tell = tell
             tell(self._leaving.listens)
@@ -261,9 +284,10 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
                 self._leaving.listen()
 
     def wait(self) -> None:
-        """Until all that was saved is written on all ranks. Collective.
+        """Wait until everything that was saved is written on all ranks. Collective.
 
-        Raises StateError on all ranks where something could not be written and `on_error` is "stop".
+        Raises:
+            StateError: something could not be written, and `on_error` is "stop". Raised on all ranks.
         """
         self.before_step()
         self._progress.settle()
@@ -299,20 +323,27 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         return saved
 
     def _claimed(self, save: Save, in_memory: bool) -> Claim:
-        """The directories that are this job's alone were claimed when the engine was made; others have one for each
-        tag. The files of all ranks are sent after a collective that follows."""
+        """Return the claim of a checkpoint.
+
+        Directories that belong to this job alone were claimed when the engine was made; in others, each tag has its own
+        claim. A collective follows before any rank's files are sent.
+        """
         if in_memory or save.directory == self._directory:
             return Claim(save.directory, self._start)
         claim = Claim(save.place, self._start)
         if not self._rank:
-            # What cannot be written there is the matter of that checkpoint.
+            # If this fails, the checkpoint itself reports it.
             with suppress(OSError):
                 save.place.mkdir(parents=True, exist_ok=True)
                 claim.take()
         return claim
 
     def _save_and_leave(self) -> None:
-        """Where SIGTERM has come. What is not on its way to the disk in this step already is saved; SystemExit."""
+        """Save on disk after SIGTERM, unless this step is already being saved there, and exit.
+
+        Raises:
+            SystemExit: always, with 128 + SIGTERM.
+        """
         if self._saved != self._engine.global_steps:
             self._save_automatically(self._disk)
         self.wait()
@@ -332,7 +363,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             else:
                 directory = str(self._memory.directory)
                 self._engine.save_checkpoint(directory, client_state=self.client_state(), save_latest=False)
-                # Where a guard goes back to is older than the last steps.
+                # A guard must go back further than the last few steps, so checkpoints in memory do not count.
                 session.last_saved = last_saved
         finally:
             self._automatic = False
@@ -347,12 +378,12 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
     def _task(self, save: Save) -> Task:
         patience, keep = seconds(self._settings.timeout), self._settings.keep if save.automatic else None
         if self._memory is not None and save.directory == self._memory.directory:
-            # No directory has the files of all ranks, so that nobody waits for them.
+            # No directory has the files of all ranks, so no writer waits for those of the others.
             return self._memory.task(Task(save, self._rank, self._claim, NOTHING, False, patience))
         return Task(save, self._rank, self._claim, NOTHING, self._rank == 0, patience, keep)
 
 
 def _copy_and_send(lane: Lane, task: Task, snapshot: Snapshot, memory: Memory, problem: str) -> None:
-    """Beside training, until the next step at most."""
+    """Finish the snapshot and send it to the writer, in a thread that the next optimizer step waits for."""
     problem = problem or _tried(snapshot.finish)
     lane.send(replace(task, kept=NOTHING if problem else snapshot.kept(), problem=problem), memory)

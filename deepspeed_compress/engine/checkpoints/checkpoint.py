@@ -1,6 +1,6 @@
-"""Compression state in checkpoints: a pair of files a rank (`state`), beside DeepSpeed's own.
+"""Compression state in checkpoints: a pair of files per rank (`state`), next to DeepSpeed's own.
 
-`client_state` is written by one rank alone, so state that differs between ranks needs files of its own.
+One rank alone writes `client_state`, so state that differs between ranks needs separate files.
 """
 
 import inspect
@@ -29,9 +29,9 @@ __all__ = ["attach_checkpoint", "load_last", "load_state"]
 
 
 def attach_checkpoint(engine: Any, session: Session) -> None:
-    """Wrap `save_checkpoint` and `load_checkpoint` of this engine; their signatures stay.
+    """Wrap `save_checkpoint` and `load_checkpoint` of this engine. Their signatures stay the same.
 
-    Weights are made exact before saving, so that saved ones are and a resumed run goes on as this one does.
+    Weights are made exact before saving, so that saved weights are exact and a resumed run equals one that continues.
     """
     session.patches.wrap(engine, "save_checkpoint", partial(_save, engine, session))
     session.patches.wrap(engine, "load_checkpoint", partial(_load, engine, session))
@@ -52,11 +52,11 @@ def _save_in_background(engine: Any, session: Session, settings: Checkpointing) 
 def _save(engine: Any, session: Session, save: Callable[..., Any], *args: Any, **options: Any) -> Any:
     given = inspect.signature(save).bind(*args, **options).arguments
     if not given["save_dir"]:
-        # DeepSpeed says what is wrong with it, before anything is written.
+        # DeepSpeed reports the problem before it writes anything.
         return save(*args, **options)
     directory = Path(given["save_dir"]).absolute() / tag_of(engine, given.get("tag"))
     session.renew_weights()
-    # DeepSpeed writes "latest" at the end: every rank's state must be complete by then.
+    # DeepSpeed writes `latest` at the end, and every rank's state must be complete by then.
     save_on_all(partial(_save_state, engine, _place(engine), directory))
     saved = save(*args, **options)
     session.last_saved = directory
@@ -81,61 +81,70 @@ def _load(engine: Any, session: Session, load: Callable[..., Any], *args: Any, *
 
 
 def _text(tag: object) -> str | None:
-    """DeepSpeed takes numbers too."""
+    """Return `tag` as text, since DeepSpeed accepts numbers too; None stays None."""
     return None if tag is None else str(tag)
 
 
 def load_state(engine: Any, directory: Path) -> None:
-    """Restore what compression remembers from a checkpoint's tag directory, on all ranks or on none. Collective.
+    """Restore the compression state from a checkpoint's tag directory, on all ranks or on none. Collective.
 
-    `load_checkpoint` does it; alone it serves checkpoints whose other parts are loaded in another way, such as
-    universal ones. What is wrong on any rank is a StateError on all, or with `on_missing_state` "reset" a
-    CompressWarning, and every memory starts empty.
+    `load_checkpoint` calls this. Call it directly for checkpoints whose other parts are loaded in another way, such as
+    universal ones. With `on_missing_state` "reset", a problem on any rank is a CompressWarning, and all residuals and
+    momenta start empty.
+
+    Args:
+        engine: an engine with compression attached.
+        directory: the tag directory of the checkpoint.
+
+    Raises:
+        StateError: some rank's state is missing or damaged. Raised on all ranks.
     """
     session: Session = engine.compression
     session.discard_unfinished()
-    # Where the checkpoint does not say which run it is of.
+    # In case the checkpoint does not name its run.
     session.journal.adopt(None)
     if _remembers(session):
         load_memories(session, directory, _place(engine), loss_scale(engine))
 
 
 def load_last(engine: Any) -> None:
-    """Go back to the checkpoint that this run has saved last, but keep what the policy has decided since: it would
-    lead to where the run comes from. Without a checkpoint a warning says so."""
+    """Load the last checkpoint of this run, but keep the policy's later decisions.
+
+    Without them the run would end up in the same state again. Warns if there is no checkpoint.
+    """
     session: Session = engine.compression
     directory, decided = session.last_saved, session.policy.saved()
     if directory is None:
         warnings.warn("nothing to go back to: this run has saved no checkpoint yet", CompressWarning, stacklevel=2)
         return
     engine.load_checkpoint(str(directory.parent), tag=directory.name)
-    # What was in force when it was saved is what the memories are of.
+    # The residuals belong to the settings that were in force when it was saved.
     now = session.policy.saved()
     session.policy.load({**decided, **{key: now[key] for key in ("settings", "step", "was_dense")}})
     session.begin(engine.global_steps, loss_scale(engine))
 
 
 def _remembers(session: Session) -> bool:
-    """Whether there is anything to save."""
+    """Return True if there is any compression state to save."""
     return bool(session.stores) or session.policy.observes
 
 
 def _place(engine: Any) -> Place:
-    """Islands have directories of their own, in which they number their ranks each for itself."""
+    """Return the place of this rank's files. Each island has its own directory, and numbers its ranks separately."""
     island = _island(engine)
     rank = engine.global_rank if island is None else island.index(engine.global_rank)
     return Place(rank, find_position(engine, engine.compression.config, island), engine.device)
 
 
 def _island(engine: Any) -> tuple[int, ...] | None:
-    """The ranks of the island that this one is of, among others of the job."""
+    """Return the global ranks of this rank's island within the job; None without islands."""
     return engine.mpu.ranks if isinstance(engine.mpu, IslandUnit) else None
 
 
 def _save_state(engine: Any, place: Place, directory: Path) -> None:
     session: Session = engine.compression
     if session.saving is None and not engine.global_rank:
-        # They are of files that were written beside training, and are replaced now.
+        # The lists describe files that were written in the background and are now replaced.
         unlist_all(directory)
     if _remembers(session):
         stage = int(engine.zero_optimization_stage())

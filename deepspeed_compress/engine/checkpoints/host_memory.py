@@ -1,7 +1,7 @@
-"""Checkpoints in the memory of hosts, from the side of a rank: where they lie, and which host has copies of them.
+"""Placement of checkpoints in host memory, as one rank sees it: their directory, and the host that has copies of them.
 
-Ranks that see the same directory are of one host. The first of them leads: it alone removes what is of no use any more,
-takes copies, and sends what another host lacks.
+Ranks that see the same directory are on one host. The first of them is its leader: only the leader removes outdated
+files, receives copies, and sends files that another host lacks.
 """
 
 import json
@@ -38,7 +38,12 @@ _KEY = "/deepspeed_compress/checkpointing/memory"
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host, in the order of their first ranks. `here`: which one this rank is on."""
+    """Ranks grouped by host.
+
+    Attributes:
+        ranks: the ranks of each host, in the order of their first ranks.
+        here: the index of this rank's host.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     here: int
@@ -53,20 +58,21 @@ class Hosts:
 
     @property
     def next(self) -> int:
-        """The host that has copies of this one's files."""
+        """Return the index of the host that keeps copies of this host's files."""
         return (self.here + 1) % len(self.ranks)
 
 
 class HostMemory:
-    """The directory of this host, and the next one. Collective.
+    """Checkpoint directory in the memory of this host, with copies on the next host. Construction is collective.
 
     Args:
-        settings: of the section.
-        disk: where checkpoints on disk go, which tells the job.
-        start: the name of this start of the job, which has the directory from now on.
-        group: of all ranks, by gloo.
+        settings: the section's `checkpointing.memory`.
+        disk: the directory of checkpoints on disk, which identifies the job.
+        start: the name of this start of the job, which claims the directory.
+        group: all ranks, with gloo.
 
-    Raises StateError on all ranks where one of them has no directory that is its own.
+    Raises:
+        StateError: a rank could not get its own directory. Raised on all ranks.
     """
 
     def __init__(self, settings: MemoryCheckpoints, disk: Path, start: str, group: ProcessGroup) -> None:
@@ -77,7 +83,7 @@ class HostMemory:
         self.hosts = self._find_hosts()
         self._on_all(lambda: Claim(self.directory, start).take() if self.leads else None)
         self.leaders = dist.new_group(self.hosts.leaders, backend="gloo")
-        """Of the ranks that lead; others are not in it."""
+        """Group of the leaders. Other ranks are not in it."""
         self.shelf = Shelf(copies=bool(settings.copies) and len(self.hosts.ranks) > 1)
         self._receiver: Receiver | None = None
         self._destination = self._begin_receiving(settings) if self.shelf.copies else None
@@ -87,21 +93,25 @@ class HostMemory:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of its host."""
+        """Return True if this rank is the first of its host."""
         return self._rank == self.hosts.ours[0]
 
     def is_of(self, directory: str) -> bool:
-        """Whether what is in memory are states of the job whose checkpoints are in `directory`."""
+        """Return True if the checkpoints in memory belong to the job that saves in `directory`."""
         return Path(directory).resolve() == self._disk
 
     def task(self, task: Task) -> Task:
-        """`task`, with what else is done in memory."""
+        """Return `task` with the additional work for memory: the tags to keep, and the destination of a copy."""
         send = self.shelf.begin(task.save.number, task.save.tag)
         only = self.shelf.of_use() if self.leads else None
         return replace(task, only=only, copy=self._destination if send else None)
 
     def close(self) -> None:
-        """Nothing is left where training has ended well; where an exception ends it, what can be loaded stays."""
+        """Stop receiving copies, and remove the directory.
+
+        It stays after an exception, so that what can be loaded is not lost. It also stays if `DS_COMPRESS_MEMORY_DIR`
+        names it, because its creator then removes it.
+        """
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
@@ -110,12 +120,16 @@ class HostMemory:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _from_first(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the first rank."""
+        """Return the result of `work` on the first rank. Collective."""
         found = self._gathered(self._on_all(lambda: [work()] if self._rank == 0 else []))
         return found[0][0]
 
     def _on_all(self, work: Callable[[], T]) -> T:
-        """What `work` returns; StateError on all ranks where it fails on one."""
+        """Return the result of `work` on this rank. Collective.
+
+        Raises:
+            StateError: `work` failed on some rank. Raised on all ranks.
+        """
         found: list[T] = []
         problem = on_all_ranks(lambda: found.append(work()), self._group)
         if problem:
@@ -135,7 +149,7 @@ class HostMemory:
         return Hosts(ranks, next(here for here, some in enumerate(ranks) if self._rank in some))
 
     def _begin_receiving(self, settings: MemoryCheckpoints) -> Destination:
-        """Where files of this rank go. The first rank of each host begins to take those of others."""
+        """Start receivers on the leaders, and return the destination for copies of this rank's files. Collective."""
         key = self._from_first(lambda: secrets.token_bytes(32))
         self._receiver = self._on_all(lambda: Receiver(self.directory, key) if self.leads else None)
         own = (self._on_all(self._address), 0 if self._receiver is None else self._receiver.port)

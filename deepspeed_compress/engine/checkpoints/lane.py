@@ -1,5 +1,4 @@
-"""Checkpoints of this rank on their way to one place: when they are due, the process that writes them, and what it has
-said."""
+"""Pending checkpoints of this rank for one destination: when they are due, their writer process, and its results."""
 
 import time
 from contextlib import suppress
@@ -13,12 +12,18 @@ from deepspeed_compress.engine.checkpoints.side_stream import make_memory
 __all__ = ["Interval", "Lane"]
 
 _BUFFERS = 2
-"""Snapshots in memory: one may be written while the next is taken."""
+"""Number of snapshot buffers: one may be written while the next is taken."""
 
 
 @dataclass
 class Interval:
-    """`every` so many steps, or after a time, which the first rank looks at; None: never. `due`: it has come."""
+    """Interval between automatic checkpoints.
+
+    Attributes:
+        every: a number of steps, or a duration, which the first rank measures; None for never.
+        due: True if the duration has passed.
+        last: the time of the last checkpoint (`time.monotonic`).
+    """
 
     every: int | str | None
     due: bool = False
@@ -29,32 +34,39 @@ class Interval:
         return isinstance(self.every, str)
 
     def has_passed(self) -> bool:
-        """Whether the time is over."""
+        """Return True if the interval is a duration and has passed."""
         return isinstance(self.every, str) and time.monotonic() - self.last >= seconds(self.every)
 
     def says(self, step: int) -> bool:
-        """A step that is said is kept to: saving makes compressed weights exact, which must not depend on a disk."""
+        """Return True if a checkpoint is due at `step` by the number of steps.
+
+        It is then saved in exactly this step: saving makes compressed weights exact, so it must not depend on the
+        disk's speed.
+        """
         return isinstance(self.every, int) and step % self.every == 0
 
     def begin(self) -> None:
+        """Start a new interval."""
         self.due, self.last = False, time.monotonic()
 
 
 class Lane:
-    """One checkpoint may be written while the next is saved; a third one waits.
+    """Checkpoints of this rank for one destination, each written by a separate process.
+
+    One checkpoint may be written while the next is saved; a third one waits.
 
     Args:
-        interval: when one is saved that nobody asked for.
-        rate: bytes a second at which files are written; None as fast as it goes.
-        private: files are for this user alone.
+        interval: the interval between automatic checkpoints.
+        rate: bytes per second at which files are written; None for no limit.
+        private: True if only this user may read the files.
     """
 
     def __init__(self, interval: Interval, rate: float | None = None, private: bool = False) -> None:
         self.interval, self.rate = interval, rate
         self.begun = 0
-        """Number of the last one that was saved."""
+        """Number of the last checkpoint saved."""
         self.agreed = 0
-        """Up to which all ranks have written theirs, or failed to."""
+        """Number of the last checkpoint that all ranks have written or failed to write."""
         self._private = private
         self._writer: Writer | None = Writer(private)
         self._free = [make_memory() for _ in range(_BUFFERS)]
@@ -65,17 +77,17 @@ class Lane:
 
     @property
     def in_flight(self) -> bool:
-        """Whether one is being written on any rank, as far as all know."""
+        """Return True if a checkpoint is still being written on some rank, as far as all ranks know."""
         return self.agreed < self.begun
 
     @property
     def ended(self) -> int:
-        """Up to which this rank has written them, or failed to."""
+        """Return the number of the last checkpoint that this rank has written or failed to write."""
         return self._used[0][0].save.number - 1 if self._used else self.begun
 
     @property
     def copied(self) -> int:
-        """Up to which copies of this rank's files have arrived elsewhere, or never will."""
+        """Return the number of the last checkpoint whose copy has arrived at the next host, or has failed to."""
         return self._sent[0].save.number - 1 if self._sent else self.begun
 
     @property
@@ -83,40 +95,44 @@ class Lane:
         return bool(self._failed)
 
     def take_failures(self) -> list[Outcome]:
-        """What has failed since the last call."""
+        """Return the failures since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def take_notices(self) -> list[str]:
-        """Return what went wrong since the last call beside checkpoints that are whole."""
+        """Return the problems since the last call that do not affect the checkpoints themselves."""
         notices, self._notices = self._notices, []
         return notices
 
     def take_memory(self) -> Memory:
-        """Memory that nobody uses."""
+        """Return a free buffer, waiting for one if necessary."""
         while not self._free:
             self.collect(wait=True)
         return self._free.pop()
 
     def give_back(self, memory: Memory) -> None:
-        """Nothing was sent of it."""
+        """Return a buffer that was not sent to the writer."""
         self._free.append(memory)
 
     def begin(self, task: Task, memory: Memory) -> None:
-        """`task` will be sent, with what is then in `memory`."""
+        """Register `task`, which will be sent with the contents of `memory`."""
         self._used.append((task, memory))
         self.begun = task.save.number
         if task.copy is not None:
             self._sent.append(task)
 
     def send(self, task: Task, memory: Memory) -> None:
-        """Have it written. A process that is gone shows when its outcome is asked for."""
+        """Send `task` to the writer process. A process that died is noticed when its outcome is collected."""
         assert self._writer is not None, "the engine is destroyed"
         with suppress(OSError):
             self._writer.send(task, memory.descriptor)
 
     def collect(self, wait: bool) -> None:
-        """What this rank's process has done since; with `wait` at least one thing. No snapshot may be on its way."""
+        """Process the outcomes that the writer process has reported. No snapshot may be in the process of being sent.
+
+        Args:
+            wait: True to wait for at least one outcome.
+        """
         assert self._writer is not None, "the engine is destroyed"
         try:
             outcomes = self._writer.outcomes(wait)
@@ -134,19 +150,22 @@ class Lane:
                 self._notices.append(outcome.notice)
 
     def finish(self) -> None:
-        """Until this rank has written everything, and sent it."""
+        """Wait until this rank has written everything, and sent all copies."""
         while self._used or self._sent:
             self.collect(wait=True)
 
     def close(self) -> None:
-        """The process ends. A second call does nothing."""
+        """Finish, and end the writer process. A second call does nothing."""
         if self._writer is not None:
             self.finish()
             self._writer.close()
             self._writer = None
 
     def _begin_anew(self) -> None:
-        """The process has died. Another one tells those who wait for what it was to write, and writes what comes."""
+        """Replace the writer process, which has died.
+
+        The new process reports the lost checkpoints to the ranks that wait for them, and writes later ones.
+        """
         assert self._writer is not None
         self._writer.close()
         self._writer = Writer(self._private)

@@ -1,9 +1,9 @@
-"""Checkpoints of an engine whose parameters were dealt out (`ownership`): DeepSpeed's own, in the order that was given.
+"""Checkpoints of an engine with balanced ownership (`ownership`), stored in the parameter order of the program.
 
-DeepSpeed writes and reads flat parts without the names of what is in them, so a run without this package would take
-them for others. Ranks exchange what they hold when a file is written and when it is read: the bits in it are those of
-an engine in the given order with the same values. `state_dict` of the optimizer alone, which one rank may call without
-the others, stays in the order of memory.
+DeepSpeed writes and reads flat partitions without the names of their parameters, so a run without this package would
+misread partitions in another order. Ranks exchange their elements when a file is written and when it is read. The bits
+in the file equal those of an engine in the given order with the same values. A direct call of the optimizer's
+`state_dict`, which one rank may make without the others, keeps the order of memory.
 """
 
 from collections import OrderedDict
@@ -32,9 +32,9 @@ Move = Callable[[Tensor, torch.device], Tensor]
 
 
 def keep_file_order(engine: Any, given: GivenOrder) -> None:
-    """From now on `engine` writes and reads checkpoints in the order `given`; nothing where it was left so.
+    """Have `engine` write and read checkpoints in the order `given`. Does nothing if the order was not changed.
 
-    For as long as the engine lives, whoever is detached from it: its parameters stay where they are.
+    This lasts for as long as the engine exists, even after `detach`, because its parameters stay where they are.
     """
     if not given.groups:
         return
@@ -46,7 +46,7 @@ def keep_file_order(engine: Any, given: GivenOrder) -> None:
 
 
 class _Files:
-    """Translates between the parts in memory of this rank and those of files, for one engine."""
+    """Translation between this rank's partitions in memory and those in files, for one engine."""
 
     def __init__(self, engine: Any, given: GivenOrder) -> None:
         self._optimizer = engine.optimizer
@@ -62,14 +62,17 @@ class _Files:
         ]
 
     def shapes(self, original: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-        """DeepSpeed's `_get_zero_param_shapes`: what tools that put weights together go by."""
+        """Return DeepSpeed's `_get_zero_param_shapes` in the order of files.
+
+        Tools that consolidate weights rely on it.
+        """
         return [
             OrderedDict((name, shapes[name]) for name in names)
             for names, shapes in zip(self._names, original(), strict=True)
         ]
 
     def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `_save_zero_checkpoint`, which takes what `state_dict` gives."""
+        """Call DeepSpeed's `_save_zero_checkpoint`, whose call of `state_dict` gets the order of files."""
         patches = Patches()
         patches.wrap(self._optimizer, "state_dict", self._written)
         try:
@@ -78,7 +81,7 @@ class _Files:
             patches.undo()
 
     def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `_load_zero_checkpoint`, which hands what it has read to `load_state_dict`."""
+        """Call DeepSpeed's `_load_zero_checkpoint`, whose call of `load_state_dict` converts from file order."""
         patches = Patches()
         patches.wrap(self._optimizer, "load_state_dict", self._read)
         try:
@@ -87,13 +90,15 @@ class _Files:
             patches.undo()
 
     def _written(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `state_dict` gives, in the order of files."""
+        """Return the optimizer's `state_dict` in the order of files. Collective."""
         moves: list[Move] = [reordering.forward for reordering in self._reorderings]
         return {**self._moved(original(), moves), PARAM_SLICE_MAPPINGS: self._slices()}
 
     def _read(self, original: Callable[..., Any], state_dict_list: Any = None, *args: Any, **options: Any) -> Any:
-        """`load_state_dict`: of the parts of all ranks it looks at that of this one. Universal checkpoints have names,
-        and none."""
+        """Call `load_state_dict` with this rank's entry of `state_dict_list` in the order of memory. Collective.
+
+        Universal checkpoints are stored by name, and have no such list.
+        """
         rank = self._optimizer.dp_process_group.rank()
         if state_dict_list is not None and _fits(state_dict_list, self._optimizer):
             moves: list[Move] = [reordering.backward for reordering in self._reorderings]
@@ -102,8 +107,10 @@ class _Files:
         return original(state_dict_list, *args, **options)
 
     def _moved(self, state: dict[str, Any], moves: Sequence[Move]) -> dict[str, Any]:
-        """A copy of `state`, the parts of masters and of the optimizer's states moved. DeepSpeed cuts the padding off
-        the masters."""
+        """Return a copy of `state` in which master weights and optimizer states are reordered with `moves`.
+
+        DeepSpeed removes the padding of the master weights, so it is added for the move.
+        """
         masters = [
             move(_padded(master, padding), self._device)[: master.numel()]
             for move, master, padding in zip(
@@ -132,7 +139,10 @@ class _Files:
         return move(value, self._device)
 
     def _slices(self) -> list[Mapping[str, fragment_address]]:
-        """DeepSpeed's `_create_param_mapping` for the order of files: what of each parameter is in this rank's part."""
+        """Return the slice of each parameter in this rank's partition of files, by parameter group.
+
+        The format is that of DeepSpeed's `_create_param_mapping`.
+        """
         return [
             _slices(sizes, group.rank() * share, share)
             for sizes, group, share in zip(
@@ -150,7 +160,7 @@ def _padded(part: Tensor, padding: int) -> Tensor:
 
 
 def _fits(states: Sequence[Any], optimizer: Any) -> bool:
-    """Whether the parts are of as many ranks as there are now; DeepSpeed refuses others, or does not look at them."""
+    """Return True if the states were saved by the current number of ranks. DeepSpeed refuses or ignores others."""
     return len(states) == optimizer.dp_process_group.size() and (
         list(states[optimizer.dp_process_group.rank()][PARTITION_COUNT]) == list(optimizer.partition_count)
     )

@@ -1,4 +1,4 @@
-"""What has become of checkpoints on their way, as all ranks know it."""
+"""Progress of pending checkpoints, as all ranks agree on it."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Ranks ask each other at the end of a step, and know at the end of the next one: which checkpoints are written
-    everywhere, whose time has come, what has failed, and whether SIGTERM has come to any.
+    """Progress of checkpoints on all ranks.
+
+    Ranks start an agreement at the end of a step, and have the answer at the end of the next: which checkpoints are
+    written everywhere, which are due, what has failed, and whether any rank received SIGTERM.
 
     Args:
-        lanes: of this rank, the disk's first, and the memory's last where there is one.
-        memory: of hosts; None where nothing is saved there.
-        leaving: hears of SIGTERM; None where ranks do not save then.
-        stops: what could not be written is an error of all ranks, and not a warning.
-        group: of all ranks.
+        lanes: the lanes of this rank: disk first, and memory last if it is used.
+        memory: checkpoints in host memory; None if none are saved there.
+        leaving: the SIGTERM handler; None if ranks do not save on SIGTERM.
+        stops: True if a failed write is an error on all ranks, False if it is a warning.
+        group: all ranks.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class Progress:
         group: ProcessGroup,
     ) -> None:
         self.leaves = False
-        """SIGTERM has come to a rank."""
+        """True if any rank has received SIGTERM."""
         self._lanes, self._memory, self._leaving, self._stops = lanes, memory, leaving, stops
         self._agreement, self._rank = Agreement(group), group.rank()
 
     def hear(self) -> None:
-        """What ranks have answered, where they were asked, and what the process that writes for this one says.
+        """Process the answers of a pending agreement, and the messages of this rank's writer processes.
 
-        Raises StateError on all ranks where one could not write and that `stops`, else a CompressWarning says so.
+        Raises:
+            StateError: a rank could not write, and `stops`. Raised on all ranks; otherwise a CompressWarning is issued.
         """
         if self._agreement.work is not None:
             self._take(*self._agreement.finish())
@@ -54,13 +57,13 @@ class Progress:
         self._warn_of_notices()
 
     def ask_where_needed(self) -> None:
-        """Unless nothing is on its way, and nothing can have come. Collective, and alike on all ranks."""
+        """Start an agreement unless nothing is pending or can become due. Collective; all ranks decide alike."""
         sending = self._memory is not None and self._memory.shelf.sending
         if sending or self._leaving is not None or any(lane.in_flight or lane.interval.by_time for lane in self._lanes):
             self._ask()
 
     def settle(self) -> None:
-        """Until everything is written on all ranks. Collective; raises as `hear`."""
+        """Wait until everything is written on all ranks. Collective; raises like `hear`."""
         for lane in self._lanes:
             lane.finish()
         self._warn_of_notices()
@@ -69,7 +72,10 @@ class Progress:
         self._take(*self._agreement.finish())
 
     def close(self) -> None:
-        """Until this rank has written everything; others may be gone, or the group. Warns of what the disk lacks."""
+        """Wait until this rank has written everything, and warn of failed writes to disk.
+
+        Not collective: other ranks, or the group, may no longer exist.
+        """
         for lane in self._lanes:
             lane.close()
         self._warn_of_notices()
@@ -105,7 +111,7 @@ class Progress:
             self._report()
 
     def _report(self) -> None:
-        """Tell on all ranks what went wrong on any. Collective."""
+        """Report, on all ranks, what failed on any. Collective."""
         own = [(failure, self._told(failure)) for lane in self._lanes for failure in lane.take_failures()]
         found = [failure for some in gathered(own, self._agreement.group) for failure in some]
         news = [text for failure, text in found if self._is_news(failure)]
@@ -115,7 +121,10 @@ class Progress:
             warnings.warn(text, CompressWarning, stacklevel=4)
 
     def _is_news(self, failure: Outcome) -> bool:
-        """Memory that is full is told of once, and again when something has been saved there since."""
+        """Return True if `failure` is to be reported.
+
+        A failure in memory is reported once, and again after a later save in memory has succeeded.
+        """
         if self._memory is None or failure.save.directory.name != self._memory.directory.name:
             return True
         return self._memory.shelf.forget(failure.save.number, failure.of_copy)

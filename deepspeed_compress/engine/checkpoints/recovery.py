@@ -1,5 +1,7 @@
-"""Which checkpoint is loaded: the newest that is whole, in the memory of hosts or on disk. All here is collective, and
-all ranks decide alike, by what all of them have found."""
+"""Selection of the checkpoint to load: the newest complete one, in host memory or on disk.
+
+Everything here is collective. All ranks decide alike, from what all of them have found.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -34,7 +36,14 @@ _CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint in `directory`. `save`: which one in memory; None on disk."""
+    """A checkpoint that may be loaded.
+
+    Attributes:
+        directory: the directory of checkpoints.
+        tag: its tag.
+        step: its optimizer step; 0 if unknown.
+        save: its identity among checkpoints in memory; None for a checkpoint on disk.
+    """
 
     directory: Path
     tag: str
@@ -43,17 +52,28 @@ class Candidate:
 
 
 def gathered(one: T, group: ProcessGroup) -> list[T]:
-    """`one` of every rank."""
+    """Return `one` of every rank of `group`. Collective."""
     found: list[T] = [one] * dist.get_world_size(group)
     dist.all_gather_object(found, one, group=group)
     return found
 
 
 def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> Candidate | None:
-    """What to load: `tag`, or where it is None the newest that is whole, with a warning about those that are not. None
-    where there is nothing.
+    """Return the checkpoint to load: `tag`, or the newest complete one if it is None. Collective.
 
-    `memory`: where to look besides. Raises StateError on all ranks where nothing is whole.
+    Warns (CompressWarning) of newer checkpoints that are not complete.
+
+    Args:
+        directory: the directory of checkpoints on disk.
+        tag: the tag to load, or None.
+        memory: checkpoints in host memory, considered as well.
+        group: all ranks.
+
+    Returns:
+        The checkpoint; None if there is none at all.
+
+    Raises:
+        StateError: no checkpoint is complete. Raised on all ranks.
     """
     problems: list[str] = []
     for candidate in _candidates(directory, tag, memory, group):
@@ -70,7 +90,7 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
 
 
 def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> list[Candidate]:
-    """What may be tried, the newest first; of two of the same step the one in memory."""
+    """Return the checkpoints to try, newest first. For the same step, the one in memory comes first."""
     if tag is not None:
         return [Candidate(directory, tag)]
     on_disk, problem = gathered(_looked(directory) if dist.get_rank() == 0 else ([], ""), group)[0]
@@ -81,7 +101,7 @@ def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, gro
 
 
 def _looked(directory: Path) -> tuple[list[Candidate], str]:
-    """Return the candidates in `directory`, or why they cannot be found, which all ranks must hear."""
+    """Return the candidates in `directory`, or the reason why they cannot be found, which all ranks must learn."""
     try:
         return list(_on_disk(directory)), ""
     except (StateError, OSError) as error:
@@ -89,7 +109,7 @@ def _looked(directory: Path) -> tuple[list[Candidate], str]:
 
 
 def _on_disk(directory: Path) -> Iterator[Candidate]:
-    """Their order stays where a damaged one does not tell its step."""
+    """Yield the candidates on disk. A damaged one that does not state its step keeps its place in the order."""
     tags = tags_to_try(directory)
     steps = {found.tag: found.step for found in checkpoints(directory)} if tags else {}
     known = list(accumulate([steps.get(tag) or 0 for tag in reversed(tags)], max))
@@ -97,7 +117,10 @@ def _on_disk(directory: Path) -> Iterator[Candidate]:
 
 
 def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
-    """Those of which every rank's files are on some host. What was being written when training ended is left out."""
+    """Return the checkpoints in memory for which some host has each rank's files. Collective.
+
+    Incomplete ones, such as one that was being written when training ended, are left out with a warning.
+    """
     held, problems = find_held(memory.directory) if memory.leads else ([], [])
     everybody = frozenset(range(dist.get_world_size(group)))
     problems += [
@@ -121,7 +144,7 @@ def _in_memory(memory: HostMemory, group: ProcessGroup) -> list[Candidate]:
 
 
 def _problems(candidate: Candidate, memory: HostMemory | None, group: ProcessGroup) -> list[str]:
-    """Why it cannot be loaded."""
+    """Return the reasons why `candidate` cannot be loaded; empty if it can. Collective."""
     if memory is not None and candidate.save is not None:
         return _bring_together(candidate, memory, group)
     place, rank, world = candidate.directory / candidate.tag, dist.get_rank(), dist.get_world_size()
@@ -133,7 +156,7 @@ def _all_of(found: list[list[str]]) -> list[str]:
 
 
 def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGroup) -> list[str]:
-    """Have every host get what its ranks need; what stands in the way of it."""
+    """Send every host the files that its ranks need, and return the problems that prevent loading. Collective."""
     held = [one for one in find_held(memory.directory)[0] if one.save == candidate.save]
     lists, damage = _look_through(held, candidate.directory / candidate.tag, memory)
     found = gathered((lists, damage), group)
@@ -153,7 +176,11 @@ def _bring_together(candidate: Candidate, memory: HostMemory, group: ProcessGrou
 
 
 def _look_through(held: list[Held], place: Path, memory: HostMemory) -> tuple[Mapping[int, FileList], list[str]]:
-    """Of this rank's share of what its host holds: lists whose files are whole, and what is wrong with others."""
+    """Check this rank's share of its host's files.
+
+    Returns:
+        The file lists, by rank, whose files are all intact, and descriptions of the damage in others.
+    """
     lists = sorted((one for some in held for one in some.lists.values()), key=lambda one: one.rank)
     ours = memory.hosts.ours
     whole: dict[int, FileList] = {}
@@ -169,7 +196,11 @@ def _look_through(held: list[Held], place: Path, memory: HostMemory) -> tuple[Ma
 def _fetch(
     missing: list[Missing], candidate: Candidate, memory: HostMemory, lists: Mapping[int, FileList]
 ) -> list[str]:
-    """Between the first ranks of hosts; `lists` are written where all has come. What has failed here."""
+    """Transfer the missing files between the leaders of hosts, and write `lists` if all of them arrived.
+
+    Returns:
+        The failures on this host; empty on ranks that are not leaders.
+    """
     if not memory.leads:
         return []
     place = candidate.directory / candidate.tag
@@ -182,13 +213,16 @@ def _fetch(
 
 
 def _pass_on(missing: Missing, place: Path, memory: HostMemory) -> str:
-    """One file, by those who have a part in it. Whoever cannot read or write it stays with the others, and tells."""
+    """Transfer one file between the leaders that take part.
+
+    A leader that cannot read or write the file still takes part in the communication, and returns the problem.
+    """
     hosts, file, (size, sha256) = memory.hosts, place / missing.name, missing.listed.files[missing.name]
     way = _Way(hosts.leaders[missing.source], [hosts.leaders[host] for host in missing.needed_by], memory.leaders)
     if hosts.here == missing.source:
         return way.send(file, size)
     if hosts.here not in missing.needed_by:
-        # A broadcast is for all.
+        # A broadcast involves all leaders.
         way.drop(size)
         return ""
     chunks = way.chunks(size)
@@ -209,14 +243,17 @@ def _exhaust(chunks: Iterator[bytes]) -> None:
 
 @dataclass(frozen=True)
 class _Way:
-    """Of a file from rank `source` to one rank, or to all of `group` where several need it."""
+    """Transfer of a file from rank `source` to one rank, or by broadcast in `group` if several ranks need it."""
 
     source: int
     needed_by: list[int]
     group: ProcessGroup
 
     def send(self, file: Path, size: int) -> str:
-        """What is wrong with it; zeros go in its place, which do not fit the digest."""
+        """Send the file, and return what is wrong with it.
+
+        If it cannot be read, zeros are sent in its place; they do not match the digest.
+        """
         problem = ""
         try:
             content = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0)
@@ -230,7 +267,7 @@ class _Way:
         return problem
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """What comes."""
+        """Yield the chunks of the file as they are received."""
         for begin in range(0, size, _CHUNK):
             chunk = torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8)
             if len(self.needed_by) > 1:
@@ -240,5 +277,6 @@ class _Way:
             yield chunk.numpy().tobytes()
 
     def drop(self, size: int) -> None:
+        """Receive and discard a broadcast file that this host does not need."""
         if len(self.needed_by) > 1:
             _exhaust(self.chunks(size))

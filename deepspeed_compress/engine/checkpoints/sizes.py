@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints of another number of data-parallel ranks: ZeRO's parts of masters and states, cut anew.
+"""Loading of DeepSpeed checkpoints saved by another number of data-parallel ranks, by repartitioning ZeRO's states.
 
-DeepSpeed refuses them ("Automatic adjustment ... is not currently supported", `engine.py`, `_load_zero_checkpoint`;
-`elastic_checkpoint` is not asked before that). What a rank of now holds is put together from the files of all ranks of
-then (`zero_parts`). They are mapped into memory: a rank reads what it needs.
+DeepSpeed refuses them ("Automatic adjustment ... is not currently supported", `engine.py`, `_load_zero_checkpoint`; it
+checks this before `elastic_checkpoint`). Each rank's partition is assembled from the files of all ranks that saved the
+checkpoint (`zero_parts`). The files are memory-mapped, so a rank reads only what it needs.
 """
 
 import warnings
@@ -35,8 +35,15 @@ __all__ = ["other_size"]
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the first rank's file says of a checkpoint. `ranks`: of a data-parallel group. `models`: combinations of
-    tensor and pipeline rank. `batch`: sequences of a step, None where that is not told."""
+    """Description of a checkpoint, from the file of its first rank.
+
+    Attributes:
+        directory: the directory of checkpoints.
+        tag: the tag of the checkpoint.
+        ranks: the size of its data-parallel groups.
+        models: the number of combinations of tensor and pipeline rank.
+        batch: sequences per step; None if unknown.
+    """
 
     directory: Path
     tag: str
@@ -47,13 +54,20 @@ class _Saved:
 
 @contextmanager
 def other_size(engine: Any, directory: Path, tag: str | None, models: int | None, states: bool) -> Iterator[None]:
-    """While this lasts `engine.load_checkpoint` takes a checkpoint of any number of data-parallel ranks. Collective.
+    """Let `engine.load_checkpoint` load a checkpoint of any number of data-parallel ranks within the block. Collective.
 
-    `models`: combinations of tensor and pipeline rank of this run, None where that is not compared.
-    `states`: whether those of the optimizer are loaded.
+    Warns (CompressWarning) if the batch size differs from the saved one: data and learning rate would continue
+    elsewhere.
 
-    Raises StateError, before anything is loaded, for what cannot be cut. A CompressWarning tells of a batch that has
-    another size than before: data and learning rate would go on elsewhere.
+    Args:
+        engine: the engine.
+        directory: the directory of checkpoints.
+        tag: the tag of the checkpoint; None for the latest.
+        models: the number of combinations of tensor and pipeline rank of this run; None to skip the comparison.
+        states: True if optimizer states are loaded.
+
+    Raises:
+        StateError: the checkpoint cannot be repartitioned. Raised before anything is loaded.
     """
     if engine.load_universal_checkpoint():
         check_universal(engine, directory, tag)
@@ -76,7 +90,7 @@ def other_size(engine: Any, directory: Path, tag: str | None, models: int | None
 
 
 def _read_saved(engine: Any, directory: Path, tag: str) -> _Saved | None:
-    """None where DeepSpeed has to speak."""
+    """Return the description of a checkpoint; None if its files are missing, which DeepSpeed reports."""
     names = _model_files(engine, str(directory), tag)
     if not names:
         return None
@@ -85,13 +99,17 @@ def _read_saved(engine: Any, directory: Path, tag: str) -> _Saved | None:
 
 
 def _model_files(engine: Any, directory: str, tag: str) -> list[str]:
-    """Of the first data-parallel rank, for each combination of tensor and pipeline rank."""
+    """Return the files of the first data-parallel rank, one for each combination of tensor and pipeline rank."""
     pattern = Path(engine._get_ckpt_name(directory, tag, mp_placeholder="*", pp_placeholder="0"))
     return sorted(map(str, pattern.parent.glob(pattern.name)))
 
 
 def _opened(file: Path) -> dict[str, Any]:
-    """As DeepSpeed unpickles it, but for the tensors, which are read when they are looked at."""
+    """Return the contents of a file, unpickled as DeepSpeed does, with memory-mapped tensors.
+
+    Raises:
+        StateError: the file is missing or damaged.
+    """
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     except (OSError, RuntimeError) as error:
@@ -100,7 +118,7 @@ def _opened(file: Path) -> dict[str, Any]:
 
 
 def _batch_of(found: Mapping[str, Any]) -> int | None:
-    """As DeepSpeed completes what a configuration says of it."""
+    """Return the sequences per step, computed from the saved configuration as DeepSpeed does; None if unknown."""
     config = found.get("ds_config") or {}
     given = [config.get(f"train_{name}") for name in ("batch_size", "micro_batch_size_per_gpu")]
     batch, micro = (value if isinstance(value, int) else None for value in given)
@@ -156,7 +174,7 @@ def _check(engine: Any, saved: _Saved) -> None:
 
 
 class _Cut:
-    """Reads what other ranks have saved for one engine."""
+    """Replacements for an engine's loading functions, which read the files of another number of ranks."""
 
     def __init__(self, engine: Any, saved: _Saved) -> None:
         self._engine = engine
@@ -164,7 +182,11 @@ class _Cut:
         self._rank = dist.get_rank(engine.seq_data_parallel_group)
 
     def load_zero(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
-        """In place of DeepSpeed's `_load_zero_checkpoint`. Collective: StateError on all ranks or on none."""
+        """Load the ZeRO states in place of DeepSpeed's `_load_zero_checkpoint`. Collective.
+
+        Raises:
+            StateError: some rank failed. Raised on all ranks.
+        """
         states: list[dict[str, Any] | None] = [None] * self._engine.seq_dp_world_size
 
         def read() -> None:
@@ -194,23 +216,26 @@ class _Cut:
         return make(engine, self._rank, found, shapes)
 
     def _model_file(self, rank: int) -> Path:
-        """With the tensor and pipeline rank of this one."""
+        """Return the model state file of `rank` with this rank's tensor and pipeline rank."""
         saved = self._saved
         return Path(self._engine._get_ckpt_name(str(saved.directory), saved.tag, pp_placeholder=str(rank)))
 
     def model_files(self, original: Callable[..., list[str]], checkpoints_path: str, tag: str) -> list[str]:
-        """DeepSpeed's `_get_all_ckpt_names`, which looks for files of this rank."""
+        """Return the result of DeepSpeed's `_get_all_ckpt_names`, or the first rank's files if this rank has none."""
         return original(checkpoints_path, tag) or _model_files(self._engine, checkpoints_path, tag)
 
     def load_module(self, original: Callable[..., Any], *args: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
-        """DeepSpeed's `load_module_state_dict`, of which the parts of frozen parameters are another rank's."""
+        """Call DeepSpeed's `load_module_state_dict` with this rank's partitions of frozen parameters.
+
+        The checkpoint that DeepSpeed read has those of another rank.
+        """
         shapes = checkpoint.get(FROZEN_PARAM_SHAPES)
         if shapes:
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
         return original(*args, checkpoint=checkpoint, **options)
 
     def _frozen(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """This rank's parts, by name."""
+        """Return this rank's partitions of frozen parameters, by name."""
         fragments, engine = Fragments(), self._engine
         for rank in range(self._saved.ranks):
             for key, part in _opened(self._model_file(rank))[FROZEN_PARAM_FRAGMENTS].items():

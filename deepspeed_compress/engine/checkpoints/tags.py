@@ -1,4 +1,4 @@
-"""What DeepSpeed calls a checkpoint."""
+"""Names of DeepSpeed checkpoints."""
 
 from typing import Any
 
@@ -6,5 +6,8 @@ __all__ = ["tag_of"]
 
 
 def tag_of(engine: Any, tag: object) -> str:
-    """The directory that `save_checkpoint` of `engine` writes for a `tag`: any number, 0 too, or None for the step."""
+    """Return the name of the directory that `save_checkpoint` of `engine` writes for `tag`.
+
+    `tag` may be any value, including 0; None stands for the current step.
+    """
     return f"global_step{engine.global_steps}" if tag is None else str(tag)

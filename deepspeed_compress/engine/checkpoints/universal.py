@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed that would load as something else, or not at all: refused before they do."""
+"""Checks that refuse a DeepSpeed universal checkpoint that would load incorrectly or not at all."""
 
 import pickle
 from collections.abc import Iterator
@@ -18,9 +18,12 @@ _LATEST = "latest_universal"
 
 
 def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
-    """StateError on all ranks where the weights of any rank are not in the universal checkpoint as `engine` has them.
+    """Check that a universal checkpoint has the weights of every rank in the form that `engine` has them. Collective.
 
-    Collective. What DeepSpeed finds missing by itself is left to it: no checkpoint at all, or no such tag.
+    A missing checkpoint or tag is not checked, because DeepSpeed reports it.
+
+    Raises:
+        StateError: some rank's weights are missing or different. Raised on all ranks.
     """
     latest = directory / _LATEST
     found = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
@@ -56,14 +59,14 @@ def _numel(parameter: Any) -> int:
 
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
-    """Of the whole weight; None where this rank has a part of it and nobody says of what."""
+    """Return the shape of the whole weight; None if this rank has a part and the whole shape is unknown."""
     meta = getattr(parameter, DS_AUTOTP_UC_META, None)
     shape = getattr(parameter, "ds_shape", parameter.shape) if meta is None else meta.get("logical_shape")
     return None if shape is None else tuple(shape)
 
 
 def _weight(file: Path) -> Any:
-    """Return what DeepSpeed saved of one weight, without running code that the file may name."""
+    """Return DeepSpeed's saved data of one weight, without executing code from the file."""
     try:
         with torch.serialization.safe_globals([SubparamShape]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -79,7 +82,7 @@ def _differences(file: Path, name: str, wanted: tuple[int, ...] | None) -> Itera
         )
         return
     found = _weight(file)
-    # DeepSpeed writes a weight of ZeRO 3 by itself and flat, others in a dictionary with what is known of them.
+    # DeepSpeed stores a ZeRO 3 weight as a plain flat tensor, others in a dictionary with metadata.
     saved = tuple((found[PARAM] if isinstance(found, dict) else found).shape)
     if wanted is not None and len(saved) > 1 and saved != wanted and saved == wanted[::-1]:
         yield (

@@ -1,7 +1,7 @@
-"""ZeRO's parts of masters and of the optimizer's states, put together from the files of another number of ranks.
+"""Assembly of ZeRO's partitions of fp32 master weights and optimizer states from the files of another number of ranks.
 
-Files of model states say which parameters a flat buffer has, in its order (`param_shapes`): so all is found by names.
-What is made is what `state_dict` of the optimizer would give.
+The model state files list the parameters of each flat buffer in order (`param_shapes`), so everything is found by name.
+The result is what the optimizer's `state_dict` would return.
 """
 
 import copy
@@ -29,13 +29,18 @@ from deepspeed_compress.errors import StateError
 __all__ = ["state_of_zero_3", "state_of_zero_12"]
 
 MASTER = "fp32"
-"""Among the names of the optimizer's states."""
+"""Name of the fp32 master weights among the optimizer's states."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one parameter group, or of one sub-group of ZeRO 3: where its pieces are, its values by name, each flat of
-    one size, and what is equal on all ranks, such as the step."""
+    """One rank's partition of a parameter group, or of a sub-group under ZeRO 3.
+
+    Attributes:
+        pieces: the places of the parameters in the partition.
+        values: flat tensors of equal size, by name: master weights and optimizer states.
+        shared: values that are equal on all ranks, such as the step.
+    """
 
     pieces: Sequence[Piece]
     values: Mapping[str, Tensor]
@@ -45,11 +50,16 @@ class _Part:
 def state_of_zero_12(
     engine: Any, rank: int, found: Sequence[dict[str, Any]], shapes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The state of the optimizer of `engine` (DeepSpeedZeroOptimizer or BF16_Optimizer) for `rank` of its data-parallel
-    group, from the states of all ranks of then, `found`, in order.
+    """Return the optimizer state of ZeRO 1 or 2 for one rank, assembled from the states of all ranks that saved it.
 
-    `shapes`: of the saved parameter groups, in the order of their flat buffers. Raises StateError where the parts do
-    not make it up.
+    Args:
+        engine: an engine with a DeepSpeedZeroOptimizer or BF16_Optimizer.
+        rank: the rank in the engine's data-parallel group.
+        found: the saved states of all ranks, in order.
+        shapes: the shapes of the saved parameter groups' parameters, in the order of their flat buffers.
+
+    Raises:
+        StateError: the saved partitions do not make up the state.
     """
     _expect(found[0], SINGLE_PARTITION_OF_FP32_GROUPS, "ZeRO 1 or 2")
     optimizer, names = engine.optimizer, engine.param_names
@@ -57,7 +67,7 @@ def state_of_zero_12(
     groups = optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups
     masters = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     paddings = None if bf16 else optimizer.round_robin_bit16_padding
-    # Not by what DeepSpeed notes of slices (`param_slice_mappings`): with round_robin_gradients it is of another order.
+    # Not from DeepSpeed's `param_slice_mappings`, which have another order with round_robin_gradients.
     buffers = _buffers([{names[one]: one.numel() for one in group} for group in groups], paddings)
     wanted = [
         (_within(buffer, rank * master.numel(), master.numel()), master.numel())
@@ -78,7 +88,7 @@ def state_of_zero_12(
 def state_of_zero_3(
     engine: Any, rank: int, found: Sequence[dict[str, Any]], shapes: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The same of ZeRO 3, where groups are sub-groups."""
+    """Return the optimizer state of ZeRO 3 for one rank; see `state_of_zero_12`. Groups are sub-groups here."""
     _expect(found[0], FP32_FLAT_GROUPS, "ZeRO 3")
     optimizer, ranks = engine.optimizer, engine.seq_dp_world_size
     groups = [{engine.param_names[one]: one.ds_numel for one in group} for group in optimizer.fp16_groups]
@@ -92,7 +102,7 @@ def state_of_zero_3(
 
 
 def _sub_groups(optimizer: Any, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The saved parameter groups with the sub-groups of now: they hold other numbers of parameters."""
+    """Return the saved parameter groups with the current sub-groups, which have other numbers of parameters."""
     optimizer._set_fp32_optimizer_param_groups()
     own = optimizer.optimizer.state_dict()["param_groups"]
     optimizer._clear_fp32_optimizer_param_groups()
@@ -115,7 +125,7 @@ def _sizes(shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
 def _buffers(
     groups: Sequence[Mapping[str, int]], paddings: Sequence[Sequence[int]] | None
 ) -> list[list[tuple[str, int, int]]]:
-    """Of each group (name, place in its flat buffer, elements) of every parameter; `paddings` follow parameters."""
+    """Return (name, offset in its flat buffer, numel) of every parameter, by group. Paddings follow the parameters."""
     found = []
     for index, group in enumerate(groups):
         after = paddings[index] if paddings else [0] * len(group)
@@ -125,13 +135,13 @@ def _buffers(
 
 
 def _within(buffer: Sequence[tuple[str, int, int]], first: int, size: int) -> list[Piece]:
-    """What the part of `size` elements from `first` on has of each parameter."""
+    """Return the pieces of parameters in the partition of `size` elements from `first` on."""
     cut = [(name, place, max(place, first), min(place + numel, first + size)) for name, place, numel in buffer]
     return [Piece(name, low - place, low - first, high - low) for name, place, low, high in cut if low < high]
 
 
 def _even_pieces(sizes: Mapping[str, int], rank: int, ranks: int) -> tuple[list[Piece], int]:
-    """The pieces of a sub-group of ZeRO 3, one parameter after the other, and its size."""
+    """Return the pieces of a ZeRO 3 sub-group on `rank`, one parameter after the other, and the partition's size."""
     pieces, start = [], 0
     for name, numel in sizes.items():
         piece, room = even_piece(name, numel, rank, ranks, start)
@@ -159,7 +169,11 @@ def _parts_3(found: Sequence[Mapping[str, Any]], sizes: Sequence[Mapping[str, in
 
 
 def _part(pieces: Sequence[Piece], master: Tensor, states: Mapping[str, Any], sizes: Sequence[int]) -> _Part:
-    """StateError for a state that is neither one number nor as large as the part."""
+    """Return a partition with its master weights and optimizer states.
+
+    Raises:
+        StateError: a state is neither a single number nor as large as the partition.
+    """
     one = {name for name, value in states.items() if not isinstance(value, Tensor) or value.dim() == 0}
     for name in states.keys() - one:
         if states[name].dim() != 1 or states[name].numel() not in sizes:
@@ -172,7 +186,7 @@ def _part(pieces: Sequence[Piece], master: Tensor, states: Mapping[str, Any], si
 
 
 def _cut(parts: Sequence[_Part], wanted: Sequence[tuple[Sequence[Piece], int]]) -> list[_Part]:
-    """What is `wanted`, pieces and a size, put together from `parts`."""
+    """Return the partitions `wanted`, each given as pieces and a size, assembled from `parts`."""
     kinds = dict.fromkeys(name for part in parts for name in part.values)
     fragments = {name: Fragments() for name in kinds}
     owners = {piece.name: part for part in reversed(parts) for piece in part.pieces}
@@ -185,13 +199,13 @@ def _cut(parts: Sequence[_Part], wanted: Sequence[tuple[Sequence[Piece], int]]) 
 def _wanted(
     fragments: Mapping[str, Fragments], owners: Mapping[str, _Part], pieces: Sequence[Piece], size: int
 ) -> _Part:
-    # Optimizers count steps in tensors of their own, one for each part.
+    # Optimizers count steps in a separate tensor for each partition.
     like = next((owners[piece.name] for piece in pieces if piece.name in owners), next(iter(owners.values())))
     return _Part(pieces, {name: fragments[name].cut(pieces, size) for name in like.values}, copy.deepcopy(like.shared))
 
 
 def _optimizer_state(parts: Sequence[_Part], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """As `state_dict` of an optimizer of torch has it: the parameters are the parts, in order."""
+    """Return the state in the format of a torch optimizer's `state_dict`, with the partitions as its parameters."""
     states = {
         index: {**part.shared, **{name: values for name, values in part.values.items() if name != MASTER}}
         for index, part in enumerate(parts)

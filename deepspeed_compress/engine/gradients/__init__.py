@@ -1,1 +1,1 @@
-"""Where DeepSpeed reduces gradients: a file for each way."""
+"""Seams at which DeepSpeed reduces gradients, one module per reduction path."""

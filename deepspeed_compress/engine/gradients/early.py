@@ -1,14 +1,15 @@
-"""Reductions that begin while backward still runs, and are used only if they prove to be the right ones: ZeRO 0 and 1.
+"""Speculative reductions for ZeRO 0 and 1: begin during backward, and use the results only if they prove correct.
 
-There DeepSpeed reduces when the backward pass of the boundary micro-step is over: what it finds in the gradients then
-is right whatever the program did before, with several backwards, `no_sync`, parameters used now and then, layers shared
-between reentrant checkpoints. Hooks that reduce at once give that up, as DeepSpeed's own `overlap_comm` does. Here a
-program that reduces the same buckets step after step has them sent off as soon as their gradients are there. Then,
-where DeepSpeed would reduce, all ranks compare what was sent with what is to be reduced, bit for bit, and agree: either
-all of it counts, or none of it does, all that it wrote into memories is forgotten, and DeepSpeed goes on as ever.
+These stages reduce after the backward pass of the boundary micro-step. The gradients that DeepSpeed finds then are
+correct whatever the program did before: several backward passes, `no_sync`, parameters that are used only now and then,
+layers shared between reentrant checkpoints. Hooks that reduce immediately give this up, as DeepSpeed's own
+`overlap_comm` does. This module keeps it: if a program reduces the same buckets step after step, each bucket is sent as
+soon as its gradients exist. When DeepSpeed would reduce, all ranks compare, bit for bit, what was sent with what is due
+to be reduced. If everything matches on every rank, the results are used. Otherwise all of them are discarded, residuals
+are rolled back, and DeepSpeed reduces as usual.
 
-On all ranks an engine sends the same messages in the same order, whatever becomes of them: every bucket of the plan
-once, before the agreement. The plan is that of earlier steps, which were equal on all ranks since they were reduced.
+Every rank sends the same messages in the same order, whether or not they are used: each bucket of the plan once, before
+the agreement. The plan comes from earlier steps, and is equal on all ranks because those steps were reduced.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,46 +30,58 @@ from deepspeed_compress.session.session import Session
 __all__ = ["EarlyReductions", "Gradients", "bucket_size", "reduces_now"]
 
 Key = Any
-"""A parameter in DeepSpeed's bucket, as its seam calls it: hashable."""
+"""Hashable identity of a parameter in DeepSpeed's bucket; each seam defines its own."""
 BUCKETS = 8
-"""That a model is sent in, if the size of a bucket stays within bounds."""
+"""Target number of gradient buckets per model. `SMALLEST_BUCKET` and `LARGEST_BUCKET` take precedence."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 50_000_000
 LONGEST_PATIENCE = 1024
-"""Equal steps that are asked for at most before reductions begin early again."""
+"""Maximum number of consecutive equal steps required before speculative reductions resume."""
 
 
 class Gradients(Protocol):
-    """The gradients that an optimizer has reduced, over `group` by `scale`: for their owners, or `everywhere`."""
+    """Access to the gradients that an optimizer reduces over `group`, multiplied by `scale`.
+
+    Attributes:
+        group: the ranks that reduce together.
+        scale: the factor applied to the sum over ranks.
+        everywhere: True if every rank receives the means, False if only their owners do.
+    """
 
     group: ProcessGroup
     scale: float
     everywhere: bool
 
     def parameters(self) -> Iterable[Any]:
-        """Those that may get one."""
+        """Return the parameters that may receive a gradient."""
 
     def key(self, parameter: Any) -> Key:
-        """The name of a parameter in buckets."""
+        """Return the key that identifies `parameter` in buckets."""
 
     def of(self, key: Key) -> Tensor:
-        """The gradient of a parameter as it is now, flat; zeros where there is none."""
+        """Return the current gradient of a parameter, flat. Zeros if it has none."""
 
     def due(self) -> Iterable[Key]:
-        """The parameters whose gradients DeepSpeed is about to reduce."""
+        """Return the keys of the parameters whose gradients DeepSpeed is about to reduce."""
 
     def partition(self, keys: tuple[Key, ...]) -> Partition:
-        """How a bucket is cut."""
+        """Return the partition of the bucket `keys`: the segments that each rank owns."""
 
     def side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        """The same bucket in an order in which what an owner gets lies together, as far as that changes no message."""
+        """Return `keys` reordered so that each owner's elements are contiguous, if that changes no message."""
 
     def complete_now(self) -> bool:
-        """Whether the backward pass runs after which this engine reduces."""
+        """Return True during the backward pass after which this engine reduces."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced at once: the parameters `keys`, whose gradients travel in `dtype` and are collected in `held`."""
+    """One gradient bucket: the parameters that are reduced together.
+
+    Attributes:
+        dtype: the communication dtype of the gradients.
+        held: the dtype of the tensor in which they are collected.
+        keys: the parameters, in order.
+    """
 
     dtype: torch.dtype
     held: torch.dtype
@@ -76,14 +89,19 @@ class Bucket:
 
 
 BucketOrder = tuple[Bucket, ...]
-"""The buckets of a step, in the order in which DeepSpeed reduces them."""
+"""Buckets of one step, in the order in which DeepSpeed reduces them."""
 
 
 @dataclass
 class _Step:
-    """One optimizer step: gradients that are there, in order; what was sent of them; what DeepSpeed has reduced.
+    """State of one optimizer step.
 
-    `reducer`: None where nothing may begin early.
+    Attributes:
+        number: the step number of the session's clock.
+        reducer: the reducer for speculative reductions; None if none may begin in this step.
+        ready: keys of the gradients accumulated so far, in order.
+        sent: for each bucket that was sent, the flat gradients and the pending reduction.
+        reduced: the buckets that DeepSpeed has reduced so far.
     """
 
     number: int
@@ -92,14 +110,20 @@ class _Step:
     sent: dict[Bucket, tuple[Tensor, Pending | PendingMeans]] = field(default_factory=dict)
     reduced: list[Bucket] = field(default_factory=list)
     closed: bool = False
-    """Whether DeepSpeed has reduced: what comes afterwards in this step goes its own way."""
+    """True once DeepSpeed has reduced. Later reductions of the same step take DeepSpeed's normal path."""
 
 
 @dataclass
 class _BucketHistory:
-    """When reductions may begin early: after `patience` equal steps, twice as many after each that was not equal.
+    """History of the buckets, which decides when speculative reductions may begin.
 
-    `order`: the buckets of the plan as they are sent, once that is so.
+    They begin after `patience` equal steps. `patience` doubles after each speculation that turned out wrong.
+
+    Attributes:
+        plan: the buckets of the last step, in DeepSpeed's order.
+        order: the buckets of `plan` in the order in which they are sent; empty while nothing is sent early.
+        equal: the number of consecutive steps with this plan.
+        patience: the number of equal steps required.
     """
 
     plan: BucketOrder = ()
@@ -107,32 +131,43 @@ class _BucketHistory:
     equal: int = 0
     patience: int = 1
     copies: dict[Bucket, Tensor] = field(default_factory=dict)
-    """Room for the gradients of a bucket, which is kept: to have it anew in every step takes longer than to fill it."""
+    """Flat buffer for the gradients of each bucket, reused because allocating takes longer than filling."""
 
     def learn(self, plan: BucketOrder) -> None:
+        """Record the buckets of a finished step. If they changed, start over."""
         if plan != self.plan:
             self.plan, self.order, self.equal = plan, (), 0
             self.copies.clear()
         self.equal += 1
 
     def copy(self, bucket: Bucket, parts: list[Tensor]) -> Tensor:
-        """`parts`, flat, one after the other: the same room in every step."""
+        """Return `parts` concatenated into the bucket's buffer, which is the same tensor in every step."""
         if bucket not in self.copies:
             self.copies[bucket] = torch.cat(parts)
             return self.copies[bucket]
         return torch.cat(parts, out=self.copies[bucket])
 
     def back_off(self) -> None:
+        """Stop sending buckets early, and require twice as many equal steps before starting again."""
         self.order, self.equal, self.patience = (), 0, min(2 * self.patience, LONGEST_PATIENCE)
 
     @property
     def is_stable(self) -> bool:
+        """Return True if enough consecutive steps had the same plan."""
         return bool(self.plan) and self.equal >= self.patience
 
 
 class EarlyReductions:
-    """Of one engine. `original`: where DeepSpeed reduces the buckets of a step; call `reduce` in its place, and `take`
-    for each bucket that it reduces."""
+    """Speculative reductions of one engine.
+
+    Call `reduce` in place of DeepSpeed's function that reduces all buckets of a step, and `take` for each bucket that
+    it reduces.
+
+    Args:
+        session: the engine's session.
+        gradients: the gradients of the engine.
+        original: DeepSpeed's function that reduces all buckets of a step.
+    """
 
     def __init__(self, session: Session, gradients: Gradients, original: Callable[..., object]) -> None:
         self._session = session
@@ -149,7 +184,7 @@ class EarlyReductions:
         session.on_interruption(self._discard)
 
     def reduce(self, *arguments: Any, **options: Any) -> None:
-        """What DeepSpeed does, after an agreement on what was sent early."""
+        """Reduce all buckets as DeepSpeed does, after all ranks have agreed on what was sent early."""
         step = self._current()
         if step.closed:
             self._original(*arguments, **options)
@@ -165,15 +200,19 @@ class EarlyReductions:
         assert not step.sent, "reductions that began early and were agreed upon were not asked for"
         step.closed = True
         if not isinstance(self._session.reducer, PayloadReducer):
-            # Its buckets are others than those of steps in which reductions may begin early.
+            # Its buckets differ from those of steps in which reductions may begin early.
             return
         self._history.learn(tuple(step.reduced))
         if self._history.is_stable and not self._history.order:
             self._history.order = self._sorted(step)
 
     def take(self, dtype: torch.dtype, held: torch.dtype, keys: tuple[Key, ...]) -> Any:
-        """The reduction under way of the bucket `keys`, whose gradients DeepSpeed has collected as `held`: of type
-        `PendingMeans` if `everywhere`, else `Pending`. None where there is none."""
+        """Return the pending reduction of the bucket `keys`, whose gradients DeepSpeed has collected in dtype `held`.
+
+        Returns:
+            A `PendingMeans` if the gradients are reduced `everywhere`, otherwise a `Pending`. None if the bucket was
+            not sent early, or if DeepSpeed has already reduced in this step.
+        """
         step, bucket = self._current(), Bucket(dtype, held, keys)
         if step.closed:
             return None
@@ -184,14 +223,14 @@ class EarlyReductions:
     def _current(self) -> _Step:
         begun = self._session.clock.begun
         if self._step.sent:
-            # A backward pass failed, and the program went on: what travels still waits for an agreement.
+            # A backward pass failed and the program continued: pending buckets still need an agreement.
             self._step.number = begun
         elif self._step.number != begun:
             self._step = _Step(begun, self._session.early_reducer)
         return self._step
 
     def _discard(self) -> None:
-        """Discard what a failed backward pass has sent, on any rank, before an agreement. Collective."""
+        """Discard what a failed backward pass sent before an agreement, on any rank. Collective."""
         most = torch.tensor(len(self._step.sent))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._gradients.group)
         if most:
@@ -202,7 +241,10 @@ class EarlyReductions:
         self._step = _Step(-1)
 
     def _gradient_is_there(self, parameter: Any) -> None:
-        """Called by autograd, perhaps more than once in a pass, and in passes of other engines."""
+        """Mark a gradient as ready, and send the buckets that are complete.
+
+        Autograd calls this, possibly more than once per pass, and also in backward passes of other engines.
+        """
         if torch.compiler.is_compiling() or not self._gradients.complete_now():
             return
         step = self._current()
@@ -224,16 +266,20 @@ class EarlyReductions:
         step.sent[bucket] = (flat, pending)
 
     def _numbers(self, reducer: PayloadReducer) -> list[int]:
-        """The number of the first message of each bucket of the plan, and the first one after them.
+        """Return the number of the first message of each bucket of the plan, and the first number after them.
 
-        They are those of a step without early reductions, so that random numbers do not tell which it was.
+        The numbers equal those of a step without early reductions, so that random numbers do not depend on whether a
+        bucket was sent early.
         """
         messages = 2 if self._gradients.everywhere else 1
         rounds = [len(reducer.layouts(self._gradients.partition(bucket.keys))) for bucket in self._history.plan]
         return list(accumulate((messages * count for count in rounds), initial=1))
 
     def _agree(self, step: _Step, reducer: PayloadReducer) -> bool:
-        """Send what is left of the plan; whether, on all ranks, it is what DeepSpeed is about to reduce."""
+        """Send the rest of the plan, and return True if it is what DeepSpeed is about to reduce. Collective.
+
+        The answer is the same on all ranks: True only if the plan is right on every one.
+        """
         self._send_rest(step, reducer)
         right = torch.tensor(int(self._is_right(step)))
         dist.all_reduce(right, op=dist.ReduceOp.MIN, group=self._gradients.group)
@@ -241,7 +287,7 @@ class EarlyReductions:
             reducer.skip_messages(self._numbers(reducer)[-1] - 1)
         for _, pending in step.sent.values():
             if isinstance(pending, PendingMeans):
-                # Of all buckets, before the first is waited for.
+                # Send the means of all buckets before waiting for the first.
                 pending.send_back()
         return bool(right)
 
@@ -257,7 +303,7 @@ class EarlyReductions:
         )
 
     def _forget(self, step: _Step) -> None:
-        """Wait for what was sent for nothing; memories are as before it."""
+        """Finish the pending reductions of `step`, drop their results, and roll back the residuals."""
         for flat, pending in step.sent.values():
             nothing = flat if isinstance(pending, PendingMeans) else torch.zeros(_numel(pending))
             pending.finish(nothing)
@@ -265,7 +311,10 @@ class EarlyReductions:
         self._session.forget_step()
 
     def _sorted(self, step: _Step) -> BucketOrder:
-        """The buckets of the plan as they were complete on rank 0; those that never were, at the end. Collective."""
+        """Return the buckets of the plan in the order in which they became complete on rank 0. Collective.
+
+        Buckets that never became complete come last.
+        """
         place = {identity: position for position, identity in enumerate(step.ready)}
         last = [max(place.get(key, len(place)) for key in bucket.keys) for bucket in self._history.plan]
         order = torch.tensor(sorted(range(len(last)), key=lambda index: (last[index], -index)))
@@ -275,13 +324,15 @@ class EarlyReductions:
 
 
 def bucket_size(numel: int) -> int:
-    """Elements of a bucket of a model with `numel` trained ones, where the user gives none: few enough for the first
-    buckets to travel during backward, enough for latency not to matter."""
+    """Return the default bucket size, in elements, for a model with `numel` trained elements.
+
+    It is small enough for the first buckets to travel during backward, and large enough to hide latency.
+    """
     return min(max(numel // BUCKETS, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def reduces_now(engine: Any) -> bool:
-    """Whether `engine` runs a backward pass, after which it reduces if that is one of a boundary."""
+    """Return True if `engine` is in a backward pass that reduces if it is at an accumulation boundary."""
     reduces = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
     return bool(engine._running_engine_backward and reduces)
 
@@ -291,7 +342,10 @@ def _numel(pending: Pending) -> int:
 
 
 def _same_bits(flat: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether `flat` is `parts` one after the other, in its type. NaN equals itself."""
+    """Return True if `flat` is bit for bit `parts`, concatenated and cast to its dtype.
+
+    NaNs with equal bits compare equal.
+    """
     bits = _BITS[flat.dtype.itemsize]
     pieces = torch.split(flat, [part.numel() for part in parts])
     return all(

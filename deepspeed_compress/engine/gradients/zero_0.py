@@ -1,9 +1,9 @@
-"""Without ZeRO, and for the bf16 optimizer that keeps fp32 gradients: `DeepSpeedEngine.allreduce_bucket`.
+"""Gradient reduction without ZeRO and with the bf16 optimizer: `DeepSpeedEngine.allreduce_bucket`.
 
-DeepSpeed flattens the gradients of a bucket, all-reduces them and hands the flat mean back: when backward is over, and
-in one bucket for most models. On CPU, where the backend sends by threads of its own, buckets are smaller and begin
-early (`early`). Sparse gradients (of `nn.Embedding(sparse=True)`) go another way, `sparse_all_gather`, which is
-DeepSpeed's own and only counted.
+DeepSpeed flattens the gradients of a bucket, all-reduces them, and copies the flat mean back. It does so after
+backward, and in one bucket for most models. On CPU, the backend's own threads send messages, so buckets are smaller and
+begin during backward (`early`). Sparse gradients (of `nn.Embedding(sparse=True)`) take DeepSpeed's `sparse_all_gather`;
+their bytes are only counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +28,17 @@ __all__ = ["attach_zero_0", "may_begin_early"]
 
 Bucket = Sequence[Tensor]
 Contents = Sequence[tuple[str, int]]
-"""(parameter, numel) of what lies in a flat tensor, in its order; padding is named `PADDING`."""
+"""(parameter, numel) of each part of a flat tensor, in order. Padding is named `PADDING`."""
 
 
 def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
-    """Replace, or for method "none" only count, the all-reduce of gradient buckets.
+    """Replace the all-reduce of gradient buckets; for method "none", only count its bytes.
 
-    It becomes an attribute of this engine alone; DeepSpeed's class stays as it is. Returns a function that gives the
-    bytes that this rank sends for weights in an optimizer step: the bf16 optimizer partitions its states, and gathers.
+    The replacement is an attribute of this engine alone; DeepSpeed's class is unchanged.
+
+    Returns:
+        A function that returns the bytes that this rank sends for weights in one optimizer step. The bf16 optimizer
+        partitions its states and gathers the weights; other optimizers send none.
     """
     if session.config.gradients.method == "none":
         session.patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
@@ -58,8 +61,11 @@ def _count(
 def _unless_alone(
     engine: Any, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
 ) -> None:
-    """DeepSpeed's `allreduce_and_copy` copies the gradients of a single rank too, there and back, in every step
-    of an island of one rank, say. It has their mean already."""
+    """Call DeepSpeed's `allreduce_and_copy` unless it would change nothing.
+
+    With a single rank (in an island of one rank, for example), DeepSpeed copies the gradients to a bucket and back in
+    every step, although they are already their mean.
+    """
     cast = small_bucket[0].dtype != engine.communication_data_type
     scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
     if dp_group.size() > 1 or cast or scaled:
@@ -75,6 +81,7 @@ def _reduce(
     dp_group: Any,
     dp_world_size: float | None = None,
 ) -> Tensor:
+    """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
     _count_uncompressed(engine, session, bucket, dp_group)
     contents = _contents(engine)
     sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
@@ -90,8 +97,10 @@ def _reduce(
 
 
 def may_begin_early(engine: Any) -> bool:
-    """Whether reductions begin before backward is over: where the backend sends by itself, and gradients are those of
-    the parameters."""
+    """Return True if reductions may begin before backward ends.
+
+    This requires a backend with its own threads (CPU), and gradients that are those of the parameters.
+    """
     own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
     return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
 
@@ -115,8 +124,10 @@ def _in_buckets(
     grads: Any = None,
     elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
 ) -> None:
-    """DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets where they can begin early: every bucket of a
-    reducer that works in phases waits for each of them."""
+    """Call DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets if they can begin early.
+
+    A reducer that works in phases keeps the large buckets, because it waits for each phase of each bucket.
+    """
     size = elements_per_buffer
     if isinstance(session.reducer, PayloadReducer):
         size = min(size, bucket_size(sum(parameter.numel() for parameter in gradients.parameters())))
@@ -124,13 +135,13 @@ def _in_buckets(
 
 
 class _Gradients:
-    """See `Gradients`, of a DeepSpeed engine without ZeRO."""
+    """Gradients of a DeepSpeed engine without ZeRO; see `Gradients`."""
 
     everywhere = True
 
     def __init__(self, engine: Any) -> None:
         self.group = reduction_group(engine)
-        # As `allreduce_bucket` is told in `_reduce_non_expert_gradients`.
+        # The same divisor that `_reduce_non_expert_gradients` passes to `allreduce_bucket`.
         ranks = self.group.size() / engine.sequence_parallel_size
         self.scale = 1.0 / ranks if engine.gradient_average else 1.0
         self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
@@ -149,13 +160,16 @@ class _Gradients:
         return (gradient if dense else torch.zeros_like(self._parameters[key])).reshape(-1)
 
     def due(self) -> Iterator[str]:
-        """DeepSpeed reduces zeros where there is no gradient, and sparse ones elsewhere."""
+        """Yield the keys of the gradients that DeepSpeed is about to reduce.
+
+        Parameters without a gradient count as zeros. Sparse gradients are reduced elsewhere.
+        """
         for parameter in self.parameters():
             if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
                 yield self.key(parameter)
 
     def side_by_side(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """A bucket is cut into even runs."""
+        """Return `keys` unchanged: a bucket is divided evenly, whatever its order."""
         return keys
 
     def complete_now(self) -> bool:
@@ -171,10 +185,10 @@ def _count_uncompressed(engine: Any, session: Session, bucket: Bucket, dp_group:
 
 
 def _contents(engine: Any) -> dict[int, Contents]:
-    """What lies in each tensor that DeepSpeed may put into a bucket, by its address."""
+    """Return the contents of each tensor that DeepSpeed may put into a bucket, by the tensor's address."""
     if isinstance(engine.optimizer, BF16_Optimizer):
         return dict(_contents_of_groups(engine.optimizer, engine.param_names))
-    # Not of the module, which takes milliseconds to walk through.
+    # `engine.param_names`, because walking through the module takes milliseconds.
     return {
         parameter.grad.data_ptr(): [(name, parameter.numel())]
         for parameter, name in engine.param_names.items()
@@ -183,7 +197,7 @@ def _contents(engine: Any) -> dict[int, Contents]:
 
 
 def _contents_of_groups(optimizer: Any, names: Any) -> Any:
-    """The bf16 optimizer has one buffer of gradients for each of its groups (`get_grads_for_reduction`)."""
+    """Yield (address, contents) of each group's gradient buffer of the bf16 optimizer (`get_grads_for_reduction`)."""
     for flat, group in zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True):
         sizes = [(names[parameter], parameter.numel()) for parameter in group]
         padding = flat.numel() - sum(numel for _, numel in sizes)
@@ -191,7 +205,10 @@ def _contents_of_groups(optimizer: Any, names: Any) -> Any:
 
 
 def _count_sparse(session: Session, original: Any, value: Tensor, dp_group: Any) -> list[Tensor]:
-    """Rows of sparse gradients are gathered, padded to those of the rank that has most."""
+    """Gather rows of sparse gradients with DeepSpeed's function, and count the bytes.
+
+    Each rank's rows are padded to those of the rank that has the most.
+    """
     gathered: list[Tensor] = original(value, dp_group)
     sent = (dp_group.size() - 1) * max(one.nbytes for one in gathered)
     for kind in ("bytes_uncompressed", "bytes_sent", "bytes_raw"):

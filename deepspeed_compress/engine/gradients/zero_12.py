@@ -1,13 +1,14 @@
-"""ZeRO 1 and 2, in a pipeline too: `DeepSpeedZeroOptimizer.gradient_reduction_w_predivide`.
+"""Gradient reduction of ZeRO 1 and 2, also in a pipeline: `DeepSpeedZeroOptimizer.gradient_reduction_w_predivide`.
 
-DeepSpeed all-reduces a whole bucket although every rank keeps only its own slices. With `reduce_scatter` off its
-`average_tensor` hands the whole bucket to one method, streams and offload already taken care of: there we send each
-slice to its owner once. Slices that a rank does not own keep its local gradient, which DeepSpeed never reads.
+DeepSpeed all-reduces a whole bucket although every rank keeps only its own slices. With `reduce_scatter` off, its
+`average_tensor` passes the whole bucket to one method, after it has taken care of streams and offload. We replace that
+method, and send each slice once, to its owner. Slices that a rank does not own keep its local gradient, which DeepSpeed
+never reads.
 
-On GPU DeepSpeed's streams let this overlap with backward. On CPU, where the backend sends by threads of its own,
-buckets are only sent off there, and what arrives is waited for and put into the gradients when the last bucket is
-closed: in the call of `reduce_ipg_grads` for all types, after which DeepSpeed reads the gradients. Under ZeRO 1, where
-DeepSpeed reduces when backward is over, reductions begin early (`early`).
+On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
+method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
+call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
+reduces after backward, so reductions begin early (`early`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,20 +31,21 @@ from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
 __all__ = ["attach_zero_12"]
 
 Key = tuple[int, int, int]
-"""A parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
+"""Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
 
 
 def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
-    """Replace, or for method "none" only count, the reduction of gradient buckets on this optimizer alone.
+    """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
 
-    Returns a function that gives the bytes that this rank sends for weights in an optimizer step.
+    Returns:
+        A function that returns the bytes that this rank sends for weights in one optimizer step.
     """
     optimizer, patches = engine.optimizer, session.patches
     if session.config.gradients.method == "none":
         _count_only(optimizer, session)
         return partial(_weight_bytes, optimizer)
     if "reduce_bucket_size" not in _written(engine):
-        # DeepSpeed's half a billion would send most models at once, when backward is over.
+        # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
         size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
         patches.replace(optimizer, "reduce_bucket_size", size)
     buckets = _Buckets(engine, session)
@@ -59,13 +61,18 @@ def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
 
 
 def _written(engine: Any) -> Mapping[str, Any]:
-    """The file's section of ZeRO; the older form of it, `true`, has no keys."""
+    """Return the `zero_optimization` section as written; empty for its older form, `true`."""
     found = engine.config.get("zero_optimization")
     return found if isinstance(found, dict) else {}
 
 
 class _Buckets:
-    """Reduces the buckets that DeepSpeed fills; `later` and `early` where it need not be at once, and at the end."""
+    """Reduction of the buckets that DeepSpeed fills.
+
+    Attributes:
+        later: deferred reductions; None if every bucket is reduced immediately.
+        early: speculative reductions; None if reductions do not begin before DeepSpeed asks for them.
+    """
 
     def __init__(self, engine: Any, session: Session) -> None:
         self._optimizer = optimizer = engine.optimizer
@@ -80,12 +87,12 @@ class _Buckets:
             gradients = _Gradients(engine, self._partition_of, self._scale)
             self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
             for handle in self.early.handles:
-                # DeepSpeed's `destroy` removes them with its own.
+                # DeepSpeed's `destroy` removes these together with its own hooks.
                 optimizer._grad_acc_hooks.append(handle)
                 session.patches.on_undo(partial(optimizer._grad_acc_hooks.remove, handle))
 
     def reduce(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
-        """DeepSpeed's `gradient_reduction_w_predivide`. `tensor`: a flat bucket, perhaps empty."""
+        """Reduce the flat bucket `tensor`, possibly empty, in place of DeepSpeed's `gradient_reduction_w_predivide`."""
         if not tensor.numel():
             return tensor
         size = tensor.numel() * communication_data_type.itemsize
@@ -100,29 +107,32 @@ class _Buckets:
         return tensor
 
     def _discard(self) -> None:
-        """Drop the buckets of a backward pass that failed. Collective."""
+        """Discard the buckets of a failed backward pass. Collective."""
         if self.later is not None:
             discard(self.later.taken(), self._optimizer.dp_process_group)
             self._session.forget_step()
 
     def _keep(self, tensor: Tensor) -> None:
-        """A gradient larger than a bucket is not copied into one, and DeepSpeed lets go of it as soon as this returns:
-        its memory, of another stream, must not be given away while the stream of the reduction reads it."""
+        """Keep the memory of `tensor` from being reused while the reduction stream reads it.
+
+        A gradient larger than a bucket is not copied into one. DeepSpeed releases it as soon as the reduction returns,
+        and it was allocated on another stream.
+        """
         if self._overlaps:
             tensor.record_stream(get_accelerator().current_stream())
 
     @property
     def _overlaps(self) -> bool:
-        """Whether buckets are reduced on a stream of their own."""
+        """Return True if buckets are reduced on a separate stream."""
         return bool(self._optimizer.overlap_comm) and not get_accelerator().resolves_data_dependency()
 
     def reduce_separate(
         self, rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
     ) -> None:
-        """DeepSpeed's `buffered_reduce_fallback`: without `contiguous_gradients` a bucket is a list of tensors, so
-        flatten, reduce as usual, copy back.
+        """Reduce a bucket of separate tensors in place of DeepSpeed's `buffered_reduce_fallback`.
 
-        It is empty where the first gradient alone is larger than a bucket, and where no gradient is there.
+        Without `contiguous_gradients`, a bucket is a list of tensors: flatten them, reduce as usual, and copy the means
+        back. The list is empty if the first gradient alone is larger than a bucket, or if there is no gradient.
         """
         if not grads:
             return
@@ -136,26 +146,31 @@ class _Buckets:
     def reduce_separate_in_fp32(
         self, grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
     ) -> None:
-        """DeepSpeed's `_buffered_reduce_fallback_preserving_fp32`."""
+        """Reduce a bucket in place of DeepSpeed's `_buffered_reduce_fallback_preserving_fp32`."""
         self.reduce_separate(None, grads, communication_data_type)
 
 
 def _may_wait(optimizer: Any) -> bool:
-    """Whether nobody reads a reduced bucket before the last one is closed, and the device has no streams for that."""
+    """Return True if reductions can be deferred until the last bucket is closed.
+
+    They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
+    """
     compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
     on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
     return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
 
 
 def _waits_for_backward(engine: Any) -> bool:
-    """Whether DeepSpeed reduces nothing before backward is over, and nobody wants it so: ZeRO 1 where `overlap_comm` is
-    not in the file."""
+    """Return True if DeepSpeed reduces only after backward and the user did not choose that.
+
+    This holds under ZeRO 1 without a pipeline, if `overlap_comm` is not in the file.
+    """
     optimizer, written = engine.optimizer, _written(engine).get("overlap_comm")
     return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
 
 
 class _Gradients:
-    """See `Gradients`, of ZeRO 1."""
+    """Gradients of an engine with ZeRO 1; see `Gradients`."""
 
     everywhere = False
 
@@ -190,8 +205,10 @@ class _Gradients:
                 yield key
 
     def _side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        """By the first owner of each parameter; as it was where a parameter of two owners would change its place in the
-        message of the second one."""
+        """Return `keys` sorted by the first owner of each parameter.
+
+        Returns them unchanged if sorting would move a parameter with two owners within the message to the second one.
+        """
         names = {key: self._optimizer.param_names[self._optimizer.bit16_groups[key[0]][key[1]]] for key in keys}
         owners = {part.parameter: part.owner for part in reversed(self.partition(keys).segments)}
         ordered = tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
@@ -202,7 +219,7 @@ class _Gradients:
 
 
 def _messages(partition: Partition) -> list[list[tuple[str, int]]]:
-    """What each owner gets, in its order: (parameter, first element)."""
+    """Return (parameter, first element) of each segment that each owner receives, in order."""
     ranks = range(partition.world_size)
     return [[(part.parameter, part.begin) for part in partition.owned_by(rank)] for rank in ranks]
 
@@ -211,7 +228,7 @@ Count = Callable[[int, torch.dtype], None]
 
 
 class _DeferredReductions:
-    """Reductions under way, and DeepSpeed's `reduce_ipg_grads` that ends with them."""
+    """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
 
     def __init__(self, optimizer: Any) -> None:
         self.pending: list[Pending] = []
@@ -220,18 +237,22 @@ class _DeferredReductions:
         self._original = optimizer.reduce_ipg_grads
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
         self._original(comm_dtype=comm_dtype)
         if comm_dtype is None:
             for pending in self.taken():
                 self._land(pending)
 
     def taken(self) -> list[Pending]:
-        """Return the reductions under way, which are the caller's to finish from now on."""
+        """Return the pending reductions and forget them; the caller must finish them."""
         pending, self.pending = self.pending, []
         return pending
 
     def _land(self, pending: Pending) -> None:
-        """DeepSpeed has moved the gradients of parameters of this rank out of the bucket, unreduced."""
+        """Finish a reduction, and write the means over this rank's local gradients.
+
+        DeepSpeed has already moved the unreduced gradients of this rank's parameters out of the bucket.
+        """
         if not pending.own:
             pending.finish(torch.zeros(0))
             return
@@ -246,7 +267,7 @@ class _DeferredReductions:
 
 
 def _count_only(optimizer: Any, session: Session) -> None:
-    """Count in the all-reduce of every path, which both flat and separate gradients end in."""
+    """Count bytes in the all-reduce in which both flat and separate gradients end."""
     count = partial(_count, session, optimizer.dp_process_group.size())
     if optimizer.contiguous_gradients:
         session.patches.wrap(optimizer, "average_tensor", partial(_average_tensor, count))
@@ -272,7 +293,7 @@ def _allreduce_bucket(
 
 
 def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
-    """Which rank owns which slice of the bucket, from DeepSpeed's tables (initialize_gradient_partition)."""
+    """Return the owner of each slice of a bucket, from DeepSpeed's tables (`initialize_gradient_partition`)."""
     parts = []
     for group, index, parameter_id in keys:
         parameter = optimizer.bit16_groups[group][index]
@@ -286,6 +307,6 @@ def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
 
 
 def _weight_bytes(optimizer: Any) -> int:
-    """Bytes that this rank sends in `step` when the updated 16- or 32-bit weights are gathered."""
+    """Return the bytes that this rank sends in `step` to gather the updated 16- or 32-bit weights."""
     ranks = optimizer.dp_process_group.size()
     return sum(ring_all_gather(flat.nbytes, ranks) for flat in optimizer.bit16_groups_flat)

@@ -1,11 +1,11 @@
-"""ZeRO 3: `DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads` and its contiguous twin.
+"""Gradient reduction of ZeRO 3: `DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads` and its contiguous counterpart.
 
-DeepSpeed reduce-scatters every parameter of a bucket by itself; rank r owns the r-th of equal shares, the last one
-padded with zeros. We send all shares of an owner in one message.
+DeepSpeed reduce-scatters every parameter of a bucket separately. Rank r owns the r-th of equal shares; the last share
+is padded with zeros. We send all shares of an owner in one message.
 
-On GPU DeepSpeed's streams let this overlap with backward. On CPU, where the backend sends by threads of its own,
-buckets are only sent off there, and what arrives is waited for and handed to DeepSpeed when the backward pass has
-closed the last one: in `independent_gradient_partition_epilogue`, before which nobody reads gradients.
+On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
+method only sends the bucket. Results are awaited and handed to DeepSpeed after the backward pass has closed the last
+bucket, in `independent_gradient_partition_epilogue`; nothing reads the gradients before that.
 """
 
 import math
@@ -37,9 +37,11 @@ _PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
 
 
 def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
-    """Replace, or for method "none" only count, the reduction of gradient buckets on this optimizer alone.
+    """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
 
-    Returns a function that gives the bytes for weights which remain to be counted after an optimizer step.
+    Returns:
+        A function that returns the bytes for weights that remain to be counted after an optimizer step. It always
+        returns 0, because each gather is counted when it happens.
     """
     optimizer, patches = engine.optimizer, session.patches
     buckets, none = _Buckets(engine, session), session.config.gradients.method == "none"
@@ -49,10 +51,10 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
     if not none:
         patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
         if buckets.defers and optimizer.reduce_scatter:
-            # A bucket is copied once in any case, into the order of its message.
+            # A bucket is copied once anyway, into the order of its message.
             patches.replace(optimizer, "contiguous_gradients", False)
         if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
-            # DeepSpeed's half a billion would send most models at once, when backward is over.
+            # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
             trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
             patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
     _count_weights(optimizer, session)
@@ -61,56 +63,64 @@ def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The bucket of `parameters` under way. `local`: what this rank has in its own part of it, fp32."""
+    """Pending reduction of one bucket.
+
+    Attributes:
+        parameters: the parameters of the bucket, in order.
+        pending: the reduction.
+        local: this rank's own gradients in the segments that it owns; flat fp32.
+    """
 
     parameters: Sequence[Any]
     dtype: torch.dtype
-    """Of the gradients in the bucket, in which the mean is rounded."""
+    """Dtype of the gradients in the bucket, to which the mean is rounded."""
     pending: Pending
     local: Tensor
 
 
 class _Buckets:
-    """Reduces, or counts, the buckets that DeepSpeed fills: lists of parameters with gradients."""
+    """Reduction, or counting, of the buckets that DeepSpeed fills: lists of parameters with gradients."""
 
     def __init__(self, engine: Any, session: Session) -> None:
         self._optimizer = engine.optimizer
         self._session = session
         self._deferred: list[_Reduction] = []
-        # Elsewhere the stream of the reduction waits, and neither the host nor backward.
+        # On other devices only the reduction stream waits, not the host or backward.
         self.defers = get_accelerator().is_synchronized_device()
         self._group = reduction_group(engine)
-        # gloo reduce-scatters by an all-reduce of everything.
+        # gloo implements reduce-scatter as an all-reduce of the whole tensor.
         self._all_reduces = dist.get_backend(self._group) == "gloo"
         session.on_interruption(self._discard)
 
     def _discard(self) -> None:
-        """Drop the buckets of a backward pass that failed. Collective."""
+        """Discard the buckets of a failed backward pass. Collective."""
         deferred, self._deferred = self._deferred, []
         discard([reduction.pending for reduction in deferred], self._group)
         self._session.forget_step()
 
     def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
-        """DeepSpeed's `__avg_scatter_grads`."""
+        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares."""
         self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
         return self._reduced_shares(params_to_reduce, communication_data_type, 1.0 / self._group.size())
 
     def reduce_contiguous(
         self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """DeepSpeed's `__avg_scatter_contiguous_grads`."""
+        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_contiguous_grads`, and return this rank's shares."""
         parameters = self._optimizer.ipg_buckets[communication_data_type].params
         self._count_uncompressed(parameters, communication_data_type, contiguous=True)
-        # Only this one of DeepSpeed's two paths takes sequence parallelism into account.
+        # Of DeepSpeed's two paths, only this one takes sequence parallelism into account.
         scale = self._optimizer.sequence_parallel_size / self._group.size()
         return self._reduced_shares(parameters, communication_data_type, scale)
 
     def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
+        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_grads`."""
         self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
         self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
         return original(params_to_reduce, communication_data_type)
 
     def count_contiguous(self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
+        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_contiguous_grads`."""
         parameters = self._optimizer.ipg_buckets[communication_data_type].params
         self._count_uncompressed(parameters, communication_data_type, contiguous=True)
         self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
@@ -118,15 +128,16 @@ class _Buckets:
 
     def _count_uncompressed(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
         size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
-        # Without reduce_scatter DeepSpeed all-reduces the contiguous bucket.
+        # Without `reduce_scatter`, DeepSpeed all-reduces the contiguous bucket.
         ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
         self._session.meter.bytes_uncompressed += ring(size, self._group.size())
 
     def _reduced_shares(self, parameters: Sequence[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
-        """This rank's share of the mean gradient of each parameter, padded to its partition; none yet where they are
-        handed over later.
+        """Return this rank's share of the mean gradient of each parameter, padded to its partition.
 
-        Returns flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`.
+        Returns:
+            Flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`. An empty list if the reduction
+            is deferred; `finish` then hands the shares to DeepSpeed.
         """
         bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
         pending = self._session.start(bucket, _partition(self._optimizer, parameters, self._group.size()), scale)
@@ -135,16 +146,17 @@ class _Buckets:
             return self._shares(reduction)
         self._deferred.append(reduction)
         for parameter in parameters:
-            # As DeepSpeed does with the shares: the bucket has been read.
+            # DeepSpeed also frees the gradient once it has the share; the bucket has been read.
             parameter.grad = None
         return []
 
     @torch.no_grad()
     def finish(self, original: Any) -> None:
-        """DeepSpeed's `independent_gradient_partition_epilogue`, which closes the last bucket, and all shares after it.
+        """Call DeepSpeed's `independent_gradient_partition_epilogue`, then hand over the deferred shares.
 
-        They are handed over in the order of the buckets, within the same backward pass: so DeepSpeed adds up, copies to
-        the host and measures what it would have, in the same order.
+        The original closes the last bucket. The shares are handed over in the order of the buckets, within the same
+        backward pass, so DeepSpeed accumulates, copies to the host and computes norms in the same order as without this
+        package.
         """
         original()
         deferred, self._deferred = self._deferred, []
@@ -152,7 +164,7 @@ class _Buckets:
             self._optimizer.partition_grads(reduction.parameters, self._shares(reduction))
 
     def _shares(self, reduction: _Reduction) -> list[Tensor]:
-        """Wait for a bucket; see `_reduced_shares`."""
+        """Wait for a bucket, and return this rank's shares; see `_reduced_shares`."""
         sizes = [parameter.partition_numel() for parameter in reduction.parameters]
         flat = reduction.local.new_zeros(sum(sizes), dtype=self._optimizer.gradient_accumulation_dtype)
         means = reduction.pending.finish(reduction.local).to(reduction.dtype)
@@ -160,9 +172,9 @@ class _Buckets:
         return list(torch.split(flat, sizes))
 
     def _places(self, reduction: _Reduction, sizes: Sequence[int]) -> Iterator[Segment]:
-        """Where this rank's segments of a bucket belong in the padded shares, one after the other."""
+        """Yield this rank's segments of a bucket at their offsets in the concatenated, padded shares."""
         names, ranks, rank = self._optimizer.param_names, self._group.size(), self._group.rank()
-        # A segment says where it begins in the parameter, of which this rank's share is not the first one.
+        # A segment's `begin` is relative to the whole parameter, but the share begins at rank * share size.
         begins = {
             names[parameter]: place - rank * math.ceil(parameter.ds_numel / ranks)
             for parameter, place in zip(reduction.parameters, accumulate(sizes, initial=0), strict=False)
@@ -178,17 +190,17 @@ def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partiti
 
 
 def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
-    """(owner, numel) of each share of a parameter."""
+    """Return (owner, numel) of each share of a parameter."""
     share = math.ceil(numel / ranks)
     return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
 
 
 def _count_weights(optimizer: Any, session: Session) -> None:
-    """Count the weights that this rank sends, at the functions of each parameter through which DeepSpeed gathers it.
+    """Count the bytes that this rank sends for weights, at each parameter's gather functions.
 
-    How often that happens in a step cannot be told beforehand: what is needed again soon stays, by the order of layers
-    and the `stage3_max_live_parameters`, `stage3_max_reuse_distance` and `stage3_param_persistence_threshold` of the
-    configuration, so a small model is gathered once a step and a large one forward and backward.
+    The number of gathers per step cannot be known in advance. DeepSpeed keeps weights that are needed again soon,
+    depending on the order of layers and on `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
+    `stage3_param_persistence_threshold`. A small model is gathered once per step, a large one in forward and backward.
     """
     for parameter in optimizer.module.parameters():
         for name in ("all_gather", "all_gather_coalesced"):
@@ -204,7 +216,10 @@ def _counted(
 
 
 def _gather_bytes(parameter: Any) -> int:
-    """Bytes that this rank sends to gather `parameter` around a ring, none if it is here or on its way."""
+    """Return the bytes that this rank sends to gather `parameter` around a ring.
+
+    Zero if the parameter is available or already being gathered.
+    """
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
         return 0
     size = parameter.ds_tensor.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize

@@ -1,1 +1,1 @@
-"""Islands under DeepSpeed: one job that is divided, or jobs that come and go."""
+"""Islands under DeepSpeed: one job that is divided, or jobs that join and leave."""

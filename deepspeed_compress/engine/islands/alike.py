@@ -1,4 +1,4 @@
-"""What has to be alike in all islands beside the weights that they exchange, and an optimizer that can go on."""
+"""Checks and repairs for state that must be equal in all islands but is not exchanged, and recovery from divergence."""
 
 import hashlib
 import warnings
@@ -29,7 +29,11 @@ __all__ = [
 
 
 def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
-    """UnsupportedError on all ranks unless ranks of equal place have the same elements. Collective."""
+    """Check that ranks of equal place in their islands hold the same elements. Collective.
+
+    Raises:
+        UnsupportedError: they do not. Raised on all ranks.
+    """
     own = (unit.place, tuple((one.parameter, one.begin, one.numel) for one in masters.stretches))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -42,8 +46,15 @@ def check_masters_alike(masters: FlatMasters, unit: IslandUnit) -> None:
 
 
 def fixed_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) -> list[Parameter]:
-    """Those that islands neither train, `trained` being the names that some rank of the island has masters of, nor keep
-    to themselves (`own`): frozen ones, and those that the optimizer was not given."""
+    """Return the parameters that islands neither train nor keep to themselves.
+
+    These are frozen parameters, and those that the optimizer was not given.
+
+    Args:
+        engine: the engine.
+        trained: the names of parameters of which some rank of the island has master weights.
+        own: the patterns of parameters that each island keeps to itself.
+    """
     names = {id(parameter): name for parameter, name in engine.param_names.items()}
     return [
         parameter
@@ -53,7 +64,10 @@ def fixed_parameters(engine: Any, trained: Collection[str], own: Sequence[str]) 
 
 
 def share_fixed(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> None:
-    """Give all islands the untrained weights of the first one, where they differ: nobody exchanges them. Collective."""
+    """Copy the untrained weights of the first island to the islands in which they differ. Collective.
+
+    No exchange sends untrained weights.
+    """
     if not fixed or unit.peers.size() == 1:
         return
     own = torch.stack([fingerprint(_held(parameter)) for parameter in fixed]).to(engine.device)
@@ -63,15 +77,15 @@ def share_fixed(fixed: Sequence[Parameter], engine: Any, unit: IslandUnit) -> No
     changed = [parameter for parameter, differ in zip(fixed, differs, strict=True) if differ]
     for parameter in changed:
         values = _held(parameter).to(engine.device, copy=True).contiguous()
-        # Gloo and NCCL do not take every type, but all of them take bytes.
+        # Gloo and NCCL do not support every dtype, but both support bytes.
         dist.broadcast(_words(values, torch.uint8), dist.get_global_rank(unit.peers, 0), group=unit.peers)
         _held(parameter).copy_(values)
-    # ZeRO 3 keeps small ones whole beside the parts.
+    # ZeRO 3 also keeps whole copies of small (persistent) parameters, which must be gathered again.
     _renew([parameter for parameter in changed if getattr(parameter, "ds_persist", False)])
 
 
 def digest_of(fixed: Sequence[Parameter]) -> str:
-    """Return a digest of what this rank has of the parameters `fixed`, to the bit, the same on every device."""
+    """Return a digest of this rank's part of the parameters `fixed`: exact to the bit, and the same on every device."""
     digest = hashlib.sha256()
     for parameter in fixed:
         held = _held(parameter)
@@ -80,12 +94,15 @@ def digest_of(fixed: Sequence[Parameter]) -> str:
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Return two integers, (2,), int64, that differ where the bytes of `values` do, or their order, but for what nobody
-    meets by accident. They are the same on every device, and a type needs no arithmetic."""
+    """Return a fingerprint of the bytes of `values` and their order: int64, shape (2,).
+
+    Different values have different fingerprints, except for collisions that do not occur by accident. The fingerprint
+    is the same on every device. No arithmetic is done in the dtype of `values`.
+    """
     found = torch.zeros(2, dtype=torch.int64, device=values.device)
     words = _words(values.contiguous(), _INTEGERS.get(values.element_size(), torch.uint8))
     for number, part in enumerate(torch.split(words, _PART)):
-        # Integers wrap around alike everywhere, and add up alike in every order.
+        # Integer arithmetic wraps around the same way everywhere, and sums do not depend on the order.
         places = torch.arange(len(part), device=part.device).add_(number * _PART + 1).mul_(_ODD)
         part = part.to(torch.int64)
         found += torch.stack([part.sum(), (part * places.bitwise_xor_(places >> 29)).sum()])
@@ -95,11 +112,11 @@ def fingerprint(values: Tensor) -> Tensor:
 _INTEGERS: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 )
-"""Integer types by bytes of an element."""
+"""Integer dtypes by the number of bytes per element."""
 _PART = 1 << 20
-"""Words that are added up at once: the memory that this takes."""
+"""Number of words summed at a time, which bounds the memory used."""
 _ODD = 0x9E3779B97F4A7C1
-"""Factor between the weights of neighbouring words."""
+"""Factor between the weights of neighboring words."""
 
 
 def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +126,7 @@ def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _held(parameter: Parameter) -> Tensor:
-    """Return what this rank has of `parameter`: under ZeRO 3 a part."""
+    """Return this rank's data of `parameter`: under ZeRO 3, its partition."""
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
@@ -121,16 +138,19 @@ def _renew(parameters: Sequence[Any]) -> None:
 
 def clear_not_finite(values: Tensor) -> None:
     """Set elements of `values` that are not finite to 0, in place."""
-    # Types of one byte have no arithmetic of their own.
+    # One-byte dtypes do not support arithmetic.
     wide = values.float() if values.element_size() == 1 else values
     if not torch.isfinite(wide).all():
         values.copy_(wide.nan_to_num(0.0, 0.0, 0.0))
 
 
 def forget_not_finite(engine: Any, masters: FlatMasters, session: Session) -> None:
-    """The island has diverged, and gets the weights of the others (CompressWarning). Without ZeRO its optimizer has
-    stepped all the same, and what it and error feedback inside the island remember would undo them: elements of the
-    optimizer that are not finite begin anew, and so do all memories. The same on all ranks of the island."""
+    """Recover from a divergence of this island, which gets the weights of the others (CompressWarning).
+
+    Without ZeRO, its optimizer has stepped nevertheless, and its state and the residuals inside the island would spoil
+    the new weights. All residuals are cleared, and elements of the optimizer's state that are not finite are set to 0.
+    The same on all ranks of the island.
+    """
     session.reset()
     for home in {id(one.home): one.home for one in masters.stepped}.values():
         for kept in engine.basic_optimizer.state.get(home, {}).values():

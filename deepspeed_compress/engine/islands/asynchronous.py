@@ -1,4 +1,4 @@
-"""Asynchronous islands under DeepSpeed: a push client for every rank, and its pushes and pulls."""
+"""Asynchronous islands under DeepSpeed: each rank pushes to and pulls from the parameter server."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["Pushes"]
 
 
 class Pushes:
-    """See `way.Way`."""
+    """Exchange with a parameter server; see `way.Way`."""
 
     def __init__(self, given: Given) -> None:
         elastic, site = given.elastic, given.site
@@ -40,11 +40,14 @@ class Pushes:
         return self.exchange.step_ended(samples)
 
     def before_saving(self) -> None:
-        """What is on its way is saved as if it had not left, unless it comes soon."""
+        """Wait up to `timeout_seconds` for pending pushes.
+
+        A push that is still pending then is saved as if it had not been sent.
+        """
         self.exchange.finish(self._timeout)
 
     def before_loading(self) -> None:
-        """What the server has is not touched."""
+        """Do nothing: loading does not change the server's state."""
 
     def described(self) -> dict[str, Any]:
         return self.exchange.described()

@@ -1,8 +1,8 @@
-"""Islands under DeepSpeed: exchanges, data of the whole job, checkpoints.
+"""Islands within one DeepSpeed job: exchanges, data of the whole job, checkpoints.
 
-An island has the data-parallel group of its engine (`division`), so ZeRO, norms and overflow checks stay inside. What
-goes wrong by itself is put right here: samplers, the first weights, and files that islands would overwrite for each
-other.
+An engine's data-parallel group is that of its island (`division`), so ZeRO, norms and overflow checks stay within it.
+This module handles what would otherwise go wrong: samplers, initial weights, and checkpoint files that islands would
+overwrite for each other.
 """
 
 import atexit
@@ -50,7 +50,7 @@ __all__ = ["attach_islands", "stay_apart"]
 
 
 def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
-    """Exchange after steps of `engine`, which was made by a `divide_call`, and keep the files of islands apart."""
+    """Exchange after steps of `engine` (made from a `divide_call`), and keep the files of islands apart. Collective."""
     run = Run(StepClock(), session.meter, session.config.seed, session.pace)
     settings = session.config.islands
     assert settings is not None, "attached for a section without islands"
@@ -76,7 +76,7 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
     session.patches.wrap(engine, "save_checkpoint", files.save)
     session.patches.wrap(engine, "load_checkpoint", files.load)
     exchange.start()
-    # Most programs destroy nothing.
+    # Most programs never destroy the engine.
     end = partial(_end, weakref.ref(exchange))
     atexit.register(end)
     session.patches.precede(engine, "destroy", end)
@@ -85,15 +85,17 @@ def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, sessio
 
 
 def _warn_of_unequal_rates(engine: Any) -> None:
-    """Tell the ranks whose learning rates are not those of the first rank. Collective."""
+    """Warn, on each rank whose learning rates differ from those of the first rank. Collective."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, rates_of(engine))
     warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
 
 
 def stay_apart(engine: Any, unit: IslandUnit) -> None:
-    """After `detach`, for as long as `engine` lives: its groups are still those of an island, whose files others must
-    not overwrite."""
+    """Keep the data and files of this island apart after `detach`, for as long as `engine` exists.
+
+    Its groups are still those of an island, whose files others must not overwrite.
+    """
     patches = Patches()
     patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
     patches.wrap(engine, "save_checkpoint", partial(_in_its_directory, unit, "save_dir"))
@@ -101,12 +103,12 @@ def stay_apart(engine: Any, unit: IslandUnit) -> None:
 
 
 def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """DeepSpeed's `save_checkpoint` or `load_checkpoint`, whose directory is the argument `key`."""
+    """Call DeepSpeed's `save_checkpoint` or `load_checkpoint` with the island's own directory as the argument `key`."""
     given = inspect.signature(original).bind(*args, **options).arguments
     if given[key]:
         base = _base(given[key])
         if key == "load_dir" and given.get("tag") is None:
-            # DeepSpeed writes `latest` for the first rank of the job alone.
+            # DeepSpeed writes `latest` only on the first rank of the job.
             given["tag"] = _latest(base)
         else:
             check_tag(str(given.get("tag", "")))
@@ -115,10 +117,10 @@ def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], 
 
 
 def _end(exchange: "weakref.ref[IslandExchange]") -> None:
-    """What is on its way is waited for: a slower island cannot take it from one that is gone."""
+    """Wait for pending exchanges, since a slower island cannot receive messages from a process that has exited."""
     found = exchange()
     if found is not None:
-        # Others may have failed, which they say themselves.
+        # Other islands may have failed; they report that themselves.
         with suppress(RuntimeError):
             found.forget()
 
@@ -126,7 +128,10 @@ def _end(exchange: "weakref.ref[IslandExchange]") -> None:
 def _over_all_ranks(
     engine: Any, unit: IslandUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
 ) -> Any:
-    """DeepSpeed's `deepspeed_io`, which divides a data set over the island alone."""
+    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job.
+
+    DeepSpeed's own sampler would divide it over the island only.
+    """
     given = inspect.signature(original).bind(dataset, *args, **options).arguments
     if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
         shuffle = given.get("route", "train") == "train"
@@ -137,9 +142,11 @@ def _over_all_ranks(
 
 @dataclass(frozen=True)
 class _Files:
-    """Checkpoints: those of island 0 stand where a job without islands has them, those of island k in `island_k` there.
+    """Checkpoints of islands.
 
-    What islands remember of each other stands in the tag directory of island 0, a pair of files a rank (`state`).
+    Those of island 0 are stored where a job without islands stores them, those of island k in its subdirectory
+    (`island_directory`). The islands' exchange state is stored in the tag directory of island 0, a pair of files per
+    rank (`state`).
     """
 
     engine: Any
@@ -149,11 +156,20 @@ class _Files:
 
     @property
     def position(self) -> state.Position:
-        """Islands may be more or fewer when it is loaded; their ranks may not."""
+        """Return the position of this rank among all islands.
+
+        The number of islands may change between saving and loading. Their number of ranks may not.
+        """
         return state.Position(self.unit.number, self.unit.islands, self.unit.place, len(self.unit.ranks))
 
     def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `save_checkpoint`. What is on its way is taken first, so a resumed run goes on as this one."""
+        """Call DeepSpeed's `save_checkpoint` in the island's directory, and save the exchange state.
+
+        Pending exchanges are finished first, so that a resumed run equals this one.
+
+        Raises:
+            StateError: the exchange state was not saved on some rank.
+        """
         given = inspect.signature(original).bind(*args, **options).arguments
         if not given["save_dir"]:
             return original(**given)
@@ -172,14 +188,20 @@ class _Files:
         return saved
 
     def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `load_checkpoint`. With more islands than were saved, the first ones are loaded again."""
+        """Call DeepSpeed's `load_checkpoint` in the island's directory, and restore the exchange state.
+
+        If there are more islands than were saved, the first ones are loaded more than once.
+
+        Raises:
+            StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
+        """
         given = inspect.signature(original).bind(*args, **options).arguments
         self.exchange.forget()
         base = _base(given["load_dir"])
         tag = _latest(base) if given.get("tag") is None else str(given["tag"])
         islands = 1 if tag is None else _saved_islands(base / tag)
         if not self.engine.load_universal_checkpoint():
-            # Each directory has a `latest` of its own, and that of an island that was not there is older.
+            # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
             given["tag"] = tag
         directory = _directory(base, self.unit.number % islands)
         found = original(**{**given, "load_dir": str(directory)})
@@ -191,7 +213,11 @@ class _Files:
         return found
 
     def _check_loaded(self, tag: str | None) -> None:
-        """Raise StateError on all ranks unless all islands have loaded the checkpoint `tag`; None for none."""
+        """Check that all islands have loaded the checkpoint `tag`; None stands for no checkpoint. Collective.
+
+        Raises:
+            StateError: they have not. Raised on all ranks.
+        """
         tags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(tags, tag)
         if len(set(tags)) > 1:
@@ -213,7 +239,11 @@ class _Files:
         state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
 
     def _load_state(self, directory: Path | None) -> None:
-        """What islands remember; where nothing is to be had, all begin with what the first one has loaded."""
+        """Restore the exchange state. If there is none, all islands start with the weights that the first one loaded.
+
+        Raises:
+            StateError: it cannot be restored, and `on_missing_state` is "error".
+        """
         if directory is None or not state.state_file(directory, 0, _STEM).exists():
             self.exchange.start()
             return
@@ -246,7 +276,7 @@ _STEM = "deepspeed_compress_islands"
 
 
 def _base(directory: str | Path) -> Path:
-    """The directory of the whole job, also where that of an island is given."""
+    """Return the directory of the whole job, given it or that of an island."""
     path = Path(directory)
     return path.parent if ISLAND.fullmatch(path.name) else path
 
@@ -261,6 +291,6 @@ def _latest(base: Path) -> str | None:
 
 
 def _saved_islands(directory: Path) -> int:
-    """How many islands have saved the checkpoint in the tag `directory`: one where it is of a job without islands."""
+    """Return the number of islands that saved the checkpoint in the tag `directory`; 1 for a job without islands."""
     first = state.state_file(directory, 0, _STEM)
     return state.read_description(first).position.size if first.exists() else 1

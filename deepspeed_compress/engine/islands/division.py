@@ -1,8 +1,8 @@
-"""How islands are dealt out: the groups that DeepSpeed gets for the ranks of a job, and what it is told of them.
+"""Division of a job's ranks into islands: the process groups that DeepSpeed is given, and the arguments of its calls.
 
-DeepSpeed divides ranks as the `mpu` that it is given says. Under AutoTP it takes groups of its own in place of that,
-which its module `groups` keeps: its tensor-parallel groups, of consecutive ranks, stay, and the data-parallel one
-becomes that of the island. Pipelines divide all ranks by themselves.
+DeepSpeed divides ranks according to its `mpu` argument. Under AutoTP it uses its own groups instead, which it stores in
+its module `groups`. Its tensor-parallel groups, of consecutive ranks, stay; the data-parallel group becomes that of the
+island. Pipelines divide all ranks themselves.
 """
 
 import copy
@@ -49,12 +49,21 @@ SEAMS = (
 
 @dataclass(frozen=True)
 class IslandUnit:
-    """What DeepSpeed calls an `mpu`: this rank's data-parallel group inside its island, and the tensor-parallel one.
+    """This rank's island, in the form of DeepSpeed's `mpu`.
 
-    `ranks`: global ones of the island, of which `tensor` consecutive ones share each layer. `whole`: all of them.
-    `data`: those with this one's tensor rank. `model`: those that share layers with it. `peers`: the ranks of equal
-    place. `job`: what DeepSpeed has as the data-parallel group without islands, under AutoTP. `living`: the units of
-    all engines with islands that live, this one's and later ones' too. `before`: DeepSpeed's `mpu` without islands.
+    Attributes:
+        ranks: the global ranks of the island. `tensor` consecutive ones share each layer.
+        number: the number of the island, from 0.
+        islands: the number of islands.
+        tensor: the number of ranks that share each layer.
+        whole: the group of all ranks of the island.
+        data: the group of its ranks with the same tensor rank as this one.
+        model: the group of ranks that share layers with this one.
+        peers: the group of ranks with the same place in their islands.
+        downward: a second group of `peers`; see `downward_group`.
+        job: DeepSpeed's data-parallel group without islands, under AutoTP; None otherwise.
+        living: the units of all existing engines with islands, including this one's and later ones'; one shared list.
+        before: DeepSpeed's `mpu` without islands.
     """
 
     ranks: tuple[int, ...]
@@ -72,12 +81,12 @@ class IslandUnit:
 
     @property
     def place(self) -> int:
-        """Of this rank in its island: peers have the same."""
+        """Return the index of this rank in its island, which is the same for all its peers."""
         return self.ranks.index(dist.get_rank())
 
     @property
     def share_of_job(self) -> tuple[int, int]:
-        """Which part of a batch of all islands this rank reads: the number of the part, and of how many."""
+        """Return which part of a batch of all islands this rank reads: (index of the part, number of parts)."""
         return dist.get_rank() // self.tensor, self.islands * len(self.ranks) // self.tensor
 
     def get_data_parallel_group(self) -> ProcessGroup:
@@ -110,27 +119,35 @@ class IslandUnit:
     def get_pipeline_model_parallel_rank(self) -> int:
         return 0
 
-    # Names by which DeepSpeed asks as well (`bwc_tensor_model_parallel_rank` and others).
+    # Other names that DeepSpeed uses (`bwc_tensor_model_parallel_rank` and others).
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 def deciding_group(engine: Any) -> ProcessGroup | None:
-    """The ranks that decide alike: those of the island that this one is of; None for all of the job."""
+    """Return the group of ranks that must decide alike: those of this rank's island; None for the whole job."""
     return engine.mpu.whole if isinstance(engine.mpu, IslandUnit) else None
 
 
 class _BatchUnit(IslandUnit):
-    """As DeepSpeed counts a batch under AutoTP: every rank for a data-parallel one."""
+    """Island unit that reports every rank as data-parallel, as DeepSpeed counts a batch under AutoTP."""
 
     def get_data_parallel_world_size(self) -> int:
         return len(self.ranks)
 
 
 def make_unit(settings: Islands, tensor: int = 1) -> IslandUnit:
-    """Divide the ranks of the job, `tensor` of which share each layer. Collective; joins the job first, where that is
-    not done. Raises ConfigError, and UnsupportedError where this process shares layers in another way already."""
+    """Divide the ranks of the job into islands. Collective; initializes torch.distributed first if necessary.
+
+    Args:
+        settings: the section's `islands`.
+        tensor: the number of ranks that share each layer.
+
+    Raises:
+        ConfigError: the ranks of the job cannot be divided in this way.
+        UnsupportedError: this process already shares layers between other ranks.
+    """
     if not dist.is_initialized():
         deepspeed.init_distributed()
     world, rank, size = dist.get_world_size(), dist.get_rank(), _ranks_of_island(settings, tensor)
@@ -167,12 +184,12 @@ _GROUPS = (
     "_WORLD_GROUP",
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
 )
-"""Names in DeepSpeed's module `groups` by which it divides the ranks of all engines to come."""
+"""Names in DeepSpeed's module `groups` that determine how the ranks of later engines are divided."""
 
 
 @contextmanager
 def groups_restored_on_failure() -> Iterator[None]:
-    """Divide the ranks of later engines as before if the block raises."""
+    """Restore DeepSpeed's division of ranks, for later engines, if the block raises."""
     before = {name: getattr(groups, name) for name in _GROUPS if hasattr(groups, name)}
     try:
         yield
@@ -183,7 +200,10 @@ def groups_restored_on_failure() -> Iterator[None]:
 
 
 def _ranks_of_island(settings: Islands, tensor: int) -> int:
-    """`size` counts data-parallel ranks, and a host has all of its own."""
+    """Return the number of ranks per island.
+
+    The setting `size` counts data-parallel ranks only. With `by_host`, an island has all ranks of a host.
+    """
     if not settings.by_host:
         assert settings.size is not None, "size or by_host: the section is checked"
         return settings.size * tensor
@@ -211,8 +231,11 @@ def _check_size(settings: Islands, world: int, size: int) -> None:
 
 
 def _ranks_of_host() -> int:
-    """As torchrun, and as the deepspeed launcher says it. Collective: ConfigError on all ranks where neither has, or
-    hosts have unequal numbers."""
+    """Return the number of ranks per host, from the variables of torchrun or the deepspeed launcher. Collective.
+
+    Raises:
+        ConfigError: neither launcher was used, or hosts have unequal numbers of ranks. Raised on all ranks.
+    """
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"))
     if None in told:
@@ -230,10 +253,10 @@ def _ranks_of_host() -> int:
 
 
 def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """The ranks that share layers with this one, and DeepSpeed's data-parallel group beside them."""
+    """Return the group of ranks that share layers with this one, and DeepSpeed's own data-parallel group."""
     if tensor == 1:
         return made_group([(one,) for one in range(dist.get_world_size())]), None
-    # Layers that were split before there is an engine have them already.
+    # Layers that were split before an engine exists have already made these groups.
     groups._init_tp_mesh_device(tensor_model_parallel_size=tensor)
     found = groups.get_tensor_model_parallel_group()
     first = dist.get_rank() // tensor * tensor
@@ -242,16 +265,25 @@ def _tensor_groups(tensor: int) -> tuple[ProcessGroup, ProcessGroup | None]:
             f"{_POINTER}: {tensor} ranks are to share each layer, and DeepSpeed has groups of {found.size()} in this "
             "process (allowed: the same); train with the other number in a process of its own"
         )
-    # Where an engine with islands lives, DeepSpeed has that one's.
+    # While an engine with islands exists, DeepSpeed's data-parallel group is that of the engine's island.
     former = groups.mpu.job if isinstance(groups.mpu, IslandUnit) else None
     return found, former or groups.get_data_parallel_group()
 
 
 def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `deepspeed.initialize` for one island; `config`: of the whole job. Raises UnsupportedError.
+    """Return the arguments of `deepspeed.initialize` for one island.
 
-    `train_batch_size` is that of the job, as without islands; DeepSpeed gets the island's part. Training data is left
-    out, for `attach_islands` to divide over all ranks.
+    `train_batch_size` is that of the job, as without islands; DeepSpeed gets the island's share. Training data is
+    removed, because `attach_islands` divides it over all ranks.
+
+    Args:
+        unit: this rank's island.
+        call: the arguments for the whole job.
+        config: the configuration of the whole job.
+
+    Raises:
+        UnsupportedError: the model is a pipeline, or the call has another `mpu`.
+        ConfigError: the batch cannot be divided evenly.
     """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
@@ -273,11 +305,15 @@ def divide_call(unit: IslandUnit, call: Mapping[str, Any], config: Mapping[str, 
 
 
 def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: IslandUnit) -> Sequence[Any]:
-    """What `original`, `deepspeed.initialize`, returns for a `divide_call`; its engine has `unit` as `mpu`.
+    """Call `original`, `deepspeed.initialize`, with the arguments `call` of `divide_call`.
 
-    Raises UnsupportedError where it shares layers between other ranks than was said.
+    Returns:
+        The result of `original`; its engine has `unit` as `mpu`.
+
+    Raises:
+        UnsupportedError: the engine shares layers between other ranks than the configuration says.
     """
-    # From now on what ends an engine of before leaves the division alone.
+    # From now on, destroying an older engine leaves this division in place.
     unit.living.append(unit)
     if unit.tensor > 1:
         groups._DATA_PARALLEL_GROUP = unit.data
@@ -287,9 +323,9 @@ def make_divided(original: Callable[..., Any], call: Mapping[str, Any], unit: Is
     except BaseException:
         _undivide(unit)
         raise
-    # AutoTP has put DeepSpeed's module of groups in its place, which tells nobody of islands.
+    # AutoTP has replaced it with DeepSpeed's module `groups`, which does not know about islands.
     result[0].mpu = groups.mpu = unit
-    # For as long as the engine lives, compressed or not: its groups are those of the island.
+    # Independent of `detach`: the engine's groups are those of the island for as long as it exists.
     Patches().precede(result[0], "destroy", partial(_undivide, unit))
     return result
 
@@ -304,10 +340,10 @@ def _check_tensor(engine: Any, unit: IslandUnit) -> None:
 
 
 def _undivide(unit: IslandUnit) -> None:
-    """Give DeepSpeed the division of the last engine with islands that lives, or the one from before.
+    """Restore the division of the newest remaining engine with islands, or the one from before islands.
 
-    It keeps the last `mpu` for all engines to come, and asks it for those that are made. An engine that was destroyed
-    is destroyed again by the garbage collector, at any time.
+    DeepSpeed uses the last `mpu` for all later engines, and queries it for existing ones. The garbage collector may
+    destroy an engine a second time, at any time.
     """
     if unit not in unit.living:
         return
@@ -320,7 +356,11 @@ def _undivide(unit: IslandUnit) -> None:
 
 
 def check_undivided() -> None:
-    """UnsupportedError while an engine with islands lives: DeepSpeed would divide another one in the same way."""
+    """Check that no engine with islands exists, because DeepSpeed would divide another engine in the same way.
+
+    Raises:
+        UnsupportedError: one exists.
+    """
     if isinstance(groups.mpu, IslandUnit):
         raise UnsupportedError(
             f"{_POINTER} is missing, and an engine of this process has it: DeepSpeed divides the ranks of both alike; "

@@ -1,7 +1,8 @@
-"""Islands that come and go under DeepSpeed: each is a job of its own, whose engine is as it would be alone.
+"""Islands that join and leave under DeepSpeed, each a job of its own.
 
-What is to be done here: data that no other island reads in the same order, a schedule that goes on where the others
-are, checkpoints, and what became of exchanges. How islands exchange is a `Way`: in rounds, or asynchronously.
+An island's engine is the same as without islands. This module provides data in an order that no other island has,
+learning-rate schedules that follow the other islands, checkpoints, and a history of exchanges. The exchange itself is a
+`Way`: in rounds, or asynchronous.
 """
 
 import atexit
@@ -49,16 +50,21 @@ __all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
 _POINTER = "/deepspeed_compress/islands/elastic"
 _STEM = "deepspeed_compress_islands"
 _AHEAD = "ahead"
-"""In what is saved: steps by which the schedule of learning rates was ahead of those of the engine."""
+"""Key in the saved state: the number of steps by which the learning-rate schedule was ahead of the engine's steps."""
 KEPT = 10_000
-"""Exchanges of which figures are kept."""
+"""Maximum number of exchanges in the history."""
 SEEDS = 1_000_003
-"""Between the seeds of two islands: epochs add small numbers to them."""
+"""Distance between the seeds of two islands. It is large because epochs add small numbers to a seed."""
 
 
 def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `deepspeed.initialize` without training data, whose order depends on what the island is told
-    when the engine is there. Raises UnsupportedError."""
+    """Return the arguments of `deepspeed.initialize` without training data.
+
+    The order of the data depends on the island's number, which is known only after the engine is made.
+
+    Raises:
+        UnsupportedError: the model is a pipeline, or the call has an `mpu`.
+    """
     if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
         raise UnsupportedError(
             f"{_POINTER} is not available beside a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
@@ -68,7 +74,11 @@ def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "ElasticIsland":
-    """Meet the others, take their anchor, and from now on exchange after steps. Collective in the island."""
+    """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
+
+    Raises:
+        ConfigError: the engine already has a training data loader.
+    """
     settings = session.config.islands
     assert settings is not None, "attached for a section with islands"
     if engine.training_dataloader is not None:
@@ -79,7 +89,7 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
     island = ElasticIsland(engine, settings, parameters, session)
     session.patches.precede(engine, "destroy", island.leave)
     session.patches.on_undo(island.leave)
-    # Most programs destroy nothing, and the end of a process takes its time.
+    # Most programs never destroy the engine, and process exit takes time.
     atexit.register(island.leave)
     session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
     session.patches.wrap(engine, "save_checkpoint", island.save)
@@ -89,9 +99,11 @@ def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "El
 
 
 class ElasticIsland:
-    """One rank of an island among others that come and go, as `engine.compression.islands`.
+    """This rank's island among others that join and leave, available as `engine.compression.islands`.
 
-    `history`: what became of the newest exchanges. `number`: of this island, which none other has had.
+    Attributes:
+        history: the results of the newest exchanges, at most `KEPT`.
+        way: the exchange strategy.
     """
 
     def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
@@ -119,14 +131,16 @@ class ElasticIsland:
 
     @property
     def exchange(self) -> Any:
+        """Return the exchange of the strategy."""
         return self.way.exchange
 
     @property
     def number(self) -> int:
+        """Return the unique number of this island."""
         return int(self.exchange.number)
 
     def step_ended(self, step: int) -> None:
-        """After an optimizer step: exchange, if it is time, or others are waiting. Collective in the island."""
+        """Exchange after an optimizer step, if it is time or others are waiting. Collective in the island."""
         self._rates.note()
         met = self.way.step_ended(int(self._engine.global_samples))
         if met is None:
@@ -139,17 +153,17 @@ class ElasticIsland:
         self._told = met.islands
 
     def leave(self) -> None:
-        """Say goodbye: the others do not wait."""
+        """Leave the other islands, so that they do not wait for this one."""
         atexit.unregister(self.leave)
         self._gone = True
         self.way.leave()
 
     def follow(self, about: Mapping[str, Any]) -> None:
-        """Go on with the learning rates where the others are."""
+        """Advance the learning rates to those of the other islands, which published `about`."""
         self._rates.follow(about)
 
     def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `deepspeed_io`: training data in an order that no other island has."""
+        """Call DeepSpeed's `deepspeed_io` with training data in an order that no other island has."""
         given = inspect.signature(original).bind(dataset, *args, **options).arguments
         training = given.get("route", "train") == "train"
         if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
@@ -158,7 +172,7 @@ class ElasticIsland:
         return original(**given)
 
     def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `save_checkpoint`, with what the island remembers of the others."""
+        """Call DeepSpeed's `save_checkpoint`, and save the island's state of exchanges with it."""
         given = inspect.signature(original).bind(*args, **options).arguments
         if given["save_dir"]:
             tag = tag_of(self._engine, given.get("tag"))
@@ -169,8 +183,11 @@ class ElasticIsland:
         return original(**given)
 
     def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `load_checkpoint`; then all have the newest anchor: that of the others, or of the newest
-        checkpoint where all begin anew. Collective in the island, and with the others where they begin anew."""
+        """Call DeepSpeed's `load_checkpoint`, then take the newest anchor.
+
+        That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
+        the island, and with the others if all start again.
+        """
         given = inspect.signature(original).bind(*args, **options).arguments
         scheduled = self._rates.step
         found = original(**given)
@@ -190,7 +207,10 @@ class ElasticIsland:
     def _terms(
         self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
     ) -> dict[str, Any]:
-        """What islands must have alike; `fixed` weights are in no anchor."""
+        """Return the settings that must be equal in all islands. Collective in the island.
+
+        They include a digest of `fixed` weights, which no anchor contains.
+        """
         layout = repr([(one.parameter, one.begin, one.numel) for one in masters.segments])
         return {
             "minimum": elastic.minimum,
@@ -204,7 +224,7 @@ class ElasticIsland:
         }
 
     def _digest(self, text: str) -> str:
-        """Of the texts of all ranks. Collective in the island."""
+        """Return a digest of the texts of all ranks. Collective in the island."""
         return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
 
     def _record(self, step: int, met: Met) -> None:
@@ -214,7 +234,11 @@ class ElasticIsland:
         self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
 
     def _take_directory(self, directory: Path) -> None:
-        """StateError where an island that lives saves there: they would overwrite each other's files."""
+        """Reserve `directory` for the checkpoints of this island.
+
+        Raises:
+            StateError: another running island saves there. They would overwrite each other's files.
+        """
         elastic, own = self._settings.elastic, self.way.described()
         assert not self._gone, "an island saves before it leaves"
         assert elastic is not None, "attached for elastic islands"
@@ -237,7 +261,15 @@ class ElasticIsland:
         return state.Position(0, 1, dist.get_rank(), dist.get_world_size())
 
     def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
-        """Of what was saved, whose it is; None where nothing is to be had. Memories are restored. Collective."""
+        """Restore the residuals of a checkpoint, and return what `Way.resume` needs. Collective.
+
+        Returns:
+            The saved description of the island; None (with a CompressWarning unless there is no file) if it cannot be
+            used.
+
+        Raises:
+            StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".
+        """
         first = state.state_file(directory, 0, _STEM)
         if not self._team.share(first.exists):
             return None
@@ -262,7 +294,7 @@ class ElasticIsland:
         return None
 
     def _saved_ahead(self, directory: Path) -> int:
-        """Steps by which the schedule was ahead of those of the engine; 0 where an island has not saved."""
+        """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
         file = state.state_file(directory, 0, _STEM)
         return self._team.share(lambda: _ahead_in(file))
 
@@ -276,12 +308,15 @@ def _ahead_in(file: Path) -> int:
     try:
         return int(state.read_description(file).decisions.get(_AHEAD, 0))
     except StateError:
-        # Said before, or of no island.
+        # Reported before, or not a checkpoint of an island.
         return 0
 
 
 def _living(elastic: Elastic) -> set[int]:
-    """The islands that the coordinator knows; none while it is away, for which nobody must stop."""
+    """Return the numbers of the islands that the coordinator knows.
+
+    Empty if the coordinator is unreachable, so that saving continues without it.
+    """
     try:
         return {one["number"] for one in status(elastic.rendezvous)["islands"]}
     except (OSError, ValueError, KeyError):

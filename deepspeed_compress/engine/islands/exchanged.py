@@ -1,4 +1,4 @@
-"""What islands exchange of a model: all but the parameters that each keeps for itself."""
+"""Selection of the parameters that islands exchange: all except those that each island keeps to itself."""
 
 import re
 import warnings
@@ -17,10 +17,21 @@ _POINTER = "/deepspeed_compress/islands/own"
 
 
 def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) -> tuple[FlatMasters, Parameters]:
-    """`masters` without the parameters that one of the patterns `own` is found in, and what exchanges must know of the
-    others: in fp32, none exempt.
+    """Return `masters` and `parameters` without the parameters that each island keeps to itself.
 
-    Warns (CompressWarning) of a pattern that is found in none. ConfigError where nothing is left.
+    Warns (CompressWarning) of each pattern that matches no parameter.
+
+    Args:
+        own: regular expressions, searched for in the names of parameters. Matching parameters are not exchanged.
+        masters: the master weights of this rank.
+        parameters: the parameters of the engine.
+
+    Returns:
+        The remaining master weights, and the remaining parameters for exchanges, in fp32, with none excluded from
+        compression.
+
+    Raises:
+        ConfigError: nothing is left to exchange.
     """
     _check(own, parameters.everywhere)
     left = {name: shape for name, shape in parameters.shapes.items() if not matches(own, parameters.user_name(name))}
@@ -33,7 +44,7 @@ def exchanged(own: Sequence[str], masters: FlatMasters, parameters: Parameters) 
 
 
 def matches(patterns: Sequence[str], name: str) -> bool:
-    """Whether one of the `patterns` of `own` is found in `name`."""
+    """Return True if one of the `patterns` of `own` is found in `name`."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 

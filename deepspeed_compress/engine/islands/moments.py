@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the second moments of Adam under each ZeRO stage."""
+"""Access to Adam's second moments in DeepSpeed's optimizers, under each ZeRO stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,15 @@ __all__ = ["find_moments"]
 
 _POINTER = "/deepspeed_compress/islands/second_moments"
 _KEY = "exp_avg_sq"
-"""In the state of torch.optim.Adam, of DeepSpeed's FusedAdam and CPUAdam, and of all that are made after them."""
+"""Key in the state of torch.optim.Adam, DeepSpeed's FusedAdam and CPUAdam, and optimizers modeled on them."""
 
 
 def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moments | None:
-    """Those of what the rank steps; None where islands do not exchange them. UnsupportedError where the optimizer is
-    none of Adam's family, or keeps something else beside them."""
+    """Return the second moments of everything that this rank steps; None if islands do not exchange them.
+
+    Raises:
+        UnsupportedError: the optimizer is not of the Adam family, or keeps some of its moments elsewhere.
+    """
     if settings.second_moments is None:
         return None
     offload = engine.zero_offload_optimizer()
@@ -37,7 +40,11 @@ def find_moments(engine: Any, settings: Islands, masters: FlatMasters) -> Moment
 
 
 def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
-    """One of the groups with second moments, for all of them."""
+    """Return one parameter group with second moments, which stands for all of them.
+
+    Raises:
+        UnsupportedError: the groups have unequal betas, or none, or use amsgrad.
+    """
     groups = [group for group in optimizer.param_groups if not group.get("use_muon")]
     betas = {group.get("betas") and tuple(group["betas"]) for group in groups}
     if None in betas or len(betas) != 1 or any(group.get("amsgrad") for group in groups):
@@ -51,7 +58,7 @@ def _group_of_adam(optimizer: Any) -> Mapping[str, Any]:
 
 
 def _stepped_by_adam(engine: Any, masters: FlatMasters) -> Sequence[Stretch]:
-    """All but what DeepSpeed's Muon steps by momentum alone."""
+    """Return everything that this rank steps except what DeepSpeed's Muon steps, which has momentum only."""
     if not any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
         return masters.stepped
     muon = {name for parameter, name in engine.param_names.items() if getattr(parameter, "use_muon", False)}
@@ -60,14 +67,18 @@ def _stepped_by_adam(engine: Any, masters: FlatMasters) -> Sequence[Stretch]:
 
 @dataclass(frozen=True)
 class _States:
-    """Of what `optimizer` steps as `group` says, like all of `stepped`."""
+    """Second moments of the runs `stepped`, which `optimizer` steps with the hyperparameters of `group`."""
 
     optimizer: Any
     group: Mapping[str, Any]
     stepped: Sequence[Stretch]
 
     def moments(self) -> list[Moment]:
-        """Of every stretch. UnsupportedError where the optimizer has none, or keeps them elsewhere."""
+        """Return the second moment of every run.
+
+        Raises:
+            UnsupportedError: the optimizer has none, or keeps them elsewhere.
+        """
         states = [self.optimizer.state.get(one.home, {}) for one in self.stepped]
         steps = [float(state.get("step", 0)) for state in states]
         if _counts_once(self.optimizer):
@@ -87,11 +98,17 @@ class _States:
         return Moment(one.within(moments), self._correction(steps))
 
     def _correction(self, steps: float) -> float:
-        """As Adam has it (arXiv:1412.6980, algorithm 1); 1 where the optimizer does not correct, or counts no steps."""
+        """Return Adam's bias correction 1 - beta2^steps (arXiv:1412.6980, algorithm 1).
+
+        It is 1.0 if the optimizer does not correct the bias, or counts no steps.
+        """
         corrects = steps and self.group.get("bias_correction", True)
         return 1.0 - float(self.group["betas"][1]) ** steps if corrects else 1.0
 
 
 def _counts_once(optimizer: Any) -> bool:
-    """DeepSpeed's FusedAdam counts its steps in the state of the last parameter alone (ops/adam/fused_adam.py:step)."""
+    """Return True for DeepSpeed's FusedAdam, which counts steps only in the state of the last parameter.
+
+    See `step` in ops/adam/fused_adam.py.
+    """
     return isinstance(getattr(optimizer, "aux_optimizer", None) or optimizer, FusedAdam)

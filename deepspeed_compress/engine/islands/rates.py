@@ -1,8 +1,8 @@
-"""Learning rates of islands: what an island hands out beside its anchor, and how one that comes late follows it.
+"""Learning rates of islands: what an island publishes with its anchor, and how an island that joins late catches up.
 
-Schedules count steps, so an island that comes late takes as many steps of its own schedule as the others have taken. A
-schedule that is stepped by a metric (ReduceLROnPlateau) takes over their state and rates instead. Then both have the
-same rates, unless their programs or configurations differ, which a warning tells with both of them.
+Schedules count steps, so an island that joins late advances its own schedule by as many steps as the others have taken.
+With a schedule that is stepped by a metric (ReduceLROnPlateau), it takes over their state and rates instead. Then both
+have the same rates, unless their programs or configurations differ; a warning then shows both.
 """
 
 import inspect
@@ -20,7 +20,7 @@ _POINTER = "/deepspeed_compress/islands"
 _PROGRESS = frozenset(
     {"last_epoch", "last_batch_iteration", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "lr_lambdas"}
 )
-"""Keys in the state of a schedule that change as it goes on, or say nothing of it."""
+"""Keys in a schedule's state that change as it advances, or that do not describe its settings."""
 
 
 def rates_of(engine: Any) -> list[float]:
@@ -29,7 +29,7 @@ def rates_of(engine: Any) -> list[float]:
 
 
 def warn_of_unequal_rates(own: Sequence[float], theirs: Sequence[float], whose: str) -> None:
-    """Tell with a CompressWarning if the rates of this island are not those of the others."""
+    """Warn (CompressWarning) if the rates of this island differ from those of `whose`, by more than 1e-6 relative."""
     if len(own) == len(theirs) and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(own, theirs, strict=True)):
         return
     text = (
@@ -52,11 +52,11 @@ class Rates:
 
     @property
     def step(self) -> int:
-        """Step of the schedule."""
+        """Return the step of the schedule."""
         return int(self._engine.global_steps) + self.ahead
 
     def note(self) -> None:
-        """Take down what other islands are told from now on: a thread hands it out, in the middle of a step."""
+        """Update the snapshot that `told` returns; a thread serves it, possibly in the middle of a step."""
         scheduler = self._engine.lr_scheduler
         self._told = {
             "step": self.step,
@@ -66,11 +66,15 @@ class Rates:
         }
 
     def told(self) -> Mapping[str, Any]:
-        """Return what an island that comes needs to have the same rates."""
+        """Return the state that a joining island needs to have the same rates."""
         return self._told
 
     def follow(self, about: Mapping[str, Any]) -> None:
-        """Go on with the rates where the others are, who have told `about`."""
+        """Advance the schedule to the step of the other islands, which published `about`.
+
+        Raises:
+            UnsupportedError: the schedule is stepped by a metric, and the others do not have the same one.
+        """
         ahead, scheduler = int(about.get("step", 0)) - int(self._engine.global_steps), self._engine.lr_scheduler
         if scheduler is not None and ahead > self.ahead and _needs_metric(scheduler):
             self._take_over(scheduler, about)
@@ -132,7 +136,7 @@ def _needs_metric(scheduler: Any) -> bool:
 
 def _step(scheduler: Any, times: int) -> None:
     with warnings.catch_warnings():
-        # torch tells those who step a schedule before an optimizer.
+        # torch warns when a schedule is stepped before the optimizer.
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(times):
             scheduler.step()

@@ -1,7 +1,7 @@
-"""Masters of weights that all ranks which share a layer hold alike, such as norms: who exchanges what of them.
+"""Exchange of weights that are replicated on all ranks sharing a layer, such as norms.
 
-Each of these ranks exchanges a part, and hands it on inside the island afterwards. So they go between islands once,
-compressed as the others are, and their copies are the same bits whatever compression made of them.
+Each of these ranks exchanges a part of them, and broadcasts it within the island afterwards. So these weights are sent
+between islands only once, compressed like the others, and all copies stay bit-identical whatever compression does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,18 @@ from deepspeed_compress.errors import UnsupportedError
 __all__ = ["check_cut_alike", "handed_on"]
 
 _Range = tuple[str, int, int]
-"""A parameter, and the first and the last element, exclusive."""
+"""A parameter, its first element, and the end (exclusive)."""
 
 
 def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> FlatMasters:
-    """`masters` without what others of the island exchange; to publish them is to hand on too. Collective.
+    """Return `masters` without the elements that other ranks of the island exchange. Collective.
 
-    `parameters`: what ranks that share layers hold alike is exempt.
+    Their `publish` also broadcasts this rank's part within the island.
+
+    Args:
+        masters: the master weights of this rank.
+        parameters: the parameters; `exempt` names those that are replicated on ranks sharing layers.
+        unit: this rank's island.
     """
     shared = parameters.exempt
     sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
@@ -40,8 +45,13 @@ def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) ->
 
 
 def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
-    """UnsupportedError where ranks that share layers have cut what they hold alike in different places: second moments
-    are exchanged by each of them, and their blocks would not be the same. Collective in the island."""
+    """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
+
+    Each of these ranks exchanges second moments, whose blocks would otherwise differ.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
     cuts = [(one.parameter, one.begin, one.numel) for one in masters.stepped if one.parameter in parameters.exempt]
     every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
     dist.all_gather_object(every, cuts, group=unit.whole)
@@ -54,7 +64,7 @@ def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUn
 
 
 def _within(one: Stretch, part: tuple[int, int] | None) -> Iterator[Stretch]:
-    """What of a stretch lies in a part of its parameter; all of it, if that is None."""
+    """Yield the part of a run that lies in elements `part` of its parameter, if any; all of it if `part` is None."""
     found = one if part is None else one.part(*part)
     if found.numel:
         yield found
@@ -62,14 +72,21 @@ def _within(one: Stretch, part: tuple[int, int] | None) -> Iterator[Stretch]:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank of the island exchanges of such weights, one after the other: `numel` elements. `held`: those that
-    this rank has too, and where they begin among them. Ranks that share layers may have cut their buffers elsewhere."""
+    """Part of the replicated weights that one rank of the island exchanges, as one flat vector.
+
+    Ranks that share layers may have divided their buffers at different places.
+
+    Attributes:
+        numel: the number of elements.
+        held: the segments that this rank has as well, and their offsets in the vector.
+    """
 
     numel: int
     held: Sequence[tuple[Segment, int]]
 
     @classmethod
     def of(cls, masters: FlatMasters, ranges: Sequence[_Range]) -> "_Part":
+        """Return the part that consists of `ranges`, with the segments of it that `masters` has."""
         held, offset = [], 0
         for name, first, last in ranges:
             for one in (home for home in masters.stretches if home.parameter == name):
@@ -80,19 +97,26 @@ class _Part:
 
 
 def _segment(one: Stretch) -> Segment:
-    """For reading and writing: of no bucket."""
+    """Return a segment for reading and writing master weights; it belongs to no bucket."""
     return Segment(one.parameter, one.begin, one.numel, 0, 0)
 
 
 @dataclass(frozen=True)
 class _Handing:
-    """Every rank of the island tells the others its part. `masters`: all of this rank. `parts`: by place."""
+    """Broadcast of each rank's part of the replicated weights to the rest of the island.
+
+    Attributes:
+        masters: all master weights of this rank.
+        parts: the part of each rank, by place in the island.
+        unit: this rank's island.
+    """
 
     masters: FlatMasters
     parts: Sequence[_Part]
     unit: IslandUnit
 
     def publish(self) -> None:
+        """Broadcast every part within the island, then publish the master weights. Collective."""
         for place, part in enumerate(self.parts):
             if part.numel:
                 self._tell(place, part)

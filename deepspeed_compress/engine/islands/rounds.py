@@ -1,4 +1,4 @@
-"""Islands that meet in rounds: what ranks of an island need to find the others, and the exchanges they then make."""
+"""Islands that exchange in rounds: registration at the coordinator, and the exchanges that follow."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ __all__ = ["Rounds"]
 
 
 class Rounds:
-    """See `way.Way`."""
+    """Exchange in rounds; see `way.Way`."""
 
     def __init__(self, given: Given) -> None:
         team, elastic = given.team, given.elastic
@@ -32,7 +32,7 @@ class Rounds:
         try:
             self.exchange = self._meet(given, elastic, host, self._server.address)
         except BaseException:
-            # Nobody else could: the others would wait for an island that does not train.
+            # Only this rank can say so: otherwise the others would wait for an island that does not train.
             self.leave()
             raise
 
@@ -63,7 +63,7 @@ class Rounds:
         return met
 
     def before_saving(self) -> None:
-        """Nothing is on its way after a step."""
+        """Do nothing: no exchange is pending after a step."""
 
     def before_loading(self) -> None:
         self.exchange.withdraw()
@@ -78,10 +78,10 @@ class Rounds:
         if saved is not None:
             about = self.exchange.resume(saved["run"], saved["number"], saved["version"], own_is_new=False)
             if self.exchange.version == saved["version"]:
-                # What it had moved since its last exchange has yet to count.
+                # Its samples since its last exchange are still to be counted.
                 self._samples = saved.get("samples", samples)
             return about
-        # Weights that nobody has agreed upon: whoever has trained longest begins.
+        # These weights were never agreed upon, so the island that has trained longest provides the first anchor.
         name = self._team.share(lambda: uuid.uuid4().hex)
         return self.exchange.resume(name, -1, max(1, steps), own_is_new=True)
 
@@ -101,16 +101,16 @@ class Rounds:
         self.client = Client(elastic.rendezvous, timeout, give_up, terms, store, addresses, process)
 
     def _copy(self, version: int) -> Any:
-        """For those who ask before this island is ready, there is nothing."""
+        """Return a copy of the anchor `version`; None if another island asks before this one is ready."""
         exchange = vars(self).get("exchange")
         return None if exchange is None else exchange.copy(version)
 
 
 def _own_host(elastic: Elastic) -> str:
-    """The address of this machine on the way to the coordinator, at which the other islands find it."""
+    """Return the address of this machine on its route to the coordinator, at which the other islands can reach it."""
     host, _, port = elastic.rendezvous.rpartition(":")
     family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent.
+        # Connecting a UDP socket sends nothing.
         probe.connect(address)
         return str(probe.getsockname()[0])

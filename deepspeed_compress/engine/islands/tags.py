@@ -1,4 +1,4 @@
-"""Tags of checkpoints that islands save: directories below the one that each island has for itself."""
+"""Tags of island checkpoints, which are directories below the island's own directory."""
 
 import re
 from pathlib import Path, PurePath
@@ -8,12 +8,15 @@ from deepspeed_compress.errors import ConfigError
 __all__ = ["ISLAND", "check_tag", "tag_of_file"]
 
 ISLAND = re.compile(r"island_\d{4}")
-"""Name of the directory of an island."""
+"""Name of an island's directory."""
 
 
 def check_tag(tag: str) -> None:
-    """Raise ConfigError if a checkpoint with `tag` would lie outside of the directory of its island, or in that of
-    another island. Slashes are allowed: "epoch/1"."""
+    """Check that a checkpoint with `tag` lies in the directory of its island. Slashes are allowed: "epoch/1".
+
+    Raises:
+        ConfigError: it would lie outside, or in the directory of another island.
+    """
     path = PurePath(tag)
     if path.is_absolute() or ".." in path.parts or any(ISLAND.fullmatch(part) for part in path.parts):
         raise ConfigError(
@@ -23,5 +26,5 @@ def check_tag(tag: str) -> None:
 
 
 def tag_of_file(file: str | Path, directory: str | Path) -> str:
-    """Return the tag of the checkpoint in `directory` that `file` is of. A tag may have several parts."""
+    """Return the tag of the checkpoint in `directory` that contains `file`. A tag may have several parts."""
     return Path(file).parent.relative_to(directory).as_posix()

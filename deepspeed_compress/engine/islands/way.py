@@ -1,4 +1,4 @@
-"""What is asked of a way to exchange between islands that come and go, and what one is made of."""
+"""Interface of an exchange strategy between islands that join and leave, and the inputs that one is made from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +17,18 @@ __all__ = ["Given", "Way"]
 
 @dataclass(frozen=True)
 class Given:
-    """What a way is made of. `settings`: with `elastic`. `masters`: of this rank. `site`: of groups, what is exchanged
-    in. `team`: the ranks of the island. `terms`: what all islands must have alike. `rates`: learning rates of this
-    island. `moments`: of the optimizer, where they are exchanged. `diverged`: is called when the masters are those
-    of the others again, after some were not finite."""
+    """Inputs of an exchange strategy.
+
+    Attributes:
+        settings: the section's `islands`, with `elastic`.
+        masters: the master weights of this rank.
+        site: returns the site of exchanges over given groups.
+        team: the ranks of the island.
+        terms: the settings that must be equal in all islands.
+        rates: the learning rates of this island.
+        moments: the optimizer's second moments; None if they are not exchanged.
+        diverged: called when the master weights have been replaced by those of the others because some were not finite.
+    """
 
     settings: Islands
     masters: Masters
@@ -38,30 +46,49 @@ class Given:
 
 
 class Way(Protocol):
-    """How an island exchanges with others: `rounds.Rounds` or `asynchronous.Pushes`, made of `Given`."""
+    """Exchange strategy of an island: `rounds.Rounds` or `asynchronous.Pushes`, made from a `Given`."""
 
     @property
     def exchange(self) -> Any:
-        """What exchanges: `number` of the island, `version` of its anchor, `stores`."""
+        """Return the exchange, which has the `number` of the island, the `version` of its anchor, and its `stores`."""
 
     def start(self, samples: int) -> Mapping[str, Any]:
-        """Begin with the anchor of those who are there, or with the own weights, after `samples` in all; what was said
-        beside it. Collective."""
+        """Start with the anchor of the islands that exist, or else with this island's own weights. Collective.
+
+        Args:
+            samples: the total number of samples trained on so far.
+
+        Returns:
+            The information published with the anchor.
+        """
 
     def step_ended(self, samples: int) -> Met | None:
-        """After a step, `samples` in all: what became of an exchange, if one has ended. Collective."""
+        """Exchange after a step if it is time, and return the result of an exchange that ended, or None. Collective.
+
+        Args:
+            samples: the total number of samples trained on so far.
+        """
 
     def before_saving(self) -> None:
-        """Collective."""
+        """Finish or set aside what is pending, before a checkpoint is saved. Collective."""
 
     def before_loading(self) -> None:
-        """What is saved is about to be restored; then comes `resume`."""
+        """Prepare for the loading of a checkpoint; `resume` is called afterwards."""
 
     def described(self) -> dict[str, Any]:
-        """What `resume` must know of what is saved now."""
+        """Return what `resume` must know about a checkpoint that is saved now."""
 
     def resume(self, saved: Mapping[str, Any] | None, steps: int, samples: int) -> Mapping[str, Any]:
-        """A checkpoint was loaded, of so many `steps` and `samples`; `saved`: None where it has weights alone."""
+        """Continue from a checkpoint that was just loaded.
+
+        Args:
+            saved: what `described` returned when it was saved; None if only its weights are available.
+            steps: the optimizer steps of the checkpoint.
+            samples: the samples of the checkpoint.
+
+        Returns:
+            The information published with the anchor.
+        """
 
     def leave(self) -> None:
-        """For ever; the others do not wait."""
+        """Leave for good; the other islands do not wait for this one."""

@@ -1,1 +1,1 @@
-"""Where DeepSpeed gathers weights, and the masters that they come from."""
+"""Seams at which DeepSpeed gathers weights, and access to the fp32 master weights."""

@@ -1,4 +1,4 @@
-"""The fp32 weights that a rank steps under each ZeRO stage, as one flat vector, and how the others get to see them."""
+"""Access to the fp32 master weights that a rank steps under each ZeRO stage, and their publication to other ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +30,20 @@ SEAMS = (
         ("args", "kwargs"),
     ),
 )
-"""The second is wrapped for profiling: its presence is all that can be checked."""
+"""DeepSpeed functions used here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """`numel` elements of a parameter from `begin` on, which are those from `offset` on of `home`: what the optimizer
-    steps, of any floating type and device."""
+    """A run of `numel` elements of a parameter, and their place in the tensor that the optimizer steps.
+
+    Attributes:
+        parameter: the name of the parameter.
+        begin: the first element, in the flattened parameter.
+        home: the tensor that the optimizer steps, of any floating dtype and device.
+        offset: the first element, in the flattened `home`.
+        numel: the number of elements.
+    """
 
     parameter: str
     begin: int
@@ -46,23 +53,32 @@ class Stretch:
 
     @property
     def values(self) -> Tensor:
-        """A flat view."""
+        """Return the elements as a flat view of `home`."""
         return self.within(self.home)
 
     def within(self, tensor: Tensor) -> Tensor:
-        """A flat view of the same elements of a `tensor` laid out as `home`, such as a state of the optimizer."""
+        """Return a flat view of the same elements of `tensor`.
+
+        `tensor` has the layout of `home`, as optimizer states do.
+        """
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
     def part(self, begin: int, end: int) -> "Stretch":
-        """What there is of elements `begin` to `end`, exclusive, of the parameter."""
+        """Return the part that lies in elements `begin` to `end` (exclusive) of the parameter; perhaps empty."""
         first, last = max(self.begin, begin), min(self.begin + self.numel, end)
         return replace(self, begin=first, offset=self.offset + first - self.begin, numel=max(0, last - first))
 
 
 @dataclass(frozen=True)
 class FlatMasters:
-    """See `Masters`. `stretches`: of this rank, without padding. `device`: of the exchange. `stepped`: all that this
-    rank steps, of which ranks without ZeRO exchange a part each."""
+    """Master weights of this rank as one flat vector; see `Masters`.
+
+    Attributes:
+        stretches: the runs that this rank exchanges, without padding.
+        device: the device of the exchange.
+        publish: a function that sends the changed master weights to the other ranks' copies.
+        stepped: all runs that this rank steps. Without ZeRO, each rank steps all of them and exchanges only a part.
+    """
 
     stretches: Sequence[Stretch]
     device: torch.device
@@ -71,6 +87,7 @@ class FlatMasters:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
+        """Return the segments of the flat vector, in order."""
         found: list[Segment] = []
         offset = 0
         for one in self.stretches:
@@ -92,17 +109,23 @@ class FlatMasters:
             yield home.values.narrow(0, segment.begin - home.begin, segment.numel)
 
     def read(self, segments: Sequence[Segment]) -> Tensor:
+        """Return the elements of `segments` as one flat fp32 tensor on `device`."""
         views = [view.to(self.device, torch.float32) for view in self._views(segments)]
         return torch.cat(views) if views else torch.zeros(0, device=self.device)
 
     def write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        """Write the flat tensor `values` into the elements of `segments`."""
         parts = torch.split(values, [segment.numel for segment in segments])
         for view, part in zip(self._views(segments), parts, strict=True):
             view.copy_(part)
 
 
 def find_masters(engine: Any) -> FlatMasters:
-    """The masters of `engine`. UnsupportedError where this package does not know them."""
+    """Return the master weights of `engine`.
+
+    Raises:
+        UnsupportedError: the optimizer's master weights are not known to this package.
+    """
     for kind, make in _MAKERS.items():
         if isinstance(engine.optimizer, kind):
             return make(engine)
@@ -115,7 +138,10 @@ def find_masters(engine: Any) -> FlatMasters:
 
 
 def _of_buffers(engine: Any, held: Sequence[Tensor], groups: Sequence[Any], masters: Sequence[Tensor]) -> FlatMasters:
-    """ZeRO 1 and 2 and the bf16 optimizer: each flat buffer is cut evenly, and `masters` are this rank's parts."""
+    """Return the master weights of ZeRO 1, ZeRO 2 or the bf16 optimizer.
+
+    Each flat buffer in `held` is divided evenly over its ranks, and `masters` are this rank's parts.
+    """
     stretches: list[Stretch] = []
     for buffer, parameters, master, group in zip(
         held, groups, masters, engine.optimizer.real_dp_process_group, strict=True
@@ -132,7 +158,10 @@ def _of_buffers(engine: Any, held: Sequence[Tensor], groups: Sequence[Any], mast
 
 
 def _publish_buffers(engine: Any) -> None:
-    """Compressed weights have bookkeeping of their own; otherwise DeepSpeed gathers."""
+    """Update the weights on all ranks from the master weights.
+
+    Compressed weights have their own bookkeeping, in the session; otherwise DeepSpeed gathers.
+    """
     session = vars(engine).get("compression")
     if session is not None and session.exact is not None:
         session.renew_weights()
@@ -170,17 +199,20 @@ def _zero_3(engine: Any) -> FlatMasters:
 
 
 def _publish_partitions(optimizer: Any) -> None:
-    """As in DeepSpeed's `step` of ZeRO 3."""
+    """Update the ZeRO 3 partitions and the gathered persistent parameters, as DeepSpeed's `step` does."""
     for number in range(len(optimizer.fp16_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
     if optimizer.persistent_parameters:
-        # What is there is not gathered again.
+        # Gathering skips parameters that are available, so partition them first.
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 def _without_zero(engine: Any) -> FlatMasters:
-    """Every rank has all masters: the parameters themselves. Each exchanges a part, and the island shares it."""
+    """Return the master weights without ZeRO, which are the parameters themselves.
+
+    Every rank has all of them. Each rank exchanges a part and broadcasts it within the island.
+    """
     group: ProcessGroup = engine.seq_data_parallel_group
     whole = {
         name: Stretch(name, 0, parameter, 0, parameter.numel())
@@ -196,7 +228,7 @@ def _without_zero(engine: Any) -> FlatMasters:
 
 
 def _share_all(whole: Mapping[str, Stretch], partition: Any, group: ProcessGroup) -> None:
-    """Every part of `whole` becomes that of its owner."""
+    """Broadcast each part of `whole` from its owner to the other ranks of `group`."""
     for owner in range(group.size() if group.size() > 1 else 0):
         parts = partition.owned_by(owner)
         views = [whole[part.parameter].values.narrow(0, part.begin, part.numel) for part in parts]

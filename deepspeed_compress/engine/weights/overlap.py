@@ -1,17 +1,18 @@
-"""Weights of ZeRO 1 and 2 that are on their way while the next forward begins, on CPU.
+"""Overlap of the weight gather of ZeRO 1 and 2 with the next forward, on CPU.
 
-The optimizer's `step` sends them and returns. Before a module runs its own weights must have arrived, and before
-anybody else who can be seen reads or writes weights all must have: state dicts, checkpoints, exact weights, the next
-`step`, `offload_states`, `destroy`, `detach`. To wait needs no other rank: what is waited for has been sent.
+The optimizer's `step` sends the weights and returns. A module's own weights must arrive before it runs. All weights
+must arrive before anything else that can be intercepted reads or writes them: state dicts, checkpoints, exact weights,
+the next `step`, `offload_states`, `destroy`, `detach`. Waiting requires no action of other ranks, because everything
+awaited has already been sent.
 
-A module waits for its own weights, and for all below it unless it holds lists of modules, which models call layer by
-layer. A weight may also be read without a call of the module that owns it: entries of `nn.ParameterList`, which is
-never called (adapters of PEFT), or `F.linear(x, self.child.weight)`. While the model's forward runs, `_Reads` therefore
-looks at the arguments of every function of torch and waits for each weight that it finds there. When forward ends, or a
-part of the model is called outside of it, all weights are waited for.
+A module waits for its own weights and those of its submodules. A module that contains lists of modules waits only for
+its own, because models call those layer by layer. A weight may also be read without a call of the module that owns it:
+entries of `nn.ParameterList`, which is never called (PEFT adapters), or `F.linear(x, self.child.weight)`. While the
+model's forward runs, `_Reads` therefore inspects the arguments of every torch function, and waits for each weight that
+it finds. All weights are awaited when forward ends, or if a part of the model is called outside the model's forward.
 
-A program that reads a weight between `step` and forward, and calls no module before, cannot be seen. So this is only
-done when asked for.
+A program that reads a weight between `step` and forward, without calling a module first, cannot be detected. The
+overlap is therefore opt-in.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +32,19 @@ __all__ = ["ArrivingWeights"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _Needs = tuple[tuple[int, int], ...]
-"""(parameter group, last round): what must have arrived."""
+"""(parameter group, last round) pairs that must have arrived."""
 
 
 class ArrivingWeights:
-    """The weights of one engine, from the end of a step until they are needed.
+    """Weights of one engine that are being gathered, from the end of a step until they are needed.
 
-    `gathers`: those of the parameter groups. Raises UnsupportedError where waiting module by module is not sound.
+    Args:
+        engine: the engine.
+        gathers: the gathers of the parameter groups, in order.
+        patches: removes the hooks when undone.
+
+    Raises:
+        UnsupportedError: waiting module by module would be unsound.
     """
 
     def __init__(self, engine: Any, gathers: Iterable[DifferenceGather], patches: Patches) -> None:
@@ -53,7 +60,7 @@ class ArrivingWeights:
             needs = _needs(module, engine.param_names, rounds)
             for handle in self._hooks(module, needs):
                 patches.on_undo(handle.remove)
-        # After those of the modules, which it precedes.
+        # Registered after the hooks of the modules, so that `prepend` puts this one first.
         ours = (
             self._module.register_forward_pre_hook(self._begin_forward, prepend=True),
             self._module.register_forward_hook(self._end_forward, always_call=True),
@@ -69,21 +76,27 @@ class ArrivingWeights:
         patches.on_undo(self.finish)
 
     def begin(self, buffers: Iterable[tuple[int, DifferenceGather, Tensor, Tensor]]) -> None:
-        """Send (group, gather, held weights, masters). Small groups first: they are biases and norms, all through the
-        model, and would wait for all matrices."""
+        """Send the weights of each group: (group, gather, held weights, master weights).
+
+        Small groups go first. They hold biases and norms from the whole model, which would otherwise wait for all
+        matrices.
+        """
         tag = 0
         for group, gather, held, master in sorted(buffers, key=lambda one: (one[2].numel(), one[0])):
             self._under_way[group] = gather.begin(held, master, tag)
             tag += gather.rounds
 
     def finish(self) -> None:
-        """Until all weights are here."""
+        """Wait until all weights have arrived."""
         for pending in self._under_way.values():
             pending.finish()
         self._under_way.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ArrivingWeights":
-        """A module is copied with its hooks, and the copy has all weights, also those that were copied before them."""
+        """Return this object, after giving the copied module all weights.
+
+        A module is copied together with its hooks. Parameters that were copied before the weights arrived are updated.
+        """
         self.finish()
         for parameter in self._module.parameters():
             if id(parameter) in memo:
@@ -112,7 +125,7 @@ class ArrivingWeights:
         if not self._under_way or self._forward_runs:
             return
         if any(map(_is_compiled, module.modules())):
-            # Its reads are in machine code.
+            # Reads in compiled code cannot be intercepted.
             self.finish()
             return
         self._forward_runs = True
@@ -130,9 +143,9 @@ class ArrivingWeights:
 
 
 class _Reads(TorchFunctionMode):
-    """Calls `wait` with the needs of every parameter that a function of torch is about to read.
+    """Torch function mode that calls `wait` for every parameter that a torch function is about to read.
 
-    `needs`: by `id` of the parameter.
+    `needs` maps the `id` of each parameter to what must have arrived.
     """
 
     def __init__(self, needs: Mapping[int, _Needs], wait: Callable[[_Needs], None]) -> None:
@@ -157,7 +170,7 @@ def _by_parameter(
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # `_orig_mod`: of torch._dynamo.OptimizedModule, which takes seconds to import.
+    # `_orig_mod` identifies torch._dynamo.OptimizedModule, which takes seconds to import.
     scripted = isinstance(module, torch.jit.ScriptModule)
     return scripted or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
@@ -166,7 +179,7 @@ def _needs(module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, 
     layered = any(isinstance(part, _LISTS) for part in module.modules())
     found: dict[int, int] = {}
     for parameter in module.parameters(recurse=not layered):
-        # What is frozen is in no optimizer, and sent by nobody.
+        # Frozen parameters are in no optimizer, so they are never sent.
         if parameter in names and names[parameter] in rounds:
             group, last = rounds[names[parameter]]
             found[group] = max(last, found.get(group, 0))

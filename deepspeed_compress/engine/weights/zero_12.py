@@ -1,9 +1,9 @@
-"""Updated weights of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
+"""Weight gather of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
 
-Each rank updates the masters of its own part; DeepSpeed then rounds them into the buffer of weights and gathers it. We
-send compressed differences instead (`communication.gather`). The function is a global of the module that `step` is
-defined in, so it is exchanged there while a `step` of this optimizer runs, and serves the lists of this optimizer
-alone. Outside of `step` (loading a universal checkpoint) DeepSpeed gathers as ever, exactly.
+Each rank updates the fp32 master weights of its own part. DeepSpeed then rounds them into the weight buffer and gathers
+it. We send compressed differences instead (`communication.gather`). The function is a global of the module that defines
+`step`. It is replaced there only while a `step` of this optimizer runs, and only for the buffers of this optimizer.
+Outside `step` (when loading a universal checkpoint), DeepSpeed gathers exactly, as usual.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,15 +32,28 @@ __all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_
 
 
 class GatherFactory(Protocol):
-    """Makes the gather of one flat buffer: the first three parameters of `DifferenceGather`."""
+    """Factory for the gather of one flat buffer: `DifferenceGather` with all but its first three parameters bound."""
 
     def __call__(self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype) -> DifferenceGather:
-        """`sizes`: (name, numel) in the order of the buffer; padding has the name `PADDING`."""
+        """Return the gather of one flat buffer.
+
+        Args:
+            group: the ranks that share the buffer.
+            sizes: (name, numel) in the order of the buffer. Padding is named `PADDING`.
+            dtype: the dtype of the buffer.
+        """
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Where an optimizer has its weights: the module of its `step`, and its attributes, lists with an entry a group."""
+    """Names of the weight attributes of an optimizer class.
+
+    Attributes:
+        module: the module that defines its `step`.
+        parameters: the attribute that lists the parameters of each group.
+        held: the attribute that lists the flat weight buffer of each group.
+        masters: the attribute that lists this rank's fp32 master weights of each group.
+    """
 
     module: ModuleType
     parameters: str
@@ -61,7 +74,11 @@ _KINDS: Mapping[type, _Kind] = MappingProxyType(
 
 
 def check_weights(engine: Any) -> None:
-    """UnsupportedError if no weights are sent after a step of `engine`."""
+    """Check that `step` of the engine's optimizer sends weights.
+
+    Raises:
+        UnsupportedError: every rank updates all weights.
+    """
     if type(engine.optimizer) not in _KINDS:
         raise UnsupportedError(
             f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
@@ -76,27 +93,38 @@ def attach_weights(
     in_force: Callable[[], WeightsConfig],
     patches: Patches,
 ) -> "Weights":
-    """Compress the weights that `step` of the engine's optimizer sends, as `in_force` says in that step.
+    """Compress the weights that `step` of the engine's optimizer sends. Single-rank groups are left unchanged.
 
-    `in_force` must answer alike on all ranks; uncompressed weights are exact. `written`: what the section says, with
-    which all settings in force have in common whether forward begins before all weights are here. Nothing happens where
-    the data-parallel group is a single rank. Raises UnsupportedError, as of `check_weights` and `ArrivingWeights`.
+    Args:
+        engine: the engine.
+        factory_of: returns the factory of gathers for given settings.
+        written: the settings in the section. All settings in force share its `overlap`.
+        in_force: returns the settings of the running step; it must return the same on all ranks. Weights are exact if
+            the settings say that they are not compressed.
+        patches: undoes the replacement.
+
+    Returns:
+        The weights of the engine's optimizer.
+
+    Raises:
+        UnsupportedError: from `check_weights` or `ArrivingWeights`.
     """
     check_weights(engine)
     weights = Weights(engine, factory_of, written, in_force)
     if written.overlap:
-        # In which round a parameter travels does not depend on how it is encoded.
+        # The round of a parameter does not depend on how it is encoded, so the gathers of `written` serve for all
+        # settings.
         weights.arriving = ArrivingWeights(engine, weights.gathers, patches)
     patches.wrap(engine.optimizer, "step", weights.step)
     return weights
 
 
 class Weights:
-    """The weights of one engine's optimizer.
+    """Weights of one engine's optimizer.
 
-    No state outlives a step, so that settings may be others in the next one: its differences are taken to what all
-    ranks hold then. During a step the rank keeps a copy of its own part of the weights as the others have them, since
-    DeepSpeed overwrites it: numel / ranks elements of their type.
+    No state outlives a step, so the settings may change between steps: differences are relative to the weights that all
+    ranks hold at that time. During a step, the rank keeps a copy of its own part of the weights as the other ranks have
+    it, because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
     """
 
     def __init__(
@@ -110,7 +138,7 @@ class Weights:
         self._kind = _KINDS[type(engine.optimizer)]
         self._in_force = in_force
         self.arriving: ArrivingWeights | None = None
-        """Where forward may begin before all weights are here."""
+        """Weights in flight during forward; None if `step` waits for all weights."""
         groups, parameters = self._optimizer.real_dp_process_group, getattr(self._optimizer, self._kind.parameters)
         buffers = [
             (group, flat_sizes(held, some, engine.param_names), held.dtype)
@@ -118,10 +146,10 @@ class Weights:
         ]
         self._gathers_of = lru_cache(maxsize=SETTINGS)(partial(_make_gathers, factory_of, buffers))
         self.gathers = self._gathers_of(written)
-        """Those of what is written."""
+        """Gathers for the settings in the section."""
 
     def traffic(self) -> WeightTraffic:
-        """What this rank sends and receives in a step."""
+        """Return the number of elements that this rank sends and decodes in a step."""
         gathers = [gather for gather in self.gathers if gather.group.size() > 1]
         own = [gather.own_numel for gather in gathers]
         return WeightTraffic(
@@ -134,11 +162,11 @@ class Weights:
 
     @property
     def _held(self) -> list[Tensor]:
-        """The flat buffers of weights, one a parameter group."""
+        """Return the flat weight buffers, one per parameter group."""
         return getattr(self._optimizer, self._kind.held)  # type: ignore[no-any-return]
 
     def _buffers(self, gathers: Sequence[DifferenceGather]) -> Iterator[tuple[int, DifferenceGather, Tensor, Tensor]]:
-        """(number, gather, held weights, masters of the own part) of the groups that are sent."""
+        """Yield (number, gather, held weights, own part's master weights) of each group that has more than one rank."""
         masters = getattr(self._optimizer, self._kind.masters)
         for number, (gather, held, master) in enumerate(zip(gathers, self._held, masters, strict=True)):
             if gather.group.size() > 1:
@@ -149,24 +177,29 @@ class Weights:
             self.arriving.finish()
 
     def synchronise(self) -> None:
-        """Weights on every rank become the masters, rounded to their type: what DeepSpeed alone would have.
+        """Set the weights on every rank to the master weights, rounded to the weights' dtype. Collective.
 
-        Before saving, so that exported weights are exact and resuming equals going on after the save; after loading,
-        wherever the weights and the masters came from. All ranks must call it; a second call changes nothing.
+        The result is what DeepSpeed alone would have. Call this before saving, so that exported weights are exact and a
+        resumed run equals one that continues after the save. Call it after loading, whatever was loaded. A second call
+        changes nothing.
         """
         self._await()
         for _, gather, held, master in self._buffers(self.gathers):
             gather.synchronise(held, master)
 
     def step(self, original: Any, *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `step`."""
+        """Run DeepSpeed's `step` with the weight gather replaced."""
         self._await()
         with self.taken_over():
             return original(*args, **options)
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """While this lasts, DeepSpeed gathers the weights of this optimizer through us."""
+        """Replace DeepSpeed's gather of this optimizer's weights within the block.
+
+        Raises:
+            SeamError: a step was applied without calling `all_gather_dp_groups`.
+        """
         module, pending = self._kind.module, [True]
         original = module.all_gather_dp_groups
         settings = self._in_force()
@@ -188,7 +221,7 @@ class Weights:
             raise SeamError(f"{module.__name__}: a step that was applied did not call all_gather_dp_groups")
 
     def _difference(self, settings: CompressedWeights) -> Callable[[], None]:
-        """Keep the own parts as they are now; the returned function puts them back and sends the differences."""
+        """Copy this rank's own parts, and return a function that restores them and sends the differences."""
         gathers = self._gathers_of(settings)
         kept = [gather.own(held).clone() for _, gather, held, _ in self._buffers(gathers)]
 
@@ -217,7 +250,7 @@ def _make_gathers(
 
 
 def flat_sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
-    """(name, numel) of what lies in the flat buffer `held`, in order: `parameters` are views of it."""
+    """Return (name, numel) of each part of the flat buffer `held`, in order. `parameters` are views of it."""
     sizes: list[tuple[str, int]] = []
     end = 0
     for parameter in sorted((view for view in parameters if view.numel()), key=lambda view: view.data_ptr()):

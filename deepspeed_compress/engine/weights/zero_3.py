@@ -1,9 +1,9 @@
-"""Weights that ZeRO 3 gathers for forward and backward: `partition_parameters._dist_allgather_fn`.
+"""Weight gather of ZeRO 3 in forward and backward: `partition_parameters._dist_allgather_fn`.
 
-No rank keeps what it gathered, so there is nothing that a difference could be taken to: the weights themselves are
-rounded, the masters stay exact, and every gather of a step rounds them alike (ZeRO++, arXiv:2306.10209, section 3.1,
-with 8 bits). The function is exchanged while the coordinator of parameters begins the gathers of a submodule in
-training. What others gather (`GatheredParameters`, saving, evaluation) is exact.
+No rank keeps what it gathers, so there is no common base for differences. The weights themselves are quantized instead,
+as in ZeRO++ with 8 bits (arXiv:2306.10209, section 3.1). The master weights stay exact, and every gather of a step
+quantizes them alike. The function is replaced while the parameter coordinator starts the gathers of a submodule in
+training. All other gathers (`GatheredParameters`, saving, evaluation) are exact.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _OFF = (
     ("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights", False),
     ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", False),
 )
-"""Attributes of DeepSpeed's configuration, their keys, and the values with which it gathers by `_dist_allgather_fn`."""
+"""(attribute of DeepSpeed's configuration, its key, the value with which DeepSpeed gathers by `_dist_allgather_fn`)."""
 
 
 _PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
@@ -39,7 +39,11 @@ _PREFETCH_KEYS = frozenset({"stage3_prefetch_bucket_size", "prefetch_bucket_size
 
 
 def check_weights_3(engine: Any) -> None:
-    """UnsupportedError where `engine` gathers weights in a way that is not known here."""
+    """Check that `engine` gathers weights in the way that this module replaces.
+
+    Raises:
+        UnsupportedError: a ZeRO setting makes DeepSpeed gather differently.
+    """
     config = engine._config.zero_config
     for name, key, off in _OFF:
         found = getattr(config, name)
@@ -59,14 +63,20 @@ def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) ->
     if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
         patches.replace(coordinator, _PREFETCH, _prefetch_size(engine, coordinator))
     for parameter in engine.module.parameters():
-        # `counted` counts what DeepSpeed itself sends, and has the method of DeepSpeed inside.
+        # `counted` counts the bytes that DeepSpeed sends and wraps DeepSpeed's own method.
         counted = parameter.all_gather_coalesced
         patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
 
 
 def _prefetch_size(engine: Any, coordinator: Any) -> int:
-    """Elements that are prefetched at once: DeepSpeed's 50 million would be most models in one message, which the
-    second layer waits for. After `stage3_allgather_sequential` it is 1 and stays so."""
+    """Return the number of elements to prefetch at once.
+
+    DeepSpeed's default of 50 million would put most models into one message, for which the second layer would wait.
+    After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
+
+    Raises:
+        SeamError: this DeepSpeed has no such setting.
+    """
     theirs: int | None = vars(coordinator).get(_PREFETCH)
     if theirs is None:
         raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
@@ -74,7 +84,7 @@ def _prefetch_size(engine: Any, coordinator: Any) -> int:
 
 
 class _Gathers:
-    """The gathers of one engine: ours while a submodule in training is fetched, in steps that are not dense."""
+    """Gathers of one engine: compressed while a submodule in training is fetched, except in dense steps."""
 
     def __init__(self, engine: Any, weights: WeightReduction, session: Session) -> None:
         self._compressing = False
@@ -84,7 +94,7 @@ class _Gathers:
         self._reducer = cache(weights.rounding_reducer)
 
     def fetch(self, original: Any, current_submodule: Any, forward: bool) -> None:
-        """DeepSpeed's `fetch_sub_module`."""
+        """Run DeepSpeed's `fetch_sub_module` with compressed gathers, in training and unless the step is dense."""
         self._compressing = self._module.training and not self._session.dense
         try:
             original(current_submodule, forward=forward)
@@ -92,7 +102,7 @@ class _Gathers:
             self._compressing = False
 
     def gather(self, counted: Any, original: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """DeepSpeed's `all_gather_coalesced`."""
+        """Run DeepSpeed's `all_gather_coalesced`, with `_start` as its collective if gathers are compressed now."""
         if not self._compressing:
             return counted(params, *args, **options)
         waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
@@ -107,7 +117,17 @@ class _Gathers:
     def _start(
         self, waiting: dict[int, Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
     ) -> PendingGather:
-        """Send this rank's shares of parameters, side by side in `input_tensor`, and begin to receive the others'."""
+        """Send this rank's shares of parameters, concatenated in `input_tensor`, and start to receive the others'.
+
+        Args:
+            waiting: the parameters still to be gathered, by id; those gathered now are removed.
+            input_tensor: this rank's shares, flat.
+            output_tensor: the shares of all ranks, in order of rank; flat [ranks * share].
+            group: the ranks that hold shares.
+
+        Returns:
+            The pending gather, with which DeepSpeed does what it does with a handle of torch.distributed: wait.
+        """
         rank, share = group.rank(), input_tensor.numel()
         parameters = _take(waiting, share, output_tensor.dtype, group)
         sizes = [(self._names[one], one.ds_tensor.ds_numel) for one in parameters]
@@ -116,22 +136,27 @@ class _Gathers:
             mine.copy_(input_tensor)
         _clear_padding(mine, parameters, rank)
         partition = partition_by_owners(tuple(sizes), group.size())
-        # DeepSpeed waits for it as for a handle of torch.distributed.
         return self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition)
 
 
 def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:
-    """DeepSpeed never writes the elements that fill up the last shares; what lies there would spoil their blocks."""
+    """Set the padding of the last shares to zero.
+
+    DeepSpeed never writes it, and arbitrary values would spoil the scale of their quantization blocks.
+    """
     sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
     for share, parameter in zip(torch.split(shares, sizes), parameters, strict=True):
         share[max(0, parameter.ds_numel - rank * share.numel()) :].zero_()
 
 
 def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: ProcessGroup) -> list[Any]:
-    """The parameters whose shares are gathered now, taken out of those `waiting` for it, by their ids.
+    """Remove from `waiting`, and return, the parameters whose shares are gathered now, in order of their ids.
 
-    DeepSpeed gathers what belongs to one group and travels in one type at once, or one parameter after the other
-    (`stage3_allgather_sequential`, and where there is only one).
+    DeepSpeed gathers all parameters of one group and dtype at once, or one parameter after the other (with
+    `stage3_allgather_sequential`, or if there is only one).
+
+    Raises:
+        SeamError: the parameters do not add up to `share` elements.
     """
     alike = [
         parameter
