@@ -205,11 +205,7 @@ class Case:
 
     @property
     def replicas(self) -> int | None:
-        """Return the number of gradient elements that a rank sends per reduction.
-
-        This assumes that DeepSpeed sends each element twice if nothing is compressed. With ZeRO 3 and NCCL it sends
-        each once, so the result is half the number there.
-        """
+        """Return the number of data-parallel ranks, computed from the samples seen, or None if unknown."""
         micro, last = (self.run.config or {}).get("train_micro_batch_size_per_gpu"), self.run.steps[-1]
         if not isinstance(micro, int) or not last.get("samples"):
             return None
@@ -242,9 +238,8 @@ class Case:
         """Return True if `need` was not recorded.
 
         Args:
-            need: A key of `NEEDS`, or a field that compression.jsonl must hold for at least `limits.lines` steps. "a|b"
-                is
-            satisfied by either.
+            need: A key of `NEEDS`, or a field that compression.jsonl must hold for at least `limits.lines` steps.
+                "a|b" is satisfied by either.
         """
         return not any(self._has(option) for option in need.split("|"))
 

@@ -29,8 +29,7 @@ def rule(
     Args:
         name: Name of the rule.
         severity: "error" if the model does not learn, "warning" if time, memory or bytes are lost, otherwise "info".
-            None
-        if each diagnostic states its own. The output calls them critical, serious and notice.
+            None if each diagnostic states its own. The output calls them critical, serious and notice.
         summary: Short description of what the rule checks.
         needs: Data that must have been recorded, in the terms of `Case.lacks`.
     """

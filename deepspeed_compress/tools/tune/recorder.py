@@ -109,7 +109,10 @@ class EngineWatcher:
         return (0, None) if self.recorder is None else (self.recorder.steps, self.recorder.task.steps)
 
     def of(self, engine: Any) -> Recorder | None:
-        """Return the recorder if `engine` is the one being followed, else None. The first engine asked for is it."""
+        """Return the recorder if `engine` is the one being followed, else None.
+
+        The first engine that is passed here becomes the one being followed.
+        """
         if self.recorder is None:
             task = _task(engine.config)
             self.recorder, self._engine = Recorder(task, engine.device), engine

@@ -236,11 +236,7 @@ class Trials:
         return self.output.resolve() / "exps" / f"{candidate.name}-{rung.steps}steps"
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
-        """Run one trial for at most `seconds` and report the number of steps done to `progress`.
-
-        Raises:
-            ConfigError: The launcher does not accept the command.
-        """
+        """Return the result of this trial if it has finished, in this call or an earlier one, else None."""
         directory = self.directory(candidate, rung)
         return finished_before(directory, self._config_of(candidate, rung))
 

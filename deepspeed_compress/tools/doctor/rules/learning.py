@@ -174,7 +174,10 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
 
 
 def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
-    """Return the first step of trailing losses that are not finite, a text and figures, or None if the last one is finite."""
+    """Return the first step of the trailing losses that are not finite, a text and figures.
+
+    Returns None if the last loss is finite or no loss is.
+    """
     trailing = 0
     while trailing < len(case.run.losses) and not math.isfinite(case.run.losses[-1 - trailing][1]):
         trailing += 1
