@@ -23,8 +23,7 @@ class Command:
         arguments: Function that adds its options to a parser.
         run: Function that takes the parsed options and returns the exit code.
         own: For a command that passes on everything after its own options: function that returns the number of values
-            of
-            each of its own options.
+            of each of its own options.
     """
 
     name: str

@@ -61,8 +61,7 @@ class RunDirectory:
         statistics: Lines of compression.jsonl, one per measured step, or a sample if there are many.
         measured: Number of measured steps, of which `statistics` may be a sample.
         events: Lines of events.jsonl in order, grouped by island ("island"), or a sample if there are many. None for
-            runs
-            of a version that did not write events.
+            runs of a version that did not write events.
         metrics: Lines of metrics.jsonl, or a sample if there are many.
         summary: Content of summary.json.
         ds_config: DeepSpeed configuration.

@@ -95,7 +95,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _short(size: int) -> str:
-    """Return `size` in the largest unit of which it is a multiple."""
+    """Return `size` as text, in the largest unit of which it is a multiple."""
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if size % factor == 0:
             return f"{size // factor}{unit}"

@@ -26,8 +26,7 @@ class Collective:
 
     Attributes:
         prepare: Function that takes a uint8 buffer, whose length is a multiple of the number of ranks, and returns the
-            call
-            to be timed.
+            call to be timed.
         rounds: How often a ring algorithm sends the parts of the buffer that are not the rank's own. Each round sends
             (R - 1) / R of the buffer with R ranks.
     """

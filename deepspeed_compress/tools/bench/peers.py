@@ -270,8 +270,7 @@ class Peer:
 
     Attributes:
         make: Function of the workload, the optimizer and `start` that returns the stepper of this rank. The first
-            `start`
-            steps are those of plain DDP.
+            `start` steps are those of plain DDP.
         least_start: Minimum of `start`, or None for a method that takes effect at once and ignores `start`.
         period: Number of optimizer steps after which the traffic pattern repeats.
     """

@@ -25,7 +25,7 @@ Cells = Callable[[Row], list[str]]
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a table: its columns, and functions that return the cells of a contender and of computation alone."""
+    """Form of a table: its columns, and functions that return the cells of a contender and of pure computation."""
 
     caption: str
     columns: tuple[str, ...]
@@ -56,7 +56,7 @@ def title(row: Row) -> str:
 
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:
-    """Return one table. Rows of the same rate are adjacent and follow the step time of computation alone."""
+    """Return one table. Rows of the same rate are adjacent and follow the step time of pure computation."""
     table = Table(title=title(rows[0]), caption=form.caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("rate", "ZeRO", "method", *form.columns):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -100,7 +100,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def plot_steps(rows: Sequence[Row], file: Path) -> None:
-    """Plot the ratio to computation alone: one chart per workload, one group of bars per method, one color per rate."""
+    """Plot the ratio to pure computation: one chart per workload, one group of bars per method, one color per rate."""
     charts = [[row for row in rows if same_work(row) == work] for work in dict.fromkeys(map(same_work, rows))]
     bars = [(title(chart[0]), _ratios(chart)) for chart in charts]
     plot_bars(bars, "step time / compute alone (1 = a free network)", file)

@@ -1,4 +1,4 @@
-"""Systems ready to take steps: computation alone, DeepSpeed with and without the package, and its peers."""
+"""Systems ready to take steps: pure computation, DeepSpeed with and without the package, and its peers."""
 
 import copy
 from collections.abc import Callable, Mapping

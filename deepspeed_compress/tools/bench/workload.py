@@ -213,5 +213,5 @@ def _alone(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
 
 
 def _sorted(contenders: Iterable[Contender]) -> list[Contender]:
-    """Return the contenders sorted by stage, DeepSpeed alone first."""
+    """Return the contenders sorted by stage, plain DeepSpeed first."""
     return sorted(contenders, key=lambda contender: (stage_of(contender.ds_config), contender.kind == OURS))

@@ -238,8 +238,8 @@ class Case:
         """Return True if `need` was not recorded.
 
         Args:
-            need: A key of `NEEDS`, or a field that compression.jsonl must hold for at least `limits.lines` steps.
-                "a|b" is satisfied by either.
+            need: A key of `NEEDS`, or a field that compression.jsonl must hold for at least `limits.lines` steps. "a|b"
+                is satisfied by either.
         """
         return not any(self._has(option) for option in need.split("|"))
 

@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        # An extension that needs building fails to build, here as on machines without a compiler.
+        # Building an extension fails, as on machines without a compiler.
         "cuda": {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
         "cpu": {
             "DS_ACCELERATOR": "cpu",

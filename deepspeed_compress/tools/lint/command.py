@@ -51,7 +51,7 @@ class Linted:
     source: Source
     fixed: Fixed
     detected: Framework | None
-    """Framework that was detected in the file alone, or None."""
+    """Framework, if only the file reveals it, or None."""
 
     @property
     def changed(self) -> bool:

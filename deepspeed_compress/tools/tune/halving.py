@@ -139,8 +139,9 @@ def loss_gap(result: Result, baseline: Result) -> float:
 def reasons(found: Round, metric: str) -> dict[str, str]:
     """Return for each candidate of `found` why it is not promoted, or "" if it is.
 
-    Candidates are dropped if they failed, exceed the loss gap, are slower than the baseline, or are dominated by
-    another one. Of the rest, all but the best third by `metric` are dropped. The baseline must have finished.
+    Candidates are dropped if they failed, exceed the loss gap, are worse than the baseline by `metric`, or are
+    dominated by another one. Of the rest, all but the best third by `metric` are dropped. The baseline must have
+    finished.
     """
     baseline = found.baseline
     assert baseline is not None, "a rung is judged against its baseline"

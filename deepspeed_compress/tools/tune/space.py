@@ -54,7 +54,7 @@ _OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "seed", "on_missin
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate: a name, and the complete section of the user's file that it stands for."""
+    """Name of a candidate, and the complete section of the user's file that it stands for."""
 
     name: str
     section: Mapping[str, Any]
