@@ -88,7 +88,8 @@ def _pushes(vector: float, islands: int, bandwidth: float, step: float, interval
     """Return the plans for pushes to a parameter server.
 
     A push is sent and an answer returns, without blocking training. The link of the server carries the messages of all
-    islands. If it is saturated, pushes become rarer than planned and steps do not take longer.
+    islands. If it is saturated, pushes become rarer and steps do
+    not take longer; `step_ratio` then states by which factor.
     """
     seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
     return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in intervals]
