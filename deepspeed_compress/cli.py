@@ -1,4 +1,4 @@
-"""The command `ds-compress`. Each subcommand is a row of a table; its modules are imported when it is called."""
+"""The command `ds-compress`. Each subcommand is a row of a table whose modules are imported when it is called."""
 
 import argparse
 import io
@@ -15,10 +15,16 @@ from deepspeed_compress.tools.arguments import epilog
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: what it does, how it is called, and functions as "module:name" below this package.
+    """Subcommand of `ds-compress`. Functions are given as "module:name" below this package.
 
-    `arguments` adds its options to a parser; `run` gets what was parsed, and returns the exit code. `own`, of a command
-    that passes on what follows its own options, returns these, and how many values each takes.
+    Attributes:
+        name: Name of the subcommand.
+        summary: What it does.
+        examples: Examples of its use.
+        arguments: Function that adds its options to a parser.
+        run: Function that takes the parsed options and returns the exit code.
+        own: For a command that passes on everything after its own options: function that returns the number of values
+            of each of its own options.
     """
 
     name: str
@@ -30,10 +36,10 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `ds-compress` and return its exit code: 0 fine, 1 an error was found, 2 wrong usage, 130 Ctrl-C."""
+    """Run `ds-compress` and return its exit code: 0 for success, 1 for errors, 2 for wrong usage, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files, and what stands in them, may hold what no encoding can write.
+        # File names and their contents may hold characters that the encoding of the terminal lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     command = next((command for command in COMMANDS if [command.name] == given[:1]), None)
     options, unknown = _parser(command).parse_known_args(_separated(given, command))
@@ -51,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("ds-compress: stopped", file=sys.stderr)
-        # As a shell counts SIGINT.
+        # Exit code that shells use for SIGINT.
         return 130
     return code
 
@@ -62,7 +68,7 @@ def _load(place: str) -> Any:
 
 
 def _separated(given: list[str], command: Command | None) -> list[str]:
-    """With "--" before what `command` passes on, so that argparse leaves these options alone."""
+    """Return the arguments with "--" before those that `command` passes on, so that argparse does not read them."""
     if command is None or command.own is None:
         return given
     widths: Mapping[str, int] = {"-h": 0, "--help": 0, **_load(command.own)()}
@@ -73,7 +79,7 @@ def _separated(given: list[str], command: Command | None) -> list[str]:
 
 
 def _parser(called: Command | None) -> argparse.ArgumentParser:
-    """With the options of the command that is `called`; the others are named alone, which keeps the start short."""
+    """Return the parser with the options of the `called` command. Others are only named, which keeps startup fast."""
     parser = argparse.ArgumentParser(
         prog="ds-compress",
         description="Compressed gradients for DeepSpeed: lint, check and tune configurations, start runs, report.",
@@ -87,7 +93,7 @@ def _parser(called: Command | None) -> argparse.ArgumentParser:
         )
         if command is called:
             _load(command.arguments)(subparser)
-        # The parser itself would show the usage of `ds-compress`, not of the command.
+        # The top-level parser would show the usage of `ds-compress` instead of the command's.
         subparser.set_defaults(run=command.run, refuse=subparser.error)
     return parser
 

@@ -299,7 +299,7 @@ BUGS: Mapping[str, Bug] = {
         ("rendezvous/test_coordinator.py",),
     ),
     "a coordinator that comes back waits for nobody": Bug(
-        "services/rendezvous/coordinator.py",
+        "services/rendezvous/known.py",
         "self._missing = set(saved.members) if came_back else set()",
         "self._missing: set[int] = set()",
         ("rendezvous/test_coordinator.py",),

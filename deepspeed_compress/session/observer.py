@@ -5,6 +5,7 @@ None.
 """
 
 import contextlib
+import math
 import uuid
 import weakref
 from collections.abc import Callable
@@ -156,7 +157,8 @@ def _wait(waits: list[Callable[[], object]]) -> None:
 
 def largest_of_all(value: float, device: Any, group: ProcessGroup | None = None) -> float:
     """Return the largest `value` of all ranks, inf if one is NaN. Collective."""
-    found = torch.tensor([value], dtype=torch.float64, device=device).nan_to_num(float("inf"))
+    known = float("inf") if math.isnan(value) else value
+    found = torch.tensor([known], dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return float(found)
 

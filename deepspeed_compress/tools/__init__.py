@@ -1,1 +1,1 @@
-"""Programs beside training, each loaded when its command is given: `ds-compress lint`, `doctor`, `tune` ..."""
+"""Programs other than training, each imported when its command is called: `ds-compress lint`, `doctor`, `tune` etc."""

@@ -1,4 +1,4 @@
-"""Types of arguments for argparse, which says their errors after the name of the option, and examples in its help."""
+"""Argument types for argparse, which prints their errors after the name of the option, and examples for `--help`."""
 
 import argparse
 import re
@@ -16,12 +16,12 @@ def epilog(examples: Sequence[str], more: str = "") -> dict[str, Any]:
 
 
 def integer_from(least: int, why: str = "") -> Callable[[str], int]:
-    """A type of integers of at least `least`; `why` goes into the error."""
+    """Return an argument type for integers of at least `least`. `why` is added to the error message."""
     return partial(_integer, least=least, wanted=f"an integer from {least} up{why and f': {why}'}")
 
 
 def positive_integer(text: str) -> int:
-    """An integer of at least 1."""
+    """Parse an integer of at least 1."""
     return _integer(text, 1, "a positive integer")
 
 
@@ -36,7 +36,7 @@ def _integer(text: str, least: int, wanted: str) -> int:
 
 
 def port(text: str) -> int:
-    """Of TCP; 0 is any."""
+    """Parse a TCP port. 0 means any free port."""
     number = _integer(text, 0, "a port from 0 to 65535")
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
@@ -44,12 +44,12 @@ def port(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     return _number(text, float("inf"), "a positive number")
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1, both left out."""
+    """Parse a number between 0 and 1, both excluded."""
     return _number(text, 1.0, "a number between 0 and 1")
 
 
@@ -64,7 +64,7 @@ def _number(text: str, below: float, wanted: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Bits a second: "100mbit", "10 Gbit/s", "1e8"."""
+    """Parse a rate such as "100mbit", "10 Gbit/s" or "1e8" and return it in bits per second."""
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)?", text.strip().lower())
     factor = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
     try:

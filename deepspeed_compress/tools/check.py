@@ -1,4 +1,4 @@
-"""`ds-compress check`: every error of the section, or how it is understood."""
+"""`ds-compress check`: print every error of the section, or how the section is interpreted."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the errors, or the section with its defaults; the exit code is 1 when there are errors."""
+    """Print the errors, or the section with its defaults. Return exit code 1 if there are errors, else 0."""
     ds_config = read_ds_config(options.config)
     problems = find_problems(ds_config, options.world_size)
     for problem in problems:
@@ -56,7 +56,7 @@ def _print_resolved(ds_config: dict[str, Any], world_size: int | None) -> None:
 
 
 def _leaves(value: object, key: str = "") -> list[tuple[str, object]]:
-    """Pointers and values of everything that is not a (non-empty) object."""
+    """Return the JSON pointers and values of everything except non-empty objects."""
     if not isinstance(value, Mapping) or not value:
         return [(key, value)]
     return [leaf for name, child in value.items() for leaf in _leaves(child, f"{key}/{name}")]

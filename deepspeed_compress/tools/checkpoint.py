@@ -1,4 +1,4 @@
-"""``ds-compress checkpoint``: what checkpoints a directory has, whether they are whole, where they load, and fewer."""
+"""``ds-compress checkpoint``: list, verify, prune and convert the checkpoints in a directory."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -17,12 +17,16 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """What the command does."""
+    """Run the requested subcommand and return its exit code."""
     return _SUBJECTS[options.subject](options)
 
 
 def _found(directory: Path) -> list[Checkpoint]:
-    """Raises DataError where there is none."""
+    """Return the checkpoints in `directory`.
+
+    Raises:
+        DataError: There are none.
+    """
     found = files.checkpoints(directory) if directory.is_dir() else []
     if not found:
         raise DataError(f"{directory} has no checkpoints: no directory in it holds files *_states.pt")
@@ -34,7 +38,7 @@ def _list(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    # A tag is what other commands are given.
+    # Other commands take the tag as an argument, so it must not be wrapped.
     tag = Column("tag", no_wrap=True)
     table = Table(tag, "step", "ranks", "size", "written", "saved by", "state")
     found = _found(options.directory)
@@ -63,7 +67,7 @@ def _shown(number: int | None) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """The exit code is 1 where something is wrong."""
+    """Verify the checkpoints. Return exit code 1 if something is wrong, else 0."""
     from rich.console import Console
     from rich.progress import track
 

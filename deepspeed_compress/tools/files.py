@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files, which are either complete or absent."""
 
 import json
 import os
@@ -8,17 +8,17 @@ __all__ = ["write_json", "write_text"]
 
 
 def write_json(file: Path, value: object, private: bool = False) -> None:
-    """Write `value` with indentation. `private`: only the user may read the file, as it may hold passwords."""
+    """Write `value` as indented JSON. If `private`, only the user may read the file, because it may hold passwords."""
     write_text(file, json.dumps(value, indent=2) + "\n", private)
 
 
 def write_text(file: Path, text: str, private: bool = False) -> None:
-    """Write under another name first, so that whoever interrupts it leaves the old file whole."""
+    """Write `text` under a temporary name first, so that an interruption leaves the old file intact."""
     scratch = file.with_name(f".{file.name}.new")
     scratch.unlink(missing_ok=True)
-    # Permissions are set when the file is made: nobody may read it between the two.
+    # Permissions are set on creation, so that there is no moment at which others may read the file.
     handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-    # Names of files need not be UTF-8: what Python has made of such a one is written as it was.
+    # File names need not be UTF-8. Python's escapes for invalid bytes are written back as the original bytes.
     with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as stream:
         stream.write(text)
     os.replace(scratch, file)

@@ -1,4 +1,4 @@
-"""``ds-compress islands``: the coordinator of islands that come and go, and who is there."""
+"""``ds-compress islands``: run the coordinator of elastic islands, and show or forget islands."""
 
 import argparse
 import contextlib
@@ -21,13 +21,13 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code of what is asked for."""
+    """Run the requested action and return its exit code."""
     return _ACTIONS[options.action](options)
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Until SIGINT or SIGTERM."""
-    # What it keeps, weights among it, is for its user alone, whichever library writes it.
+    """Serve until SIGINT or SIGTERM."""
+    # Only the user may read the server's state, which includes weights, whichever library writes it.
     os.umask(0o077)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     server = _parameter_server(options) if options.parameter_server else _coordinator(options)
@@ -43,7 +43,7 @@ def _coordinator(options: argparse.Namespace) -> Any:
 
 
 def _parameter_server(options: argparse.Namespace) -> Any:
-    """It alone needs torch."""
+    """Return a parameter server. Only this server needs torch."""
     from deepspeed_compress.services.parameter_server.push_log import PushLog
     from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
 
@@ -55,13 +55,13 @@ def _tell(text: str) -> None:
 
 
 def _log(text: str) -> None:
-    """What nobody reads any more stops no server."""
+    """Print a line. A closed output must not stop the server."""
     with contextlib.suppress(OSError):
         _tell(text)
 
 
 def _listening(options: argparse.Namespace, port: int) -> str:
-    """Return the first line of a server, which says how other hosts reach it."""
+    """Return the first line of a server's output, which states how other hosts reach it."""
     line = f"islands may connect to port {port} of {options.host or 'all addresses'}; state in {options.state}"
     if options.host not in _OWN_HOST:
         return line
@@ -69,13 +69,13 @@ def _listening(options: argparse.Namespace, port: int) -> str:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Print who is connected and who is missing."""
+    """Print which islands are connected and which are missing."""
     _show(options, _asked(options, status))
     return 0
 
 
 def _forget(options: argparse.Namespace) -> int:
-    """Declare islands gone for ever."""
+    """Declare islands as permanently gone."""
     before = _asked(options, status)
     for state, advice in (
         ("islands", "end it first, or leave it alone"),
@@ -96,7 +96,12 @@ def _numbers_missing(found: Mapping[str, Any]) -> str:
 
 
 def _asked(options: argparse.Namespace, ask: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer of the coordinator at `options.rendezvous`."""
+    """Return the answer of the coordinator at `options.rendezvous`.
+
+    Raises:
+        ConfigError: The address is invalid, or authentication fails.
+        IslandError: No coordinator answers.
+    """
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
     rendezvous = options.rendezvous
     try:
@@ -119,7 +124,7 @@ def _show(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
 
 
 def _table(found: Mapping[str, Any]) -> str:
-    """Return a line about the run, and a table of its islands: one column for each field that one of them has."""
+    """Return a line about the run and a table of its islands, with a column for each field that any of them has."""
     about = {key: value for key, value in found.items() if not isinstance(value, list)}
     first = ", ".join(f"{key} {'none' if value is None else value}" for key, value in about.items())
     islands = [*found.get("islands", found.get("hosts", []))]
@@ -144,7 +149,7 @@ _COLUMNS: Mapping[str, str] = MappingProxyType(
         "silent": "last seen (s)",
     }
 )
-"""Title of each column of `status`, by the field that it shows."""
+"""Titles of the columns of `status`, by field."""
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(
     {"serve": _serve, "status": _status, "forget": _forget}
 )

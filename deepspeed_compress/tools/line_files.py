@@ -1,7 +1,7 @@
-"""Reading of the .jsonl files of a run: every line is checked, and memory does not grow with the file.
+"""Reading of the .jsonl files of a run. Every line is checked, and memory use does not grow with the file.
 
-A file is read twice. The first pass checks all lines and keeps a few numbers of each (`LineIndex`). These tell which
-lines belong to the run. The second pass loads these lines, or a sample of them if there are many.
+A file is read twice. The first pass checks all lines and keeps a few numbers for each (`LineIndex`), which tell the
+lines that belong to the run. The second pass loads these lines, or a sample of them if there are many.
 """
 
 import json
@@ -21,7 +21,7 @@ __all__ = ["SAMPLE", "Check", "LineIndex", "Part", "index_lines", "loads", "read
 SAMPLE = 20_000
 """Number of lines of a file that are kept in memory if the caller asks for a sample."""
 LONGEST = 1 << 16
-"""Maximum bytes of a line; the longest that the package writes have a few hundred."""
+"""Maximum bytes of a line. The longest lines that the package writes have a few hundred."""
 _BUDGET = 1 << 26
 """Maximum bytes of the lines of a sample."""
 _LARGE = 1 << 26
@@ -33,12 +33,12 @@ _GROUPS = 64
 _SHOWN = 60
 
 Check = Callable[[dict[str, Any]], str]
-"""Returns what is wrong with the object on a line, or ""."""
+"""Function that returns what is wrong with the object on a line, or ""."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a run that a line belongs to (`monitor.Part`)."""
+    """Part of a run that a line belongs to (`monitor.Part`)."""
 
     id: str
     started: str
@@ -47,16 +47,16 @@ class Part:
 
 @dataclass
 class LineIndex:
-    """The lines of one file: offset, optimizer step, part of a run, and set of keys of each.
+    """Index of the lines of one file: offset, optimizer step, part of a run, and set of keys of each.
 
     Attributes:
-        file: the file; it may be missing, and then there are no lines.
-        offsets: byte offset of each line.
-        steps: optimizer step of each line.
-        parts: part of each line, as an index into `known_parts`.
-        keys: keys of each line, as an index into `known_keys`.
-        known_parts: all parts in the file; None stands for lines of versions that did not record it.
-        known_keys: all sets of keys in the file.
+        file: The file. It may be missing, in which case there are no lines.
+        offsets: Byte offset of each line.
+        steps: Optimizer step of each line.
+        parts: Part of each line, as an index into `known_parts`.
+        keys: Keys of each line, as an index into `known_keys`.
+        known_parts: All parts in the file. None stands for lines of versions that did not record it.
+        known_keys: All sets of keys in the file.
     """
 
     file: Path
@@ -86,7 +86,7 @@ class LineIndex:
         self.keys.append(self.known_keys.setdefault(frozenset(line), len(self.known_keys)))
 
     def load(self, positions: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the objects at `positions`, which ascend."""
+        """Yield the objects at `positions`, which must ascend."""
         if not self.offsets:
             return
         with self.file.open("rb") as stream:
@@ -95,7 +95,7 @@ class LineIndex:
                 yield loads(stream.readline(LONGEST))
 
     def sample(self, positions: Sequence[int]) -> list[int]:
-        """Return a sample of `positions`; all of them if there are few. Each kind of line is sampled separately."""
+        """Return a sample of `positions`, or all of them if there are few. Each kind of line is sampled separately."""
         if not positions:
             return []
         mean = (self.offsets[positions[-1]] - self.offsets[positions[0]]) / len(positions)
@@ -112,8 +112,8 @@ class LineIndex:
 def sampled(values: Sequence[int], most: int) -> list[int]:
     """Return about `most` of `values`: the first block, the last value, and blocks in between.
 
-    The place of a block within its share of the values follows from a hash, so that a sample does not keep step with
-    figures that are taken in every n-th line.
+    The position of a block within its share of the values is derived from a hash, so that the sample does not coincide
+    with figures that are recorded in every n-th line.
     """
     if len(values) <= most:
         return list(values)
@@ -126,10 +126,10 @@ def sampled(values: Sequence[int], most: int) -> list[int]:
 
 
 def index_lines(file: Path, check: Check) -> LineIndex:
-    """Check all lines of `file` and index them. A last line that a crash has cut short is left out.
+    """Check all lines of `file` and index them. A last line truncated by a crash is left out.
 
     Raises:
-        DataError: a line is too long, is not a JSON object with a `step`, or `check` finds something wrong with it. The
+        DataError: A line is too long, is not a JSON object with a `step`, or `check` finds something wrong with it. The
             message names the file and the line.
     """
     index = LineIndex(file)
@@ -162,7 +162,7 @@ def _opened(file: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a small .jsonl file, without a last line that a crash has cut short."""
+    """Return the objects of a small .jsonl file. A last line truncated by a crash is left out."""
     if not file.is_file():
         return []
     with file.open("rb") as stream:
@@ -170,7 +170,11 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def loads(text: bytes) -> Any:
-    """Return the JSON value in `text`, with None for NaN and infinity. ValueError if it is not JSON."""
+    """Return the JSON value in `text`, with None for NaN and infinity.
+
+    Raises:
+        ValueError: `text` is not JSON.
+    """
     try:
         return json.loads(text.decode("utf-8", "replace"), parse_constant=_no_number)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Options of the commands that have no module of options of their own. Light: `--help` needs no more than this."""
+"""Command-line options of commands without an options module, with light imports so that `--help` is fast."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -197,7 +197,7 @@ def _add_agent_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def own_run_options() -> Mapping[str, int]:
-    """How many values each option of `run` itself takes."""
+    """Return the number of values of each option that `run` itself takes."""
     agent = ("restarts", "ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait")
     valued = ("launcher", "section", *agent, "tls-certificate", "tls-authority")
     return {**{f"--{name}": 1 for name in valued}, "--cold": 0, "--clear-locks": 0, "--allow-uncompressed": 0}

@@ -1,4 +1,4 @@
-"""``ds-compress plan``; ``plan schedule``: what a configuration does in which step, before it is run."""
+"""``ds-compress plan`` and ``plan schedule``: show what a configuration does at which step, before it is run."""
 
 import argparse
 import itertools
@@ -26,13 +26,19 @@ from deepspeed_compress.tools.plots import check_plotting, style_axes
 __all__ = ["Interval", "intervals", "plan", "run"]
 
 LONG = 0.15
-"""Part of the picture's width that a interval needs for its name."""
+"""Fraction of the picture's width that an interval needs for its label."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Optimizer steps `first` to `last` (0-based, inclusive; None: to the end), what is in force, and the bits that an
-    element of a gradient takes then: None where they depend on shapes (`powersgd`)."""
+    """Interval of optimizer steps with constant settings.
+
+    Attributes:
+        first: First step, from 0.
+        last: Last step, inclusive, or None if the interval does not end.
+        settings: Short text of the settings in force.
+        bits: Bits per gradient element, or None if they depend on shapes (`powersgd`).
+    """
 
     first: int
     last: int | None
@@ -41,9 +47,14 @@ class Interval:
 
 
 def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
-    """The schedule of `ds_config`, for a training of `steps`; None takes what the configuration says.
+    """Return the schedule of `ds_config` for a training run of `steps` steps.
 
-    Raises ConfigError for a wrong section, and for phases of a training whose length no one knows.
+    Args:
+        ds_config: DeepSpeed configuration.
+        steps: Number of steps, or None to use what the configuration states.
+
+    Raises:
+        ConfigError: The section is invalid, or has phases although the length of training is unknown.
     """
     section = parse_section(ds_config)
     total = steps or total_steps(ds_config, section.schedule)
@@ -62,7 +73,7 @@ def intervals(ds_config: dict[str, Any], steps: int | None) -> list[Interval]:
 
 
 def _named(section: CompressConfig, settings: GradientsConfig, weights: WeightsConfig) -> str:
-    """Weights are named where they change."""
+    """Return a short text of the settings. Weights are included if phases change them."""
     phases = any(phase.weights for phase in section.schedule.phases)
     return f"{brief(settings)}, weights {brief(weights)}" if phases else brief(settings)
 
@@ -74,12 +85,12 @@ def _bits(settings: GradientsConfig, raw: int) -> float | None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """What the command does."""
+    """Run the requested subcommand and return its exit code."""
     return _SUBJECTS[options.subject](options)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and draw it where `--output` says."""
+    """Print the table, and draw it if `--output` is given. Return the exit code."""
     from rich.console import Console
     from rich.table import Table
 
@@ -100,7 +111,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw(found: Sequence[Interval], file: Path) -> None:
-    """Bits an element against optimizer steps, as a PNG; the last interval of an endless schedule is a tenth of it."""
+    """Plot bits per element over optimizer steps as a PNG.
+
+    An endless last interval is drawn for an additional tenth of the steps before it.
+    """
     check_plotting("--output", file)
     from matplotlib.figure import Figure
 

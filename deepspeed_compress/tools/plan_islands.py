@@ -1,4 +1,4 @@
-"""``ds-compress plan islands``: what an exchange between islands takes, and how often it may be."""
+"""``ds-compress plan islands``: estimate the cost of an exchange between islands, and how often to exchange."""
 
 import argparse
 import re
@@ -29,15 +29,21 @@ CANDIDATES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000)
 _MEASURED: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"parameters": (2.2e6, 10.5e6), "islands": (2, 4), "bit/s": (1e7, 1e9), "steps": (1, 30)}
 )
-"""Least and most of what was measured, by unit; `steps`: between two exchanges."""
+"""Smallest and largest measured values, by unit. `steps` are those between two exchanges."""
 LOST = 0.05
-"""Part of a step that exchanges may cost on average."""
+"""Fraction of the step time that exchanges may cost on average."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An exchange every `sync_every` steps: bytes that an island sends in a step on average, seconds of one exchange on
-    the wire, and the time of a step against one without exchanges."""
+    """Estimate for an exchange every `sync_every` steps.
+
+    Attributes:
+        sync_every: Steps between exchanges.
+        bytes_a_step: Mean bytes per step that an island sends.
+        exchange_seconds: Seconds that one exchange takes on the network.
+        step_ratio: Mean step time relative to that without exchanges.
+    """
 
     sync_every: int
     bytes_a_step: float
@@ -46,10 +52,17 @@ class Plan:
 
 
 def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, step_seconds: float) -> list[Plan]:
-    """Return a plan for each of the usual intervals and the written one. `bandwidth`: bits a second, each way, of the
-    link of an island.
+    """Return a plan for each of the usual intervals and for the configured one.
 
-    Raises ConfigError if the size of a message is not known before it is made, or one island is alone.
+    Args:
+        settings: Settings of islands.
+        islands: Number of islands.
+        parameters: Number of parameters that are exchanged.
+        bandwidth: Bits per second, in each direction, of the link of an island.
+        step_seconds: Seconds of a step without exchanges.
+
+    Raises:
+        ConfigError: The size of a message is not known in advance, or there is only one island.
     """
     if islands < 2:
         raise ConfigError(
@@ -59,21 +72,25 @@ def plans(settings: Islands, islands: int, parameters: int, bandwidth: float, st
     intervals = sorted({*CANDIDATES, written_steps(settings, step_seconds)})
     if settings.elastic is not None and settings.elastic.parameter_server is not None:
         return _pushes(vector, islands, bandwidth, step_seconds, intervals)
-    # As in an all-reduce: what others own goes out, and the mean of what is owned to all others.
+    # As in an all-reduce, an island sends the parts that others own, and the mean of its own part to all others.
     size = 2 * (islands - 1) / islands * vector
     seconds = 8 * size / bandwidth
     return [Plan(every, size / every, seconds, _ratio(settings, every, seconds, step_seconds)) for every in intervals]
 
 
 def written_steps(settings: Islands, step: float) -> int:
-    """`sync_every`; of a time the steps of `step` seconds that come next to it."""
+    """Return `sync_every` in steps. A time is converted to the nearest number of steps of `step` seconds."""
     time = settings.sync_seconds
     return settings.sync_steps or (1 if time is None else max(1, round(time / step)))
 
 
 def _pushes(vector: float, islands: int, bandwidth: float, step: float, intervals: Sequence[int]) -> list[Plan]:
-    """A push goes out and an answer comes back, which nobody waits for; the link of the server carries those of all.
-    Where that is busy all the time, pushes are rarer than planned, in place of steps that take longer."""
+    """Return the plans for pushes to a parameter server.
+
+    A push is sent and an answer returns, without blocking training. The link of the server carries the messages of all
+    islands. If it is saturated, pushes become rarer and steps do
+    not take longer; `step_ratio` then states by which factor.
+    """
     seconds, busy = 2 * 8 * vector / bandwidth, islands * 8 * vector / bandwidth
     return [Plan(every, vector / every, seconds, max(1.0, max(seconds, busy) / (every * step))) for every in intervals]
 
@@ -91,31 +108,34 @@ def _bits(settings: Islands) -> float:
 
 
 def _bits_of_moments(settings: Islands) -> float:
-    """For each parameter."""
+    """Return the bits per parameter of second moments."""
     return 0.0 if settings.second_moments is None else 32.0 / settings.second_moments.block_size
 
 
 def _ratio(settings: Islands, every: int, seconds: float, step: float) -> float:
-    """What is not hidden behind `delay` steps is waited for, fragment by fragment."""
+    """Return the step time relative to that without exchanges.
+
+    Each fragment blocks for the time that its `delay` steps do not hide.
+    """
     hidden = min(settings.delay, every - 1) * step
     waited = settings.fragments * max(0.0, seconds / settings.fragments - hidden)
-    # A link that is busy all the time is the bound, however much is hidden.
+    # The capacity of the link is a lower bound, however much of an exchange is hidden.
     return max(1.0 + waited / (every * step), seconds / (every * step))
 
 
 def fitting(found: Sequence[Plan]) -> Plan | None:
-    """The most frequent exchange that costs little; None where none of them does."""
+    """Return the most frequent exchange that costs little, or None if none does."""
     return next((plan for plan in found if plan.step_ratio <= 1 + LOST), None)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and the interval that fits."""
+    """Print the table and the recommended interval. Return the exit code."""
     from rich.console import Console
     from rich.table import Table
 
     ds_config = read_ds_config(options.config)
     section = parse_section(ds_config)
-    # What the rest of the file contradicts is not planned.
+    # Refuse sections that the rest of the file contradicts.
     expand(ds_config, section)
     settings = section.islands
     if settings is None:
@@ -125,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     _check_batch(ds_config, settings, options.hosts)
     parameters = _parameters(options.model, settings.own)
     rate = _rate(section.communication, options.bandwidth)
-    # Turns and delays do not fit into shorter ones, which are refused.
+    # Fragments and delays do not fit into shorter intervals, which are refused.
     least = max(settings.fragments, settings.delay + 1)
     found = [
         plan for plan in plans(settings, options.hosts, parameters, rate, options.step) if plan.sync_every >= least
@@ -145,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
         if best
         else "no interval costs less than 5 % of the time: send less, or write a delay"
     )
-    # The table has longer intervals in any case: only the recommended one is judged.
+    # Only the recommended interval is judged, because the table always has longer ones.
     steps = None if best is None else best.sync_every
     outside = list(unmeasured({"parameters": parameters, "islands": options.hosts, "bit/s": rate, "steps": steps}))
     if outside:
@@ -154,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def unmeasured(figures: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield what of `figures`, by the unit of each, lies outside of the runs that docs/islands.md reports."""
+    """Yield those of `figures`, by unit, that are outside the runs reported in docs/islands.md."""
     for unit, (least, most) in _MEASURED.items():
         figure = figures.get(unit)
         if figure is not None and not least <= figure <= most:
@@ -171,12 +191,16 @@ def _title(options: argparse.Namespace, parameters: int, rate: float) -> str:
 
 
 def _rate(communication: Communication, bandwidth: float) -> float:
-    """Bits a second that islands may use of their link."""
+    """Return the bits per second of their link that islands may use."""
     return bandwidth if communication.max_rate is None else min(bandwidth, bit_rate(communication.max_rate))
 
 
 def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) -> None:
-    """Raises ConfigError where the batch that is written is not one of so many islands of `size`."""
+    """Check that the configured batch fits the number of islands of `size` ranks.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
     batch, micro, steps = (ds_config.get(key) for key in _BATCH)
     if settings.size is None or not (isinstance(batch, int) and isinstance(micro, int) and isinstance(steps, int)):
         return
@@ -190,8 +214,17 @@ def _check_batch(ds_config: Mapping[str, Any], settings: Islands, hosts: int) ->
 
 
 def _parameters(model: str, own: Sequence[str]) -> int:
-    """Those that are exchanged, of a number such as 124M, or of the model of a config.json: all but what a pattern of
-    `own` is found in the name of. Ranks that share layers hold some alike, which are exchanged once."""
+    """Return the number of parameters that are exchanged.
+
+    Parameters that ranks sharing a layer hold alike are exchanged once.
+
+    Args:
+        model: A number such as 124M, or the path of a config.json.
+        own: Patterns. Parameters whose names match one of them are not exchanged.
+
+    Raises:
+        ConfigError: `own` is given together with a number, or the result is not positive.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([kmb]?)", model.strip().lower())
     if match and not Path(model).exists():
         if own:
@@ -218,7 +251,7 @@ def _positive(parameters: int, model: str) -> int:
 
 
 def _shared(sizes: Mapping[str, int], own: Sequence[str]) -> int:
-    """As islands take `own` when they train."""
+    """Return the number of parameters whose names match no pattern of `own`, applied as in training."""
     for index, pattern in enumerate(own):
         if not any(re.search(pattern, name) for name in sizes):
             text = f"{_OWN}/{index}: {pattern!r} matches none of the {len(sizes)} parameters; write another, or none"

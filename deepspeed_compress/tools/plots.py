@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib when it is there, axes in one style, labels that do not cover each other."""
+"""Shared parts of all pictures: optional matplotlib, a common style of axes, and labels that do not overlap."""
 
 import importlib.util
 import math
@@ -16,17 +16,21 @@ INSTALL = "pip install 'deepspeed-compress[plot]'"
 COLOURS = ("#0b5394", "#e69138", "#38761d", "#a61c00", "#674ea7", "#76a5af", "#b45f06")
 GREY, GRID = "#8c959f", "#eaeef2"
 BAR, GAP = 0.22, 0.35
-"""Inches: height of a bar, and the space between two groups."""
+"""Height of a bar and space between two groups, in inches."""
 WIDTH = 9.0
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_plotting(option: str, file: Path | None = None) -> None:
-    """Raises UnsupportedError when matplotlib, which `option` needs, is missing, or does not know what `file` is."""
+    """Check that `option` can draw a picture, into `file` if one is given.
+
+    Raises:
+        UnsupportedError: matplotlib is missing, or does not support the type of `file`.
+    """
     if not can_plot():
         raise UnsupportedError(f"{option} needs matplotlib; write: {INSTALL}")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -37,7 +41,10 @@ def check_plotting(option: str, file: Path | None = None) -> None:
 
 
 def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
-    """A title on the left, small ticks, a pale grid (None: no grid), no frame; a legend where something has a name."""
+    """Style axes: title on the left, small ticks, pale grid (None for no grid), no frame.
+
+    A legend is added if anything has a label.
+    """
     if title:
         axes.set_title(title, fontsize=10, loc="left")
     axes.tick_params(labelsize=8)
@@ -50,7 +57,7 @@ def style_axes(axes: Any, title: str = "", grid: str | None = GRID) -> None:
 
 
 def plain_decades(axes: Any, limits: tuple[float, float] | None = None) -> None:
-    """Make the horizontal axis logarithmic, with plain numbers, from and to `limits` (None: its own)."""
+    """Make the horizontal axis logarithmic with plain numbers, over `limits` or its own limits if None."""
     axes.set_xscale("log")
     low, high = limits or axes.get_xlim()
     marks = [digit * 10.0**power for power in range(-9, 7) for digit in (1, 2, 5)]
@@ -61,11 +68,11 @@ def plain_decades(axes: Any, limits: tuple[float, float] | None = None) -> None:
 
 
 BarChart = Mapping[str, Mapping[str, float]]
-"""Values by series, which has a colour, and by group of bars."""
+"""Values by series, each of which has a color, and by group of bars."""
 
 
 def plot_bars(charts: Sequence[tuple[str, BarChart]], axis: str, file: Path) -> None:
-    """Write horizontal bars with their values to the PNG `file`: titles and charts, one below the other."""
+    """Write horizontal bars with their values to the PNG `file`: charts with titles, one below another."""
     from matplotlib.figure import Figure
 
     heights = [len(_groups(chart)) * (len(chart) * BAR + GAP) + 1.0 for _, chart in charts]
@@ -82,7 +89,7 @@ def _groups(chart: BarChart) -> list[str]:
 
 
 def _draw_bars(axes: Any, title: str, chart: BarChart, axis: str) -> None:
-    """On a logarithmic axis where the values differ much."""
+    """Draw bars, on a logarithmic axis if the values differ greatly."""
     names, values = _groups(chart), [value for series in chart.values() for value in series.values()]
     step = len(chart) * BAR + GAP
     for index, (label, series) in enumerate(chart.items()):
@@ -102,7 +109,7 @@ def _draw_bars(axes: Any, title: str, chart: BarChart, axis: str) -> None:
 
 @dataclass(frozen=True)
 class Label:
-    """`text`, which belongs to the point (`x`, `y`) of the data."""
+    """Label `text` of the data point (`x`, `y`)."""
 
     text: str
     x: float
@@ -110,10 +117,10 @@ class Label:
 
 
 def label_points(axes: Any, labels: Sequence[Label], fontsize: float = 8) -> None:
-    """Write each label at the nearest free place, joined to its point by a thin line. The axes have their final limits
-    and place: the figure has been drawn once.
+    """Write each label at the nearest free place, joined to its point by a thin line.
 
-    Places are tried in growing circles; what is taken are the labels so far and all points, in pixels.
+    Places are tried in growing circles. Earlier labels and all points count as occupied. The axes must have their final
+    limits and position, so the figure must have been drawn once.
     """
     from matplotlib.transforms import Bbox
 
@@ -133,7 +140,7 @@ def label_points(axes: Any, labels: Sequence[Label], fontsize: float = 8) -> Non
 
 
 def _free_place(centre: tuple[float, ...], size: tuple[float, float], taken: Sequence[Any], frame: Any) -> Any:
-    """The first place around `centre` that lies in `frame` and overlaps nothing; the nearest one if there is none."""
+    """Return the first place around `centre` that is inside `frame` and overlaps nothing, or else the nearest place."""
     places = list(_places(centre, size))
     inside = (box for box in places if frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1)
     return next((box for box in inside if not any(box.overlaps(other) for other in taken)), places[0])
@@ -145,6 +152,6 @@ def _places(centre: tuple[float, ...], size: tuple[float, float]) -> Iterator[An
     (x, y), (width, height) = centre, size
     for distance, angle in product(range(8, 200, 6), range(0, 360, 30)):
         dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-        # The label's edge, not its middle, keeps the distance.
+        # The distance is measured to the label's edge, not to its center.
         left = x + distance * dx + width * (dx - 1) / 2
         yield Bbox.from_bounds(left, y + distance * dy + height * (dy - 1) / 2, width, height)

@@ -1,6 +1,6 @@
-"""What rules of the linter and the doctor have in common: words, and a check that stands below them.
+"""Shared parts of the rules of the linter and the doctor: the texts of a rule, followed by its check.
 
-A module of rules decorates its checks, which makes rules of them:
+A module of rules decorates its checks, which turns them into rules:
 
     @rule(code="DSC401", name="zero-without-stage", severity="warning", ...)
     def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnostic]: ...
@@ -18,21 +18,21 @@ __all__ = ["Rule", "rules_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The words of a rule. The linter and the doctor add what theirs need, and the check."""
+    """Texts of a rule. The linter and the doctor each add the fields they need, and the check."""
 
     code: str
     name: str
     """Words joined by hyphens."""
     severity: Severity | None
-    """None: each diagnostic says its own."""
+    """Severity, or None if each diagnostic states its own."""
     summary: str
-    """One line."""
+    """Summary in one line."""
     reason: str = ""
-    """Why it matters."""
+    """Reason why the rule matters."""
     family: str = ""
 
     def attribute(self, diagnostic: Diagnostic) -> Diagnostic:
-        """`diagnostic`, found by this rule."""
+        """Return `diagnostic` with the code, name and severity of this rule."""
         severity = self.severity or diagnostic.severity
         return replace(diagnostic, code=self.code, name=self.name, severity=severity)
 
@@ -41,6 +41,6 @@ AnyRule = TypeVar("AnyRule", bound=Rule)
 
 
 def rules_of(modules: Iterable[ModuleType], kind: type[AnyRule]) -> Iterator[AnyRule]:
-    """The rules that `modules` define, in the order of their texts."""
+    """Yield the rules that `modules` define, in the order of their source."""
     for module in modules:
         yield from (value for value in vars(module).values() if isinstance(value, kind))

@@ -1,4 +1,4 @@
-"""`ds-compress run`: an unmodified training script, started with compression installed."""
+"""`ds-compress run`: start an unmodified training script with compression installed."""
 
 import argparse
 import os
@@ -17,13 +17,14 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become the launcher, or the agent of this host, which returns the exit code of the job.
+    """Replace this process by the launcher, or run the agent of this host and return the job's exit code.
 
-    Raises ConfigError for a command that neither takes.
+    Raises:
+        ConfigError: Neither accepts the command.
     """
     own = [] if options.section is None else [f"--section={options.section.resolve()}"]
     if options.section is not None:
-        # Wrong sections are found once and here, not by every process.
+        # Report an invalid section once here, and not in every process.
         parse_section(read_ds_config(options.section))
     agent = supervise.is_asked_for(options)
     set_tls(os.environ, options.tls_certificate, options.tls_authority)
@@ -37,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _become(command: list[str]) -> NoReturn:
-    """The launcher takes the place of this process, so that signals and exit codes need no hands to go through."""
+    """Replace this process by the launcher, so that signals and exit codes need not be forwarded."""
     os.execv(command[0], command)

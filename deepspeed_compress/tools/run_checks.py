@@ -1,4 +1,4 @@
-"""Checks of what the files of a run contain: anybody may have edited or damaged them."""
+"""Checks of the contents of a run's files, which may have been edited or damaged."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,14 +10,14 @@ from deepspeed_compress.tools.line_files import Check
 __all__ = ["EVENT", "METRIC", "STATISTIC", "SUMMARY_FIELDS", "TRAINER_STATE", "Field", "find_problem", "is_number"]
 
 Field = tuple[str, Callable[[Any], bool]]
-"""Words for what is allowed, and the predicate."""
+"""Description of what is allowed, and the predicate that checks it."""
 LARGEST = 1e100
-"""Largest magnitude of a number; sums of squares of larger ones would overflow."""
+"""Largest magnitude of a number. Sums of squares of larger ones would overflow."""
 _SHOWN = 40
 
 
 def is_number(value: Any) -> bool:
-    """Return True for None and for finite numbers of a sensible size."""
+    """Return True for None and for finite numbers of reasonable magnitude."""
     return value is None or (type(value) in (int, float) and abs(value) <= LARGEST)
 
 
@@ -69,9 +69,9 @@ TRAINER_STATE: Mapping[str, Field] = MappingProxyType(
 
 
 def find_problem(fields: Mapping[str, Field], found: Mapping[str, Any], others: Field = _ANYTHING) -> str:
-    """Return what is wrong with the first field of `found` that is not as `fields` says, or "".
+    """Return what is wrong with the first field of `found` that does not satisfy `fields`, or "".
 
-    `others` is the check of fields that `fields` does not name. A field of `fields` that is missing counts as None.
+    `others` is the check of fields that `fields` does not name. A missing field of `fields` counts as None.
     """
     for name in [*fields, *(key for key in found if key not in fields)]:
         allowed, fits = fields.get(name, others)
@@ -81,8 +81,8 @@ def find_problem(fields: Mapping[str, Field], found: Mapping[str, Any], others: 
 
 
 STATISTIC: Check = partial(find_problem, STATISTIC_FIELDS, others=_NUMBER)
-"""Check of a line of compression.jsonl: figures are numbers."""
+"""Check of a line of compression.jsonl: figures must be numbers."""
 METRIC: Check = partial(find_problem, MappingProxyType({"run": _ANYTHING}), others=_NUMBER)
-"""Check of a line of metrics.jsonl: figures are numbers."""
+"""Check of a line of metrics.jsonl: figures must be numbers."""
 EVENT: Check = partial(find_problem, EVENT_FIELDS)
 """Check of a line of events.jsonl."""

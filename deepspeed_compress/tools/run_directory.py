@@ -1,9 +1,9 @@
-"""The files that a run leaves in its directories, read in one way by all commands that look at runs.
+"""Files that a run leaves in its directories, read in the same way by all commands that look at runs.
 
-Several runs may have written into a directory one after the other, and several processes of one run that was resumed.
-The last run counts, or the one that summary.json names; and of it the steps that later ones build on: if a process
-continued from a checkpoint, earlier lines about steps after that checkpoint are abandoned. Lines name their part of a
-run in "run" (`monitor.Part`). Lines of older versions do not, and only their order tells.
+Several runs may have written into a directory, and so may several processes of one run that was resumed. The last run
+is used, or the one that summary.json names. If a process continued from a checkpoint, earlier lines about steps after
+that checkpoint are abandoned. Lines name their part of a run in "run" (`monitor.Part`). Lines of older versions do not,
+so only their order is known.
 """
 
 from array import array
@@ -53,20 +53,20 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of a run, finished or not. A file that does not exist is None or empty.
+    """Files of a run, finished or not. A file that does not exist is None or empty.
 
     Attributes:
-        directory: the output directory of the run.
-        monitor: the directory of the statistics, which may be another one.
-        statistics: lines of compression.jsonl, one per measured step; a sample if there are many.
-        measured: number of measured steps, of which `statistics` may be a sample.
-        events: lines of events.jsonl in order, those of each island ("island") together; a sample if there are many.
-            None for runs of a version that wrote no events.
-        metrics: lines of metrics.jsonl; a sample if there are many.
-        summary: summary.json.
-        ds_config: the configuration.
-        trainer: state of Hugging Face Trainer at the end of the run, or at its newest checkpoint.
-        results: figures of the whole run that Trainer's `save_metrics` writes.
+        directory: Output directory of the run.
+        monitor: Directory of the statistics, which may differ from `directory`.
+        statistics: Lines of compression.jsonl, one per measured step, or a sample if there are many.
+        measured: Number of measured steps, of which `statistics` may be a sample.
+        events: Lines of events.jsonl in order, grouped by island ("island"), or a sample if there are many. None for
+            runs of a version that did not write events.
+        metrics: Lines of metrics.jsonl, or a sample if there are many.
+        summary: Content of summary.json.
+        ds_config: DeepSpeed configuration.
+        trainer: State of Hugging Face Trainer at the end of the run, or at its newest checkpoint.
+        results: Figures of the whole run that Trainer's `save_metrics` writes.
     """
 
     directory: Path
@@ -82,7 +82,7 @@ class RunDirectory:
 
     @property
     def trainer_log(self) -> list[Line]:
-        """Return the numbers in the log of Hugging Face Trainer; those of the whole run have the last step."""
+        """Return the numbers in the log of Hugging Face Trainer. Figures of the whole run belong to the last step."""
         entries = [*((self.trainer or {}).get("log_history") or [])]
         if self.trainer and self.results:
             entries.append({**self.results, "step": self.trainer.get("global_step")})
@@ -97,7 +97,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     """Read the files of a run. `config` replaces the configuration that the run left.
 
     Raises:
-        DataError: a file is damaged; the message names the file and the line.
+        DataError: A file is damaged. The message names the file and the line.
     """
     summary = _object(directory / SUMMARY, SUMMARY_FIELDS)
     named = Path((summary or {}).get("monitor_path") or directory)
@@ -110,7 +110,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
     parts = _parts_of(run, [index, *events])
     positions = _in_order(index, _standing(index, parts, run))
     statistics = tuple(index.load(index.sample(positions)))
-    # The file is created with the first event, so a run that names its settings and has no file had no event.
+    # The file is created with the first event, so a run that records its settings but has no file had no event.
     told = (monitor / EVENTS).is_file() or any("settings" in line for line in statistics)
     return RunDirectory(
         directory,
@@ -127,7 +127,7 @@ def read_directory(directory: Path, config: Line | None = None) -> RunDirectory:
 
 
 def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]:
-    """Return all lines of compression.jsonl in `directory` that count, of `run` or else of the last run."""
+    """Return all valid lines of compression.jsonl in `directory` that belong to `run`, or else to the last run."""
     index = index_lines(directory / STATISTICS, STATISTIC)
     run = run or _last_run(index)
     parts = _parts_of(run, [index, *_event_files(directory)])
@@ -135,14 +135,14 @@ def read_statistics(directory: Path, run: str | None = None) -> tuple[Line, ...]
 
 
 def read_metrics(directory: Path, sample: bool = False) -> tuple[Line, ...]:
-    """Return the lines of metrics.jsonl in `directory` that count; a sample of them if asked for and there are many."""
+    """Return the valid lines of metrics.jsonl in `directory`, or a sample if requested and there are many."""
     index = index_lines(directory / METRICS, METRIC)
     positions = _in_order_with_several(index)
     return tuple(_sample(index, positions) if sample else index.load(positions))
 
 
 def _event_files(directory: Path) -> list[LineIndex]:
-    """Return the events of all islands, those of the first one first; each of the others has its own file."""
+    """Return the events of all islands, those of the first island first. Each other island has its own file."""
     files = [directory / EVENTS, *sorted(directory.glob(f"island_*/{EVENTS}"))]
     return [index_lines(file, EVENT) for file in files]
 
@@ -172,7 +172,7 @@ def _in_order(index: LineIndex, positions: Iterable[int]) -> "array[int]":
 
 
 def _in_order_with_several(index: LineIndex) -> "array[int]":
-    """Do the same for a file in which several lines of one step may have different figures."""
+    """Do the same as `_in_order` for a file in which several lines of one step may have different figures."""
     kept, figures = array("q"), [keys - {"step"} for keys in index.known_keys]
     for position, step in enumerate(index.steps):
         while kept and (index.steps[kept[-1]] > step or _repeats(index, kept, position, figures)):
@@ -182,7 +182,7 @@ def _in_order_with_several(index: LineIndex) -> "array[int]":
 
 
 def _repeats(index: LineIndex, kept: Sequence[int], position: int, figures: Sequence[frozenset[str]]) -> bool:
-    """Return True if a kept line of the same step has a figure of the line at `position`."""
+    """Return True if a kept line of the same step has a figure that the line at `position` also has."""
     for before in reversed(kept):
         if index.steps[before] != index.steps[position]:
             return False
@@ -199,14 +199,14 @@ def _standing(index: LineIndex, parts: Sequence[Part], run: str | None) -> "arra
 
 
 def _last_step(part: Part | None, parts: Sequence[Part], run: str | None) -> float:
-    """Return the last step for which lines of `part` count; none do if it is not a part of `run`."""
+    """Return the last step for which lines of `part` are valid, or -1 if it is not a part of `run`."""
     if part is None or part.id != run:
         return float("inf") if part is None and run is None else -1.0
     return min((other.since for other in parts if other.started > part.started), default=float("inf"))
 
 
 def _parts_of(run: str | None, files: Iterable[LineIndex]) -> list[Part]:
-    """Return the parts of `run` that lines of `files` name."""
+    """Return the parts of `run` that occur in lines of `files`."""
     return [part for file in files for part in file.known_parts if part is not None and part.id == run]
 
 
@@ -223,7 +223,7 @@ def _configured(ds_config: Line | None) -> list[Path]:
 
 
 def _monitor(places: Sequence[Path]) -> Path:
-    """Return the directory of the statistics: a run may have been moved together with them."""
+    """Return the directory of the statistics. They may have been moved together with the run."""
     return next((place for place in places if _is_file(place / STATISTICS)), places[0])
 
 
@@ -231,12 +231,12 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):
-        # A name with a null byte, or one that is too long.
+        # The name contains a null byte or is too long.
         return False
 
 
 def _trainer(directory: Path, farthest: float) -> Line | None:
-    """Return Trainer's newest state that is not beyond step `farthest`: older, longer runs leave checkpoints too."""
+    """Return Trainer's newest state up to step `farthest`. Older, longer runs may have left checkpoints too."""
     files = [directory / TRAINER, *directory.glob(f"checkpoint-*/{TRAINER}")]
     states = [state for file in files if (state := _object(file, TRAINER_STATE))]
     ours = [state for state in states if (state.get("global_step") or 0) <= farthest]
@@ -244,7 +244,7 @@ def _trainer(directory: Path, farthest: float) -> Line | None:
 
 
 def _farthest(index: LineIndex, positions: Sequence[int]) -> float:
-    """Return the last step that the run can have made; infinite if no lines tell which run they belong to."""
+    """Return the last step that the run can have made, or infinity if no line states which run it belongs to."""
     first = index.part(positions[0]) if positions else None
     if first is None:
         return float("inf")
@@ -253,10 +253,10 @@ def _farthest(index: LineIndex, positions: Sequence[int]) -> float:
 
 
 def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, Any] | None:
-    """Return the object in a JSON file whose `fields` are right; None if there is no file.
+    """Return the object in a JSON file whose `fields` are valid, or None if there is no file.
 
     Raises:
-        DataError: the file is too large, is not a JSON object, or has a wrong field.
+        DataError: The file is too large, is not a JSON object, or has an invalid field.
     """
     if not _is_file(file):
         return None
@@ -279,10 +279,10 @@ def _object(file: Path, fields: Mapping[str, Field] | None = None) -> dict[str, 
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """Return summary.json of a run.
+    """Return the content of summary.json of a run.
 
     Raises:
-        DataError: the run is not finished, or `directory` does not hold a run.
+        DataError: The run is not finished, or `directory` does not hold a run.
     """
     found = _object(directory / SUMMARY, SUMMARY_FIELDS)
     if found is None:

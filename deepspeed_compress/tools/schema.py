@@ -1,4 +1,4 @@
-"""`ds-compress schema`: the JSON Schema of the section, for editors."""
+"""`ds-compress schema`: print the JSON Schema of the section, for editors."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it, or write it to a file."""
+    """Print the schema or write it to a file. Return the exit code."""
     text = json.dumps(json_schema(), indent=2) + "\n"
     if options.output is None:
         sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""`ds-compress run --restarts N`: the agent of this host, and the supervisor of the job where it has the address."""
+"""`ds-compress run --restarts N`: run this host's agent, and also the job's supervisor on the host with its address."""
 
 import argparse
 import functools
@@ -36,7 +36,11 @@ _OTHERS = ("ranks", "hosts", "spares", "rendezvous", "hang", "grace", "wait", "c
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Whether `--restarts` is given. ConfigError where what belongs to it is given without, or is missing."""
+    """Return True if `--restarts` is given.
+
+    Raises:
+        ConfigError: An option that requires `--restarts` is given without it, or one that it requires is missing.
+    """
     given = [name for name in _OTHERS if getattr(options, name) not in (None, False, _DEFAULTS.get(name))]
     if options.restarts is None:
         if given:
@@ -55,7 +59,7 @@ _DEFAULTS = {"hosts": 1, "spares": 0, "hang": "10 min", "grace": "30 s", "wait":
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:
-    """The exit code of the job. `command`: that runs the program in one process."""
+    """Run the agent and return the exit code of the job. `command` runs the program in one process."""
     arguments = list(command[3:])
     script = "" if "-m" in arguments[:2] else next(one for one in arguments if not one.startswith("--section="))
     terms = Terms(
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     grace, slots = _time(options, "grace"), _slots(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     supervisor = Supervisor(terms, functools.partial(why_not, _configuration(options.arguments)), _tell)
-    # One host talks to itself alone, and needs no secret that others could have.
+    # A single host communicates only with itself, so it needs no shared secret.
     credentials = Credentials.of_this_process() if options.rendezvous is None else Credentials.find()
     with job_directory() as directory, _served(supervisor, options.rendezvous, credentials) as address:
         workers = Workers(arguments, script, not options.cold)
@@ -80,7 +84,7 @@ def _time(options: argparse.Namespace, name: str) -> float:
 
 
 def _job(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Of several hosts: the same where the command is. Of one: no other job's."""
+    """Return the job's id: on several hosts, the same for the same command; on a single host, a unique one."""
     if options.rendezvous is None:
         return os.urandom(6).hex()
     said = [options.hosts, options.ranks, options.spares, options.restarts, *arguments]
@@ -102,14 +106,14 @@ def _slots(options: argparse.Namespace) -> Slots:
 
 
 def _configuration(arguments: Sequence[str]) -> dict[str, object] | None:
-    """The DeepSpeed configuration that the program is given; None without."""
+    """Return the DeepSpeed configuration in the program's arguments, or None."""
     file: Path | None = next(find_configurations(arguments), None)
     return None if file is None else read_ds_config(file)
 
 
 @contextmanager
 def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credentials) -> Iterator[tuple[str, int]]:
-    """The address of the supervisor, which runs here if the address is of this host and nobody else has it."""
+    """Yield the address of the supervisor, which runs in this process if the address is this host's and still free."""
     host, port = _address(rendezvous)
     server = _server(supervisor, host, port, credentials)
     if server is None:
@@ -125,7 +129,7 @@ def _served(supervisor: Supervisor, rendezvous: str | None, credentials: Credent
 
 
 def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentials) -> Server | None:
-    """Return None if the address is of another host, or another agent of this host has it."""
+    """Return a server, or None if the address belongs to another host or another agent of this host uses it."""
     listening_at = _listening_at(host)
     try:
         return Server(_SERVICE, supervisor, None, listening_at, port, _tell, credentials)
@@ -134,7 +138,7 @@ def _server(supervisor: Supervisor, host: str, port: int, credentials: Credentia
 
 
 def _listening_at(host: str) -> str:
-    """`host`; all addresses where a host takes its own name for one that others do not reach."""
+    """Return the address to listen on: `host`, or "" (all) if the host resolves its own name to a loopback address."""
     try:
         known = socket.gethostbyname(host)
     except OSError as error:

@@ -26,17 +26,17 @@ from deepspeed_compress.tools.run_directory import Line, read_metrics, read_summ
 __all__ = ["Point", "TimedRun", "common_goal", "curve", "draw", "draw_panels", "print_table", "read_run", "time_to"]
 
 Point = tuple[float, float]
-"""Seconds of training, and the held-out loss then."""
+"""Seconds of training, and the held-out loss at that time."""
 COLOURS = ("#8c959f", "#1f6feb", "#2da44e", "#8250df", "#e16f24", "#cf222e", "#bf3989", "#1b7c83", "#9a6700", "#57606a")
-"""The first run is what the others are compared with."""
+"""Colors of the runs. The first run is the reference for the others."""
 INK = "#1f2328"
 MANY, BESIDE = 6, MappingProxyType({"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.0, 1.0)})
-"""Where a legend of more than so many runs stands, which would cover them."""
+"""Placement of a legend for more than this many runs, which would cover the lines otherwise."""
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A finished run. `sent`: bytes that one rank sends in a step, None where they were not counted."""
+    """Finished run. `sent` is the number of bytes that one rank sends per step, or None if they were not counted."""
 
     name: str
     points: tuple[Point, ...]
@@ -45,7 +45,11 @@ class TimedRun:
 
 
 def read_run(directory: Path) -> TimedRun:
-    """Raises DataError when the run is not finished, or was never evaluated."""
+    """Read the finished run in `directory`.
+
+    Raises:
+        DataError: The run is not finished or was never evaluated.
+    """
     summary, lines = read_summary(directory), read_metrics(directory)
     points = curve(lines)
     if not points:
@@ -61,7 +65,10 @@ def read_run(directory: Path) -> TimedRun:
 
 
 def curve(lines: Iterable[Line]) -> list[Point]:
-    """A point at every evaluation, of the lines of metrics.jsonl: a line of training tells the mean of its steps."""
+    """Return a point for every evaluation in lines of metrics.jsonl.
+
+    A training line holds the mean time of the steps since the previous one.
+    """
     seconds, last, found = 0.0, 0, []
     for line in lines:
         if line.get("step_time_s") is not None:
@@ -73,7 +80,7 @@ def curve(lines: Iterable[Line]) -> list[Point]:
 
 
 def time_to(goal: float, points: Iterable[Point]) -> float | None:
-    """Seconds until the loss is `goal`; None if it never is."""
+    """Return the seconds until the loss reaches `goal`, or None if it never does."""
     before: Point | None = None
     for seconds, loss in points:
         if loss <= goal:
@@ -85,7 +92,7 @@ def time_to(goal: float, points: Iterable[Point]) -> float | None:
 
 
 def common_goal(runs: Iterable[TimedRun]) -> float:
-    """The lowest loss that all runs reach."""
+    """Return the lowest loss that all runs reach."""
     return max(min(loss for _, loss in run.points) for run in runs)
 
 
@@ -95,7 +102,7 @@ def _times(runs: Sequence[TimedRun]) -> list[float]:
 
 
 def print_table(runs: Sequence[TimedRun], title: str) -> None:
-    """The runs on the terminal; the last column compares with the first of them."""
+    """Print a table of the runs. The last column compares each with the first one."""
     from rich.console import Console
     from rich.table import Table
 
@@ -113,7 +120,7 @@ def print_table(runs: Sequence[TimedRun], title: str) -> None:
 
 
 def draw(runs: Sequence[TimedRun], title: str, file: Path) -> None:
-    """The losses over time, and where each run reaches the lowest loss that all do, as a PNG."""
+    """Plot the losses over time as a PNG, and the time at which each run reaches the lowest loss common to all."""
     draw_panels({title: runs}, common_goal(runs), file)
 
 
@@ -124,9 +131,9 @@ def draw_panels(
     dashed: Collection[str] = (),
     logarithmic: bool = False,
 ) -> None:
-    """Losses over time as a PNG: a panel for each title, and where each run reaches `goal`, if it does.
+    """Plot losses over time as a PNG: one panel per title, with the time at which each run reaches `goal`, if it does.
 
-    The first run of a panel is what the others are compared with. Runs that are named in `dashed` are drawn so.
+    The first run of a panel is the reference for the others. Runs named in `dashed` have dashed lines.
     """
     from matplotlib.figure import Figure
 
@@ -160,7 +167,7 @@ def _label(name: str, seconds: float | None, first: float | None) -> str:
 
 
 def _limit(axes: Any, runs: Sequence[TimedRun], goal: float, logarithmic: bool) -> None:
-    """The horizontal axis ends soon after the last run reaches the goal."""
+    """End the horizontal axis soon after the last run reaches the goal."""
     last = 1.12 * max(time_to(goal, run.points) or 0.0 for run in runs)
     if logarithmic:
         plain_decades(axes, (min(run.points[0][0] for run in runs), last))

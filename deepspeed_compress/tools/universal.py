@@ -1,7 +1,7 @@
-"""``ds-compress checkpoint convert``: a universal checkpoint by DeepSpeed's converter, with what that leaves out.
+"""``ds-compress checkpoint convert``: create a universal checkpoint with DeepSpeed's converter and fix its gaps.
 
-DeepSpeed's `ds_to_universal` needs a flag where nobody has described the parameters, leaves memories of compression
-behind, and takes the matrices of GPT-2 as they are, which are stored transposed where they are split.
+DeepSpeed's `ds_to_universal` needs a flag if the parameters are not described, drops the residuals of compression, and
+copies the matrices of GPT-2 unchanged, which are stored transposed in models that are split.
 """
 
 import contextlib
@@ -24,22 +24,27 @@ from deepspeed_compress.errors import DataError, StateError
 __all__ = ["convert", "transpose_gpt2"]
 
 _CONV1D = re.compile(r"(?:^|\.)(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
-"""The matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
+"""Pattern of the matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
 _ATTENTION = re.compile(r"(?:^|\.)attn\.c_attn\.weight$")
-"""Of which the outputs are three times the inputs, so it tells how all are stored."""
+"""Pattern of a matrix with three times as many outputs as inputs, which therefore shows how all are stored."""
 
 
 def convert(directory: Path, tag: str | None, output: str | None, tensor: int | None, workers: int = 1) -> Path:
-    """Write `directory`/`output`, of the checkpoint `tag`, and name it in `latest_universal`.
+    """Write the universal checkpoint `directory`/`output` of the checkpoint `tag`, and name it in `latest_universal`.
 
-    `tensor`: of the run that will load it; None for GPT-2 as it was saved.
+    Args:
+        directory: Directory of the checkpoints.
+        tag: Checkpoint to convert, or None for the latest.
+        output: Name of the new checkpoint, or None for the default.
+        tensor: Tensor-parallel size of the run that will load it, or None to keep GPT-2 as it was saved.
+        workers: Number of worker processes.
 
     Returns:
-        Where it is.
+        The path of the universal checkpoint.
 
     Raises:
-        DataError: there is no such checkpoint, or something is at the place.
-        StateError: the checkpoint is damaged, or DeepSpeed's converter cannot convert it.
+        DataError: There is no such checkpoint, or the path exists already.
+        StateError: The checkpoint is damaged, or DeepSpeed's converter cannot convert it.
     """
     tag = tag or latest_tag(directory)
     if tag is None or not (directory / tag).is_dir():
@@ -61,7 +66,7 @@ def convert(directory: Path, tag: str | None, output: str | None, tensor: int | 
 
 
 def _convert(source: Path, place: Path, workers: int) -> None:
-    # What is not divided by tensors or stages is described by nobody.
+    # Parameters are described only in checkpoints that are divided by tensor parallelism or stages.
     divided = len({file.name.partition("mp_rank_")[2] for file in source.glob("*mp_rank_*_model_states.pt")}) > 1
     options = Namespace(
         input_folder=str(source),
@@ -84,7 +89,7 @@ def _convert(source: Path, place: Path, workers: int) -> None:
 def transpose_gpt2(place: Path, linear: bool) -> None:
     """Store the matrices of GPT-2 in the universal checkpoint `place` as linear layers do, or as Conv1D does.
 
-    Nothing is done where they are so, and for other models.
+    Does nothing if they are stored in that form already, or for other models.
     """
     folders = [folder for folder in (place / "zero").iterdir() if folder.is_dir()]
     attention = [folder for folder in folders if _ATTENTION.search(folder.name)]
@@ -94,12 +99,16 @@ def transpose_gpt2(place: Path, linear: bool) -> None:
         for file in folder.glob("*.pt"):
             found = _weight(file)
             if isinstance(found, dict):
-                # What else is noted there is how it was cut, the other way round.
+                # The other entries describe how the matrix was split, which would no longer be correct.
                 torch.save({PARAM: found[PARAM].t().contiguous()}, file)
 
 
 def _weight(file: Path) -> Any:
-    """Return what DeepSpeed saved of one weight, without running code that the file may name."""
+    """Return what DeepSpeed saved of one weight, without running code that the file may refer to.
+
+    Raises:
+        StateError: The file holds something else.
+    """
     try:
         with torch.serialization.safe_globals([SubparamShape]):
             return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,11 +1,11 @@
-"""`ds-compress bench`: what a training step, a message and a kernel cost here, and on emulated slow networks.
+"""`ds-compress bench`: the cost of training steps, messages and kernels, on this network and on emulated slow ones.
 
 options                    the command line
 links, hosts               emulated hosts
-step, step_rank            training steps: the command, and what its processes do
+step, step_rank            training steps: the command, and the program of its processes
 step_results               their tables and bars
-workload, systems, peers   what is measured side by side
+workload, systems, peers   the systems that are compared
 comm, comm_rank            messages
 kernels                    kernels
-rows, gauges               what they share
+rows, gauges               shared parts
 """

@@ -24,7 +24,7 @@ CAPTION = "bus: the least bytes that a rank must send / time; link: of what it c
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write and draw. The exit code is 1 when the run failed."""
+    """Measure, print, write and draw. Return exit code 1 if the run failed, else 0."""
     if options.plot:
         check_plotting("--plot")
     if len(set(options.sizes)) < 2:
@@ -69,7 +69,7 @@ def _show(rows: Sequence[Row], options: argparse.Namespace) -> None:
 
 
 def table_of(heading: str, rows: Sequence[Row]) -> Table:
-    """The rows of one rate."""
+    """Return the table of the rows measured at one rate."""
     rate = rows[0]["rate"]
     title = f"{heading}{f' at {rate}' if rate else ''}"
     table = Table(title=title, caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -95,7 +95,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _short(size: int) -> str:
-    """The largest unit of which it is a whole number."""
+    """Return `size` as text, in the largest unit of which it is a multiple."""
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if size % factor == 0:
             return f"{size // factor}{unit}"
@@ -103,7 +103,7 @@ def _short(size: int) -> str:
 
 
 def plot_comm(rows: Sequence[Row], heading: str, file: Path) -> None:
-    """Time against size with the fitted lines, a rate a chart, a collective a colour."""
+    """Plot time against size with the fitted lines: one chart per rate, one color per collective."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(row["rate"] for row in rows))

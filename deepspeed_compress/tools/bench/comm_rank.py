@@ -1,4 +1,4 @@
-"""One rank of `bench comm`: times each collective at each size and rate."""
+"""One rank of `bench comm`. It times each collective at each size and rate."""
 
 import statistics
 import time
@@ -22,17 +22,20 @@ __all__ = ["COLLECTIVES", "Collective", "measure", "measure_messages"]
 
 @dataclass(frozen=True)
 class Collective:
-    """`prepare(buffer)` returns the call that is timed, for a uint8 `buffer` of a multiple of the number of ranks.
+    """Collective to be timed.
 
-    `rounds`: how often a ring sends the part of the buffer that is not the rank's own, (R-1)/R of it: bytes that must
-    leave a rank are `rounds` times that.
+    Attributes:
+        prepare: Function that takes a uint8 buffer, whose length is a multiple of the number of ranks, and returns the
+            call to be timed.
+        rounds: How often a ring algorithm sends the parts of the buffer that are not the rank's own. Each round sends
+            (R - 1) / R of the buffer with R ranks.
     """
 
     prepare: Callable[[Tensor], Callable[[], object]]
     rounds: int = 1
 
     def sent(self, size: int, ranks: int) -> float:
-        """The least bytes that a rank sends for a buffer of `size`."""
+        """Return the least number of bytes that a rank sends for a buffer of `size` bytes."""
         return self.rounds * size * (ranks - 1) / ranks
 
 
@@ -75,17 +78,17 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         "exchange": Collective(_exchange),
     }
 )
-"""By name; `exchange` is what compressed messages go through."""
+"""Collectives by name. `exchange` is the one that carries compressed messages."""
 
 
 BATCHES = 3
-"""Of which the median counts."""
+"""Number of batches. Their median is reported."""
 BATCH_SECONDS, MOST_CALLS = 0.3, 100
-"""A batch repeats short messages for about so long, and at most so often."""
+"""Target duration of a batch, in which short messages are repeated, and the maximum number of calls in it."""
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """The program on an emulated host. `job`: the rates and sizes."""
+    """Run the measurement on an emulated host. `job` holds the rates and sizes."""
     gauges.join()
     measure_messages(job["rates"], job["sizes"], emit, log)
     dist.barrier()
@@ -93,7 +96,7 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
 
 
 def measure_messages(rates: Sequence[str | None], sizes: Sequence[int], emit: Emit, log: Log) -> None:
-    """Measure every collective; rank 0 emits a row for each, and says what is measured."""
+    """Measure every collective. Rank 0 reports progress and emits a row for each."""
     first = dist.get_rank() == 0
     for rate in rates:
         if rate is not None:
@@ -127,13 +130,13 @@ def _row(name: str, collective: Collective, rate: str | None, sizes: Sequence[in
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call, the slowest rank's: the median of batches, which all ranks begin together."""
+    """Return the seconds of one call on the slowest rank: the median over batches, which all ranks start together."""
     calls = _calls(call)
     return statistics.median(float(max(gauges.gather(_batch(call, calls)))) for _ in range(BATCHES))
 
 
 def _calls(call: Callable[[], object]) -> int:
-    """How many make a batch, the same on every rank; the first call is not counted, it connects."""
+    """Return the number of calls per batch, the same on every rank. The first call, which connects, is not timed."""
     call()
     slowest = max(gauges.gather(_batch(call, 1)))
     return max(1, min(MOST_CALLS, int(BATCH_SECONDS / slowest)))

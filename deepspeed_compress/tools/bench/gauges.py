@@ -1,4 +1,4 @@
-"""What a rank reads: seconds of steps, bytes that its interface sent, its peak of memory."""
+"""Gauges of a rank: seconds per step, bytes sent by its network interface, and peak memory."""
 
 import contextlib
 import ctypes
@@ -29,8 +29,14 @@ __all__ = ["Counters", "Peak", "device", "gather", "join", "over_ranks", "quiet_
 
 @dataclass(frozen=True)
 class Counters:
-    """What eth0 of this host sent since it was made. `packets` are those that the kernel handed to the interface, up
-    to 64 KiB each; `segments` are TCP's, up to the MTU, without the `retransmitted` ones."""
+    """Counters of traffic sent by eth0 of this host since the interface was created.
+
+    Attributes:
+        interface: Bytes sent by the interface.
+        packets: Packets that the kernel handed to the interface, of up to 64 KiB each.
+        segments: TCP segments of up to the MTU, without retransmissions.
+        retransmitted: TCP segments that were retransmitted.
+    """
 
     interface: int
     packets: int
@@ -38,12 +44,15 @@ class Counters:
     retransmitted: int
 
     def since(self, begin: "Counters", steps: int) -> dict[str, float]:
-        """Per step."""
+        """Return the differences from `begin` per step."""
         return {name: (value - getattr(begin, name)) / steps for name, value in asdict(self).items()}
 
 
 def quiet_counters() -> Counters:
-    """Counters when nothing is under way: gloo returns from a send before the bytes have left the host."""
+    """Return the counters when no traffic is in flight.
+
+    Waits first, because gloo returns from a send before the bytes have left the host.
+    """
     dist.barrier()
     time.sleep(0.1)
     interface = Path("/proc/net/dev").read_text().partition(f"{DEVICE}:")[2].split()
@@ -53,20 +62,20 @@ def quiet_counters() -> Counters:
 
 
 def join() -> Ranks:
-    """Join the processes that were started with this one."""
-    # What DeepSpeed calls has new names in torch.
+    """Join the processes that were started together with this one."""
+    # DeepSpeed calls functions that torch has renamed.
     warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     return start_ranks(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """Return the device of this rank."""
     return torch.device(get_accelerator().current_device_name())
 
 
 def times(step: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` steps."""
+    """Return the seconds of each of `count` steps."""
     get_accelerator().synchronize()
     marks = [time.perf_counter()]
     for _ in range(count):
@@ -77,48 +86,49 @@ def times(step: Callable[[], object], count: int) -> list[float]:
 
 
 def over_ranks(seconds: Sequence[float]) -> dict[str, float]:
-    """Of the steps, each taken as the mean over the ranks: median, least, greatest."""
+    """Return the median, minimum and maximum over steps, each step being the mean over all ranks."""
     steps = [statistics.mean(ranks) for ranks in zip(*gather(list(seconds)), strict=True)]
     return {"median": statistics.median(steps), "min": min(steps), "max": max(steps)}
 
 
 def gather(mine: object) -> list[Any]:
-    """`mine` of every rank, in rank order."""
+    """Return `mine` of every rank, in rank order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 class Peak:
-    """The peak of memory since `begin`, above what was held when this was made.
+    """Peak memory since `begin`, relative to the memory in use when this object was created.
 
-    Of PyTorch's allocator on GPU, else of the whole process. What an engine before does not give back is left out.
+    Measures PyTorch's allocator on a GPU and the whole process otherwise. Memory that an earlier engine has not
+    released is not counted.
     """
 
     def __init__(self) -> None:
         self._held = self.begin()
 
     def begin(self) -> int:
-        """Begin a new peak at what is held now, after everything that is no longer used was given back; the bytes."""
+        """Release unused memory, start a new peak at the memory now in use, and return the latter in bytes."""
         gc.collect()
         if device().type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             return torch.cuda.memory_allocated()
-        with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+        with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
         if sys.platform == "linux":
             Path("/proc/self/clear_refs").write_text("5")
         return _resident("VmRSS")
 
     def bytes(self) -> int | None:
-        """None where nobody counts it."""
+        """Return the peak in bytes, or None if it is not available here."""
         peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else _resident("VmHWM")
         return peak - self._held if peak else None
 
 
 def _resident(name: str) -> int:
-    """Memory of this process by its name in /proc/self/status; 0 outside Linux."""
+    """Return a memory size of this process in bytes by its name in /proc/self/status, or 0 outside Linux."""
     status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
     found = re.search(rf"{name}:\s*(\d+) kB", status)
     return 1024 * int(found[1]) if found else 0

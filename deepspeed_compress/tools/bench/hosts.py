@@ -49,7 +49,7 @@ MTU = 1500
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes did, in host order. `failure` is None when all of them ended with 0."""
+    """Outcome of the processes on all hosts, in host order. `failure` is None if all exit codes are 0."""
 
     exit_codes: tuple[int | None, ...]
     outputs: tuple[str, ...]
@@ -59,7 +59,7 @@ class Run:
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program through its clean-up, as Ctrl-C does."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the program cleans up as after Ctrl-C."""
 
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -73,7 +73,11 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 class Cluster:
-    """A context of `hosts` hosts whose links carry `rate`. Raises ClusterError when they cannot be made."""
+    """Context of `hosts` emulated hosts whose links have the rate `rate`.
+
+    Raises:
+        ClusterError: The hosts cannot be created.
+    """
 
     def __init__(self, hosts: int, rate: str = UNLIMITED) -> None:
         self.hosts = hosts
@@ -106,11 +110,11 @@ class Cluster:
         ip(self._bridge, "link", "set", port, "master", "br0", "up")
         ip(namespace, "addr", "add", f"{self.address(host)}/24", "dev", DEVICE)
         ip(namespace, "link", "set", DEVICE, "up")
-        # Fair between the flows of one bridge, and the same on every machine.
+        # Reno shares a bridge fairly between flows and behaves the same on every machine.
         run_tool("ip", "netns", "exec", namespace, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
 
     def set_rate(self, rate: str) -> None:
-        """Limit every link, in both directions."""
+        """Limit every link to `rate` in both directions."""
         for host, namespace in enumerate(self.namespaces):
             set_rate(namespace, DEVICE, rate)
             set_rate(self._bridge, f"port{host}", rate)
@@ -122,10 +126,10 @@ class Cluster:
         timeout: float | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Run:
-        """Run `command` on every host, pinned to one core each, until all have ended.
+        """Run `command` on every host, each process pinned to one core, until all have ended.
 
-        The first process that fails, or `timeout` seconds, end them all. `on_line` gets
-        each line that host 0 prints.
+        If a process fails or `timeout` seconds have passed, all are ended. `on_line` receives each line that host 0
+        prints.
         """
         begin = time.monotonic()
         processes: list[subprocess.Popen[str]] = []
@@ -141,22 +145,25 @@ class Cluster:
         return Run(exit_codes, outputs, time.monotonic() - begin, failure)
 
     def cut(self, host: int) -> None:
-        """The link of `host` goes down, as if its cable were pulled. What runs there goes on."""
+        """Take the link of `host` down, as if its cable were unplugged. Its processes continue to run."""
         ip(self._bridge, "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """The link of `host` is up again, with its rate."""
+        """Bring the link of `host` up again, with its previous rate."""
         ip(self._bridge, "link", "set", f"port{host}", "up")
 
     def on(self, host: int, command: Sequence[str]) -> list[str]:
-        """What runs `command` on `host`, pinned to one core, for those who start other programs on other hosts. The
-        process becomes `command`, which wants `environment(host)`."""
+        """Return the command line that runs `command` on `host`, pinned to one core.
+
+        For callers that start different programs on different hosts. The process needs the variables of
+        `environment(host)`.
+        """
         cores = sorted(os.sched_getaffinity(0))
         pinned = ["taskset", "-c", str(cores[host % len(cores)]), *command]
         return ["ip", "netns", "exec", self.namespaces[host], *pinned]
 
     def address(self, host: int) -> str:
-        """By which other hosts reach `host`."""
+        """Return the address at which other hosts reach `host`."""
         return f"{NETWORK}{host + 1}"
 
     def _start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -170,7 +177,10 @@ class Cluster:
         )
 
     def environment(self, host: int) -> dict[str, str]:
-        """Of the process on `host`: what the deepspeed launcher sets, and what has libraries use its link."""
+        """Return the environment of the process on `host`.
+
+        It has the launcher's variables, and those that make libraries use the host's link.
+        """
         ranks = {"RANK": str(host), "WORLD_SIZE": str(self.hosts)}
         ranks |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": "29500"}
         local = {"LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
@@ -180,7 +190,7 @@ class Cluster:
 
 
 class _Reader:
-    """Collects what a process prints, on a thread, so that no pipe fills up."""
+    """Reader that collects the output of a process on a thread, so that its pipe never fills up."""
 
     def __init__(self, process: subprocess.Popen[str], on_line: Callable[[str], None] | None) -> None:
         self._lines: list[str] = []
@@ -201,11 +211,11 @@ class _Reader:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> str | None:
-    """Until all ended with 0 (None), one failed, or time is up (what happened)."""
+    """Wait until all processes have ended with 0, one has failed or time is up. Return what went wrong, or None."""
     deadline = time.monotonic() + (timeout or float("inf"))
     while any(process.poll() is None for process in processes):
         if failed := [host for host, process in enumerate(processes) if process.poll()]:
-            time.sleep(2)  # the others may be about to say more about it
+            time.sleep(2)  # the others may be about to print more about it
             return f"host {failed[0]} ended with {processes[failed[0]].returncode}"
         if time.monotonic() > deadline:
             return f"not finished after {timeout:.0f} s"
@@ -215,7 +225,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float | None) -> 
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Each process leads a session of its own, so its whole group ends with it."""
+    """End the process groups of all processes. Each process leads its own session."""
     for number, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         for process in processes:
             if process.poll() is None:
@@ -229,7 +239,7 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 def _add_namespace(name: str, undo: contextlib.ExitStack) -> None:
     run_tool("ip", "netns", "add", name)
     undo.callback(run_tool, "ip", "netns", "del", name, check=False)
-    # Neighbour discovery would count as traffic.
+    # Neighbor discovery would be counted as traffic.
     run_tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", check=False)
     ip(name, "link", "set", "lo", "up")
 

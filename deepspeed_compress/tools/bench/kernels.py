@@ -1,4 +1,4 @@
-"""`bench kernels`: the operations of compression, every implementation beside copying the same memory, in one run."""
+"""`bench kernels`: every implementation of the compression operations, compared with a copy of the same memory."""
 
 import argparse
 import math
@@ -37,12 +37,17 @@ INT8, INT4, SIGN = (
 )
 
 Kernels = Any
-"""A module of `deepspeed_compress.compression.kernels` that implements the operations."""
+"""Module of `deepspeed_compress.compression.kernels` that implements the operations."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`prepare(kernels, x)` returns the call that is timed, on the elements of `x` (flat fp32)."""
+    """Operation to be timed.
+
+    Attributes:
+        name: Name in the table.
+        prepare: Function that takes the kernels and a flat fp32 tensor and returns the call to be timed.
+    """
 
     name: str
     prepare: Callable[[Kernels, Tensor], Callable[[], object]]
@@ -51,7 +56,7 @@ class Operation:
 def _quantize(
     form: BlockFormat, kernels: Kernels, x: Tensor, stochastic: bool = False, memory: torch.dtype | None = None
 ) -> Callable[[], object]:
-    """Scales and packed codes of `x`, with error feedback in `memory` besides."""
+    """Return a call that computes scales and packed codes of `x`, with error feedback if a dtype for it is given."""
     numbers, codes = _message(form, x)
     kept = torch.zeros(x.numel(), dtype=memory, device=x.device) if memory is not None else None
     feedback = ResidualBuffers(kept, 1.0, kept) if kept is not None else None
@@ -60,7 +65,7 @@ def _quantize(
 
 
 def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Adding a message of as many elements as `x` to a sum."""
+    """Return a call that adds a message with as many elements as `x` to a sum."""
     numbers, codes = _message(form, x)
     kernels.quantize_blocks(x, form, numbers, codes)
     total = torch.zeros_like(x)
@@ -68,7 +73,7 @@ def _dequantize(form: BlockFormat, kernels: Kernels, x: Tensor) -> Callable[[], 
 
 
 def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable[[], object]:
-    """Adding the messages of `ranks` ranks to a sum."""
+    """Return a call that adds the messages of `ranks` ranks to a sum."""
     messages = [_message(form, x) for _ in range(ranks)]
     for numbers, codes in messages:
         kernels.quantize_blocks(x, form, numbers, codes)
@@ -77,51 +82,51 @@ def _sum(form: BlockFormat, kernels: Kernels, x: Tensor, ranks: int) -> Callable
 
 
 def _message(form: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the scales and the codes of `x`."""
+    """Return buffers for the scales and the codes of `x`."""
     numbers = torch.empty(-(-x.numel() // form.block_size), device=x.device)
     return numbers, torch.empty(form.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
 
 
 def _top_k(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Indices of the largest of each block."""
+    """Return a call that finds the indices of the largest elements of each block."""
     rows = x[: x.numel() // TOP_K_BLOCK * TOP_K_BLOCK].view(-1, TOP_K_BLOCK)
     k = math.ceil(DENSITY * TOP_K_BLOCK)
     return lambda: kernels.top_k_rows(rows, k)
 
 
 def _top_k_all(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Indices of the largest of all elements."""
+    """Return a call that finds the indices of the largest of all elements."""
     return lambda: kernels.top_k_rows(x.view(1, -1), math.ceil(DENSITY * x.numel()))
 
 
 def _transform(name: str, kernels: Kernels, x: Tensor, side: int) -> Callable[[], object]:
-    """Every tile of `side` x `side` elements, which lie one after the other."""
+    """Return a call that transforms tiles of `side` x `side` consecutive elements."""
     tiles = x[: x.numel() // side**2 * side**2].view(-1, 1, side, side)
     out, transform = torch.empty_like(tiles), getattr(kernels, name)
     return lambda: transform(tiles, out, False)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of `x`, and the magnitude of the largest element of each."""
+    """Return the blocks of `x` and the largest magnitude in each."""
     rows = x[: x.numel() // BLOCK * BLOCK].view(-1, BLOCK)
     return rows, rows.abs().amax(dim=1)
 
 
 def _quantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Codes of one byte, of blocks whose scales are known."""
+    """Return a call that computes one-byte codes of blocks with known scales."""
     rows, scales = _rows(x)
     return lambda: kernels.quantize_rows(rows, scales, 7, None)
 
 
 def _quantize_between(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Codes of one byte, of blocks whose extremes are known."""
+    """Return a call that computes one-byte codes of blocks with known extremes."""
     rows, largest = _rows(x)
     smallest = -largest
     return lambda: kernels.quantize_rows_between(rows, smallest, largest, 255, None)
 
 
 def _dequantize_rows(kernels: Kernels, x: Tensor) -> Callable[[], object]:
-    """Adding codes of one byte, times their scales, to a sum."""
+    """Return a call that adds one-byte codes, multiplied by their scales, to a sum."""
     rows, scales = _rows(x)
     codes, total = torch.ones_like(rows, dtype=torch.int8), torch.zeros_like(rows)
     return lambda: kernels.dequantize_rows_add(scales, codes, total, 0.5)
@@ -146,17 +151,17 @@ OPERATIONS: Sequence[Operation] = (
     Operation("quantize rows between extremes", _quantize_between),
     Operation("decode-accumulate rows", _dequantize_rows),
 )
-"""In the order of the table."""
+"""Operations in the order of the table."""
 
 
 COPY = "copy"
 SEED = 0
 _LAUNCH_CYCLES = 1_000_000
-"""Of the GPU's clock: more than half a millisecond."""
+"""Clock cycles of the GPU to wait before a timed call: more than half a millisecond."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write and draw."""
+    """Measure, print, write and draw. Return the exit code."""
     if options.plot:
         check_plotting("--plot")
     rows = measure(options.numel, torch.device(options.device), options.repeats, options.only)
@@ -170,9 +175,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(numel: int, device: torch.device, repeats: int, only: re.Pattern[str] | None = None) -> list[Row]:
-    """Rows of the copy and of every operation that `only` is found in, on one core or GPU.
+    """Measure a copy and every operation whose name matches `only`, on one core or GPU.
 
-    Raises ConfigError when nothing is left to measure, UnsupportedError without the device.
+    Raises:
+        ConfigError: No operation matches, or `numel` is too small.
+        UnsupportedError: The device is not available.
     """
     chosen = [operation for operation in OPERATIONS if only is None or only.search(operation.name)]
     if not chosen:
@@ -212,7 +219,7 @@ def _row(operation: str, implementation: str, x: Tensor, taken: list[float]) -> 
 
 
 def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Of each of `repeats` calls; the first one, which is not counted, compiles and touches memory."""
+    """Return the seconds of each of `repeats` calls. An untimed call before them compiles and touches memory."""
     call()
     clock = _on_gpu if device.type == "cuda" else _on_cpu
     return [clock(call) for _ in range(repeats)]
@@ -226,7 +233,7 @@ def _on_cpu(call: Callable[[], object]) -> float:
 
 def _on_gpu(call: Callable[[], object]) -> float:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    # The GPU waits until the call has been launched, which takes longer than a kernel may.
+    # The GPU waits until the call has been launched, because launching may take longer than the kernel.
     torch.cuda._sleep(_LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     first.record()
     call()
@@ -258,7 +265,7 @@ def _table(heading: str, rows: list[Row]) -> Table:
 
 
 def plot_kernels(rows: Sequence[Row], heading: str, file: Path) -> None:
-    """Bars of GB/s, an operation a group of bars, an implementation a colour."""
+    """Plot GB/s as bars: one group per operation, one color per implementation."""
     series: dict[str, dict[str, float]] = {}
     for row in rows:
         series.setdefault(row["implementation"], {})[row["operation"]] = row["gb_per_s"]

@@ -1,4 +1,4 @@
-"""Links of emulated hosts: network namespaces of one Linux machine, and the rate that each link is limited to."""
+"""Links of emulated hosts: network namespaces of one Linux machine, and the rate limit of each link."""
 
 import math
 import os
@@ -31,24 +31,24 @@ __all__ = [
 
 DEVICE = "eth0"
 PREFIX = "dscompress"
-"""Namespaces are PREFIX + process id + "-" + host number, or "-bridge"."""
+"""Prefix of namespace names: PREFIX + process id + "-" + host number or "bridge"."""
 NAMESPACES = Path("/run/netns")
 UNLIMITED = "none"
 HOSTS_VARIABLE = "DS_COMPRESS_EMULATED"
-"""Of the environment of a process on an emulated host: how the namespaces of its cluster begin."""
+"""Environment variable of a process on an emulated host that holds the name prefix of its cluster's namespaces."""
 
 TOOLS = MappingProxyType({"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "taskset": "util-linux"})
 _CAPABILITIES = MappingProxyType({"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21})
-"""Bits of linux/capability.h."""
+"""Capabilities with their bits in linux/capability.h."""
 _UNITS = MappingProxyType({"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9})
 
 
 class ClusterError(CompressError):
-    """The hosts cannot be made, or a command of iproute2 failed."""
+    """Error raised if hosts cannot be created or a command of iproute2 fails."""
 
 
 def check_machine() -> None:
-    """ClusterError unless hosts can be made here."""
+    """Raise ClusterError unless hosts can be created on this machine."""
     if sys.platform != "linux":
         raise ClusterError(f"emulated hosts need Linux (network namespaces), this is {sys.platform}")
     missing = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
@@ -64,10 +64,10 @@ def check_machine() -> None:
 
 
 def enter_user_namespace(program: Sequence[str]) -> None:
-    """Without root: start `program` in place of this one, as root of a user namespace, which may make hosts.
+    """Restart `program` as root of a user namespace that may create hosts, if this process is not root.
 
-    Its /run is its own, so the kernel takes the hosts away with its last process. Returns where there is nothing to
-    gain: for root, and where the kernel or a missing tool does not allow it.
+    The namespace has its own /run, so the kernel removes the hosts together with its last process. Returns without a
+    restart if nothing would be gained: for root, and if the kernel or a missing tool does not allow it.
     """
     unshare = ("unshare", "--user", "--map-root-user", "--mount", "--net")
     if shutil.which("unshare") is None or not _lacking():
@@ -77,7 +77,7 @@ def enter_user_namespace(program: Sequence[str]) -> None:
 
 
 def _lacking() -> list[str]:
-    """Capabilities that making hosts takes, and that this process does not have."""
+    """Return the capabilities that creating hosts requires and that this process lacks."""
     return [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
 
 
@@ -87,7 +87,7 @@ def _effective_capabilities() -> int:
 
 
 def bits_per_second(rate: str) -> float:
-    """The number behind a rate as `tc` writes it: "100mbit", "1.5gbit", "64kbit", "1000000bit"; infinity for "none"."""
+    """Return a rate of `tc` such as "100mbit", "1.5gbit" or "64kbit" in bits per second; "none" is infinity."""
     if rate == UNLIMITED:
         return math.inf
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
@@ -97,7 +97,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def set_rate(namespace: str, device: str, rate: str) -> None:
-    """Limit what `device` sends to `rate`, or lift the limit with "none"."""
+    """Limit the traffic that `device` sends to `rate`. "none" removes the limit."""
     if rate == UNLIMITED:
         _tc(namespace, "del", "dev", device, "root", check=False)
     else:
@@ -105,14 +105,14 @@ def set_rate(namespace: str, device: str, rate: str) -> None:
 
 
 def set_own_rate(rate: str) -> None:
-    """In a process that a Cluster started: change both directions of the link of its own host, while it runs."""
+    """Change the rate of this host's link in both directions. For a running process that a Cluster started."""
     prefix, host = os.environ[HOSTS_VARIABLE], os.environ["RANK"]
     set_rate(f"{prefix}-{host}", DEVICE, rate)
     set_rate(f"{prefix}-bridge", f"port{host}", rate)
 
 
 def clean() -> list[str]:
-    """Delete the namespaces that processes which no longer exist have left; returns their names."""
+    """Delete the namespaces left by processes that no longer exist, and return their names."""
     left = [path.name for path in NAMESPACES.glob(f"{PREFIX}*-*") if not _maker_lives(path.name)]
     for name in left:
         run_tool("ip", "netns", "del", name)
@@ -124,8 +124,11 @@ def _maker_lives(namespace: str) -> bool:
 
 
 def _token_bucket(bits: float) -> list[str]:
-    """A burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate; the queue
-    50 ms of it."""
+    """Return the `tc` arguments of a token bucket filter.
+
+    The burst holds the largest packet that the kernel hands over (64 KiB and headers) and 1 ms of the rate. The queue
+    holds 50 ms of the rate.
+    """
     burst, queue = max(70_000, int(bits / 8 * 1e-3)), max(1_000_000, int(bits / 8 * 50e-3))
     return ["tbf", "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(queue)]
 

@@ -1,4 +1,4 @@
-"""Megatron-core beside DeepSpeed, ready to take steps: its distributed optimizer, alone and with this package."""
+"""Megatron-core as a peer of DeepSpeed: its distributed optimizer, with and without this package."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -34,10 +34,10 @@ _RECOMPUTE: Mapping[str, Any] = MappingProxyType(
 
 
 class MegatronStepper:
-    """The model of `workload` as GPTModel, in Megatron's own schedule, with its distributed optimizer; gradients and
-    weights travel beside backward and forward. The loss is this rank's own.
+    """Training loop of the workload's model as GPTModel, in Megatron's own schedule with its distributed optimizer.
 
-    `section`: of the package, None for Megatron alone. It takes over `parallel_state` until it is closed.
+    Gradients and weights are communicated during backward and forward. The loss is this rank's own. The stepper owns
+    `parallel_state` until it is closed. `section` is the package's section, or None for plain Megatron.
     """
 
     def __init__(self, workload: Workload, optimizer: Optimizer, section: Mapping[str, Any] | None) -> None:
@@ -57,7 +57,10 @@ class MegatronStepper:
         self.mask = torch.ones(workload.seq_len, workload.seq_len, device=device()).triu(1).bool()[None, None]
 
     def train(self, batch: Tensor) -> Tensor:
-        """One optimizer step on token windows (micro_batches, micro_size, length): the mean loss, ()."""
+        """Run one optimizer step and return the mean loss, of shape ().
+
+        `batch` holds token windows of shape (micro_batches, micro_size, length).
+        """
         self.chunk.train()
         with without_cuda():
             self.chunk.zero_grad_buffer()
@@ -69,7 +72,7 @@ class MegatronStepper:
         return loss
 
     def evaluate(self, batch: Tensor) -> Tensor:
-        """Loss of the same without gradients."""
+        """Return the mean loss on `batch` without computing gradients."""
         self.chunk.eval()
         with torch.no_grad(), without_cuda():
             return self._run(batch, forward_only=True)
@@ -97,14 +100,14 @@ class MegatronStepper:
 
 
 def _mean_loss(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (micro_size, length) losses, the last of which nothing follows."""
+    """Return the mean of losses (micro_size, length) twice. The last token is excluded, because nothing follows it."""
     loss = losses[:, :-1].float().mean()
-    # Megatron's schedule divides the first in place.
+    # Megatron's schedule divides the first one in place.
     return loss, loss.detach().clone()
 
 
 def _chunk(workload: Workload) -> Any:
-    """The whole model under Megatron's data parallelism."""
+    """Return the whole model, wrapped in Megatron's data parallelism."""
     path, dtype = Path(workload.model), DTYPES[workload.precision]
     described = read_model_config(path)
     options = gpt_options(described)
@@ -114,7 +117,7 @@ def _chunk(workload: Workload) -> Any:
         **(_RECOMPUTE if workload.recompute else {}),
         pipeline_dtype=dtype,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Kernels of Apex.
+        # These need kernels of Apex.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
@@ -128,7 +131,7 @@ def _chunk(workload: Workload) -> Any:
 
 
 def _optimizer(workload: Workload, optimizer: Optimizer, chunk: Any) -> Any:
-    """AdamW as PyTorch's and DeepSpeed's are told: it decays all parameters alike."""
+    """Return AdamW with the same settings as PyTorch's and DeepSpeed's. It decays all parameters alike."""
     given = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, **optimizer.adamw}
     config = OptimizerConfig(
         optimizer="adam",
@@ -146,7 +149,7 @@ def _optimizer(workload: Workload, optimizer: Optimizer, chunk: Any) -> Any:
 
 
 def _connect(chunk: Any, optimizer: Any) -> None:
-    """Tell Megatron's schedule of them."""
+    """Register the model and the optimizer with Megatron's schedule."""
     config = chunk.config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -1,4 +1,4 @@
-"""`ds-compress bench`: its command line. Each benchmark imports what it needs when it runs."""
+"""Command-line options of `ds-compress bench`. Each benchmark imports what it needs when it runs."""
 
 import argparse
 import re
@@ -31,7 +31,7 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Emulation:
-    """Hosts to make on this machine, and the rates of their links, as tc writes them."""
+    """Emulated hosts to create on this machine, and the rates of their links as `tc` writes them."""
 
     hosts: int
     rates: tuple[str, ...]
@@ -39,7 +39,7 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One of `ds-compress bench`: `arguments` adds its options to a parser."""
+    """Benchmark of `ds-compress bench`. `arguments` adds its options to a parser."""
 
     summary: str
     examples: tuple[str, ...]
@@ -47,7 +47,7 @@ class Benchmark:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A subparser for each benchmark; its name becomes `benchmark`."""
+    """Add a subparser for each benchmark. The benchmark's name is stored as `benchmark`."""
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         examples = [f"bench {name} {example}" for example in benchmark.examples]
@@ -118,7 +118,11 @@ def _add_output(parser: argparse.ArgumentParser, drawn: str) -> None:
 
 
 def emulation(text: str) -> Emulation:
-    """ "2,1gbit,100mbit" as hosts and rates. Raises ArgumentTypeError."""
+    """Parse hosts and rates such as "2,1gbit,100mbit".
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not a number of hosts followed by rates.
+    """
     hosts, *rates = text.split(",")
     if not hosts.isdecimal() or not 2 <= int(hosts) <= 250 or not rates:
         raise argparse.ArgumentTypeError(f"{text!r}: write 2 to 250 hosts and the rates of links, such as 2,1gbit")
@@ -131,12 +135,20 @@ def emulation(text: str) -> Emulation:
 
 
 def size(text: str) -> int:
-    """Bytes: "64K" is 65,536. Raises ArgumentTypeError."""
+    """Parse a number of bytes. "64K" is 65,536.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not such a number.
+    """
     return _number(text, _UNITS, "64K or 4M")
 
 
 def count(text: str) -> int:
-    """Elements: "100M" is 100,000,000. Raises ArgumentTypeError."""
+    """Parse a number of elements. "100M" is 100,000,000.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not such a number.
+    """
     return _number(text, _COUNTS, "100M or 1000000")
 
 

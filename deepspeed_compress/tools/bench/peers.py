@@ -1,4 +1,4 @@
-"""What PyTorch offers beside DeepSpeed, ready to take steps: DDP, its communication hooks, FSDP2, local SGD."""
+"""PyTorch's own methods to compare with: DDP, its communication hooks, FSDP2 and local SGD."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,37 +34,47 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 WARMED_UP = 2
-"""The earliest optimizer step at which PowerSGD's hook accepts a warm start with error feedback."""
+"""First optimizer step at which PowerSGD's hook accepts a warm start with error feedback."""
 ONE_BUCKET_MB = 2**30
-"""More than any model: with more than one bucket PowerSGD aborts on gloo."""
+"""Bucket size in MB, larger than any model. With more than one bucket, PowerSGD aborts on gloo."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`adamw`: keyword arguments of torch.optim.AdamW. `schedule`: of DeepSpeed (`type`, `params`), or None."""
+    """Optimizer of the peers.
+
+    Attributes:
+        adamw: Keyword arguments of torch.optim.AdamW.
+        schedule: Learning rate schedule of DeepSpeed (`type` and `params`), or None.
+    """
 
     adamw: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"lr": 1e-3}))
     schedule: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> "Optimizer":
-        """What DeepSpeed takes from `ds_config`, whose optimizer is AdamW with `torch_adam`."""
+        """Return the settings that DeepSpeed uses for `ds_config`, whose optimizer is AdamW with `torch_adam`."""
         params = {name: value for name, value in ds_config["optimizer"]["params"].items() if name != "torch_adam"}
         return cls(params, ds_config.get("scheduler"))
 
     def scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule of the rates of `optimizer`: DeepSpeed's own, so that peers have them to the last bit."""
+        """Return DeepSpeed's own schedule for `optimizer`, so that learning rates are bit-identical, or None."""
         found = self.schedule
         return getattr(lr_schedules, found["type"])(optimizer, **found["params"]) if found else None
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A model whose gradients are summed in its backward.
+    """Model whose gradients are averaged during its backward pass.
 
-    `synchronised(last)`: context of a micro-batch, which tells whether it is the last one of its step. `stepped`: to
-    call after each optimizer step. `evaluating`: context in which all ranks have the weights that the method trains.
-    `attach`: to call with the optimizer, before the first step; what it gives has a session.
+    Attributes:
+        model: Model to call.
+        parameters_of: Module whose parameters are trained.
+        synchronised: Function that returns the context of a micro-batch. Its argument states whether the micro-batch is
+            the last one of the step.
+        stepped: Function to call after each optimizer step.
+        evaluating: Function that returns a context in which all ranks have the weights that the method trains.
+        attach: Function to call with the optimizer before the first step. Its result has a session, or is None.
     """
 
     model: Any
@@ -76,20 +86,20 @@ class Wrapped:
 
 
 class PeerStepper(Stepper, Protocol):
-    """`session`: of the package, where it compresses; else None."""
+    """Stepper of a peer. `session` is the package's session if the peer uses it, else None."""
 
     session: Any
 
     def close(self) -> None:
-        """Leave the process as it was, for the next one."""
+        """Release everything that the stepper holds in this process, so that the next one can start."""
 
 
 class TorchStepper:
-    """A loop of PyTorch as its tutorials have it: AdamW after clipping. The loss is this rank's own."""
+    """Plain PyTorch training loop: gradient clipping and AdamW. The loss is this rank's own."""
 
     def __init__(self, wrapped: Wrapped, workload: Workload, optimizer: Optimizer) -> None:
         self.wrapped, self.clipping = wrapped, workload.clipping
-        # FSDP2 cuts the parameters when it wraps, so that they are asked for here.
+        # FSDP2 replaces the parameters when it wraps the model, so they are collected afterwards.
         self.parameters = list(wrapped.parameters_of.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, **optimizer.adamw)
         attached = wrapped.attach(self.optimizer)
@@ -97,7 +107,10 @@ class TorchStepper:
         self.schedule = optimizer.scheduled(self.optimizer)
 
     def train(self, batch: Tensor) -> Tensor:
-        """One optimizer step on token windows (micro_batches, micro_size, length): the mean loss, ()."""
+        """Run one optimizer step and return the mean loss, of shape ().
+
+        `batch` holds token windows of shape (micro_batches, micro_size, length).
+        """
         self.wrapped.model.train()
         loss = torch.stack([self._accumulate(tokens, number, len(batch)) for number, tokens in enumerate(batch, 1)])
         if self.clipping:
@@ -110,7 +123,7 @@ class TorchStepper:
         return loss.mean()
 
     def evaluate(self, batch: Tensor) -> Tensor:
-        """Loss of the same without gradients."""
+        """Return the mean loss on `batch` without computing gradients."""
         self.wrapped.model.eval()
         with torch.no_grad(), self.wrapped.evaluating():
             return torch.stack([self._loss(tokens) for tokens in batch]).mean()
@@ -129,7 +142,7 @@ class TorchStepper:
 
 
 def bare_model(workload: Workload) -> Any:
-    """The model on this rank's device, in the precision of the workload."""
+    """Return the model on this rank's device, in the precision of the workload."""
     path = Path(workload.model)
     model: Any = build_model(path, read_model_config(path), workload.seed)
     if workload.recompute:
@@ -138,7 +151,7 @@ def bare_model(workload: Workload) -> Any:
 
 
 def alone(model: Any, start: int) -> Wrapped:
-    """Nothing is communicated."""
+    """Return the model without any communication."""
     return Wrapped(model, model)
 
 
@@ -147,7 +160,7 @@ def _ddp(model: Any, start: int) -> Wrapped:
 
 
 def _ddp_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:
-    """Gradients compressed by this package."""
+    """Return the model in DDP, with gradients compressed by this package."""
     wrapped, document = _ddp(model, start), {SECTION: dict(section)}
     return replace(wrapped, attach=lambda optimizer: ddp.attach(wrapped.model, document, optimizer))
 
@@ -159,7 +172,7 @@ def _ddp_bf16(model: Any, start: int) -> Wrapped:
 
 
 def _powersgd(model: Any, start: int, rank: int) -> Wrapped:
-    """With error feedback and warm start, as by default."""
+    """Return the model in DDP with PowerSGD's hook, which uses error feedback and warm start by default."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     wrapped.register_comm_hook(state, powerSGD_hook)
@@ -167,7 +180,7 @@ def _powersgd(model: Any, start: int, rank: int) -> Wrapped:
 
 
 def _post_local(model: Any, start: int, every: int) -> Wrapped:
-    """Steps on this rank's own gradients, and every `every` of them the mean of all weights."""
+    """Return the model with post-local SGD: local steps, and an average of all weights every `every` steps."""
     wrapped = _distributed(model)
     state: Any = PostLocalSGDState(None, None, start, False)  # type: ignore[no-untyped-call]
     wrapped.register_comm_hook(state, post_localSGD_hook)
@@ -197,13 +210,13 @@ def _ddp_synchronised(model: DistributedDataParallel, last: bool) -> AbstractCon
 
 
 def _compressed_to_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    # By its own name DDP refuses this hook without CUDA, where gloo sums bf16 as well.
+    # Without CUDA, DDP rejects PyTorch's hook by its name, although gloo can sum bf16 too.
     return bf16_compress_hook(state, bucket)
 
 
 @contextmanager
 def _averaged(model: Any) -> Iterator[None]:
-    """The mean of all ranks' weights in the place of each rank's own."""
+    """Replace each rank's weights by their mean over all ranks within the context."""
     parameters = list(model.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
     average_parameters(iter(parameters), dist.distributed_c10d._get_default_group())
@@ -213,7 +226,7 @@ def _averaged(model: Any) -> Iterator[None]:
 
 
 def _fsdp2(model: Any, start: int) -> Wrapped:
-    """Every block that transformers says must not be split, and the rest."""
+    """Return the model in FSDP2, with one unit per block that transformers must not split and one for the rest."""
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
@@ -222,7 +235,7 @@ def _fsdp2(model: Any, start: int) -> Wrapped:
 
 
 def _fsdp2_compressed(model: Any, start: int, section: Mapping[str, Any]) -> Wrapped:
-    """The same, with what is exchanged compressed by this package."""
+    """Return the model in FSDP2, with its communication compressed by this package."""
     wrapped, document = _fsdp2(model, start), {SECTION: dict(section)}
     return replace(wrapped, attach=lambda optimizer: fsdp2.attach(model, document, optimizer))
 
@@ -245,7 +258,7 @@ def _torch(workload: Workload, optimizer: Optimizer, start: int, wrap: Callable[
 def _megatron(
     workload: Workload, optimizer: Optimizer, start: int, section: Mapping[str, Any] | None = None
 ) -> PeerStepper:
-    # Of an extra of its own, which others do not need.
+    # Megatron belongs to a separate extra, which other peers do not need.
     from deepspeed_compress.tools.bench.megatron import MegatronStepper
 
     return MegatronStepper(workload, optimizer, section)
@@ -253,10 +266,13 @@ def _megatron(
 
 @dataclass(frozen=True)
 class Peer:
-    """`make(workload, optimizer, start)`: what takes steps on this rank, the first `start` of them as DDP does.
+    """Peer to compare with.
 
-    `least_start`: the fewest of them; None for a method that begins at once, whatever `start` is. `period`: optimizer
-    steps after which what is sent repeats.
+    Attributes:
+        make: Function of the workload, the optimizer and `start` that returns the stepper of this rank. The first
+            `start` steps are those of plain DDP.
+        least_start: Minimum of `start`, or None for a method that takes effect at once and ignores `start`.
+        period: Number of optimizer steps after which the traffic pattern repeats.
     """
 
     make: Callable[[Workload, Optimizer, int], PeerStepper]
@@ -284,4 +300,4 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "megatron-int4": Peer(partial(_megatron, section=_INT4)),
     }
 )
-"""By name, as `bench step --peers` and the studies take it."""
+"""Peers by name, as `bench step --peers` and the studies accept it."""

@@ -1,4 +1,4 @@
-"""The rows of a benchmark: left by ranks on emulated hosts or of a launcher, kept in a JSON file."""
+"""Rows of a benchmark, written by ranks on emulated hosts or of a launcher, and stored in a JSON file."""
 
 import json
 import os
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def new_document(rows: Sequence[Row] = ()) -> Row:
-    """A document of this machine."""
+    """Return a new document with the environment of this machine."""
     versions = {package: version(package) for package in ("torch", "deepspeed", "transformers")}
     return {
         "environment": {
@@ -47,7 +47,11 @@ def new_document(rows: Sequence[Row] = ()) -> Row:
 
 
 def read_document(path: Path) -> Row:
-    """The document at `path`, or a new one. Raises ConfigError when the file holds something else."""
+    """Return the document at `path`, or a new one if there is no file.
+
+    Raises:
+        ConfigError: The file holds something else.
+    """
     if not path.is_file():
         return new_document()
     try:
@@ -61,20 +65,24 @@ def read_document(path: Path) -> Row:
 
 
 def save_document(document: Row, path: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the document atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, document)
 
 
 PROGRESS = "progress: "
-"""What lines for the user begin with; the rest of the output is DeepSpeed's."""
+"""Prefix of the lines meant for the user. All other output is DeepSpeed's."""
 
 Emit = Callable[[Row], None]
 Log = Callable[[str], None]
 
 
 def check_launched() -> None:
-    """Raises ConfigError unless a launcher started this process: alone it has nothing to communicate with."""
+    """Check that a launcher started this process, because a single process has nothing to communicate with.
+
+    Raises:
+        ConfigError: No launcher started it.
+    """
     if "RANK" not in os.environ:
         raise ConfigError(
             "there is one process only: write --emulate HOSTS,RATE, such as --emulate 2,1gbit, or start with "
@@ -83,7 +91,11 @@ def check_launched() -> None:
 
 
 def run_on_hosts(hosts: int, module: str, job: Row, timeout: float) -> tuple[list[Row], str | None]:
-    """Run `module` (see `rank_main`) with `job` on every host: the rows that it got to, and what failed, or None."""
+    """Run `module` (see `rank_main`) with `job` on every host.
+
+    Returns:
+        The rows written so far, and what failed, or None.
+    """
     with tempfile.TemporaryDirectory() as directory, Cluster(hosts) as cluster:
         description, result = Path(directory) / "job.json", Path(directory) / "rows.jsonl"
         description.write_text(json.dumps(job), encoding="utf-8")
@@ -95,7 +107,7 @@ def run_on_hosts(hosts: int, module: str, job: Row, timeout: float) -> tuple[lis
 
 
 def rank_main(measure: Callable[[Any, Emit, Log], None]) -> None:
-    """The program on a host: `measure(job, emit, log)`, whose rows rank 0 appends to the result file."""
+    """Run `measure(job, emit, log)` as the program on a host. Rank 0 appends its rows to the result file."""
     job, result = (Path(argument) for argument in sys.argv[1:])
     measure(json.loads(job.read_text(encoding="utf-8")), partial(_append, result), _print_progress)
 

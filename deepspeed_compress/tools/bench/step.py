@@ -1,4 +1,4 @@
-"""`bench step`: which runs are missing in the output file, running them, and what their rows say together."""
+"""`bench step`: find the measurements missing in the output file, run them, and compare the rows."""
 
 import argparse
 import json
@@ -29,17 +29,17 @@ from deepspeed_compress.tools.plots import check_plotting
 __all__ = ["merge", "missing_rates", "run", "steps_at"]
 
 HEADER_BYTES = 14 + 20 + 32
-"""Of every packet: Ethernet, IPv4, TCP with timestamps."""
+"""Header bytes per packet: Ethernet, IPv4, and TCP with timestamps."""
 FAST, MANY_STEPS, FEW_STEPS = 500e6, 7, 3
-"""Measured steps where --steps is not given: many from this rate (bits per second) on, few below."""
+"""Default numbers of measured steps: many from this rate (bits per second) on, few below it."""
 RANK_PROGRAM = "deepspeed_compress.tools.bench.step_rank"
 
 Steps = dict[str | None, int]
-"""Measured steps by rate; the rate is None where the links are what they are."""
+"""Number of measured steps by rate. The rate is None if links are not limited."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, write, print and draw. The exit code is 1 when a run failed."""
+    """Measure, write, print and draw. Return exit code 1 if a run failed, else 0."""
     if options.plot:
         check_plotting("--plot")
     return _emulated(options) if options.emulate else _on_cluster(options)
@@ -65,7 +65,7 @@ def _emulated(options: argparse.Namespace) -> int:
 
 
 def _on_cluster(options: argparse.Namespace) -> int:
-    """In the processes of a launcher. Only rank 0 has the file."""
+    """Run in the processes of a launcher. Only rank 0 reads and writes the file."""
     check_launched()
     import torch.distributed as dist
 
@@ -109,7 +109,11 @@ def _groups(options: argparse.Namespace, ranks: int) -> list[Group]:
 
 
 def steps_at(options: argparse.Namespace, rates: Sequence[str | None]) -> Steps:
-    """Raises ConfigError for a wrong number of numbers."""
+    """Return the number of measured steps for each of `rates`.
+
+    Raises:
+        ConfigError: --steps has neither one number nor one per rate.
+    """
     fast = [rate is None or bits_per_second(rate) >= FAST for rate in rates]
     given = options.steps or [MANY_STEPS if quick else FEW_STEPS for quick in fast]
     if len(given) not in (1, len(rates)):
@@ -124,7 +128,7 @@ def _title(group: Group, ranks: int) -> str:
 
 
 def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps) -> Steps:
-    """The rates at which a contender is missing: there all are measured again, so that ratios are from one run."""
+    """Return the rates at which a contender is missing. All are measured again there, so ratios come from one run."""
     present = {_identity(row) for row in rows}
     probe = group.to_json()
     return {
@@ -139,19 +143,19 @@ def missing_rates(rows: Sequence[Row], group: Group, ranks: int, steps: Steps) -
 
 
 def _identity(row: Row) -> str:
-    """What makes a row the same measurement."""
+    """Return a key that is equal for rows of the same measurement."""
     return json.dumps([row[name] for name in ("ranks", "rate", "workload", "contender")], sort_keys=True)
 
 
 def merge(document: Row, rows: Sequence[Row]) -> None:
-    """The `rows` of one run replace those of the same measurement. What compares rows is made within the run."""
+    """Replace the rows of the same measurements by `rows`, all from one run. Comparisons are made within the run."""
     compared = [row | _compared(row, rows) for row in rows]
     merged = {_identity(row): row for row in [*document["rows"], *compared]}
     document["rows"] = sorted(merged.values(), key=_order)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    """By workload, rate and stage; contenders without a stage last."""
+    """Return the sort key of a row: workload, rate and stage. Contenders without a stage come last."""
     contender = Contender(**row["contender"])
     stage, rate = stage_of(contender.ds_config), row["rate"]
     work = (row["workload"]["model"], row["ranks"], json.dumps(row["workload"], sort_keys=True))
@@ -160,7 +164,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def _compared(row: Row, rows: Sequence[Row]) -> Row:
-    """Ratios of times, and the bytes of a step: means over the ranks, but the greatest difference of any rank."""
+    """Return ratios of times, and the bytes per step: means over ranks, but the largest difference of any rank."""
     alone, step = _uncompressed(row, rows), row["step_s"]["median"]
     return {
         "of_compute_only": step / row["compute_only_s"]["median"],
@@ -170,7 +174,7 @@ def _compared(row: Row, rows: Sequence[Row]) -> Row:
 
 
 def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the same file without its section."""
+    """Return the row of the same configuration without its section, or None."""
     ds_config = row["contender"]["ds_config"]
     if ds_config is None:
         return None
@@ -179,7 +183,10 @@ def _uncompressed(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def _predictions(row: Row, rows: Sequence[Row]) -> list[float] | None:
-    """Payload of every rank as the package counts it; a row that gathers weights alike says it for DeepSpeed."""
+    """Return the payload bytes of every rank as the package counts them.
+
+    For DeepSpeed, they are taken from a row that gathers weights in the same way.
+    """
     if "predicted" in row["traffic"][0]:
         return [rank["predicted"] for rank in row["traffic"]]
     counted = next((other for other in rows if _counts_for(other, row, rows)), None)
@@ -191,12 +198,12 @@ def _counts_for(other: Row, row: Row, rows: Sequence[Row]) -> bool:
         return False
     section = other["contender"]["ds_config"][SECTION]
     weights: Row = section.get("weights") or {}
-    # Islands send no gradients of all ranks.
+    # Islands do not exchange the gradients of all ranks.
     return bool(weights.get("method", "none") == "none" and not section.get("islands"))
 
 
 def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
-    """What was counted and what was predicted, as far as they are there."""
+    """Return the counted and predicted bytes, as far as they are known."""
     predicted = {"predicted": statistics.mean(predictions)} if predictions else {}
     if "interface" not in traffic[0]:
         return predicted
@@ -212,7 +219,7 @@ def _bytes(traffic: Sequence[Row], predictions: Sequence[float] | None) -> Row:
 
 
 def _show(document: Row, options: argparse.Namespace) -> None:
-    """The rows of the models that were asked for; the file may hold others."""
+    """Show the rows of the requested models. The file may hold others."""
     rows = [row for row in document["rows"] if row["workload"]["model"] in options.model]
     print_steps(rows)
     if options.plot:

@@ -1,4 +1,4 @@
-"""One rank of `bench step`: measures the bare model, then each contender at each rate, all in this process."""
+"""One rank of `bench step`. It measures the bare model, then each contender at each rate, all in this process."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -19,21 +19,21 @@ from deepspeed_compress.tools.bench.workload import Contender, Group, Workload
 __all__ = ["measure", "measure_group"]
 
 SETTLING_STEPS = 1
-"""Not measured, after every change of the rate: the congestion window finds it."""
+"""Steps after each change of the rate that are not measured, while the congestion window adapts."""
 UNCOMPRESSED = "bytes_uncompressed"
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """An optimizer step on this rank as the package counts it: payload bytes by kind, milliseconds by phase."""
+    """Optimizer step on this rank as the package counts it: payload bytes by kind, milliseconds by phase."""
 
     sizes: Mapping[str, int]
     phases: Mapping[str, float]
 
 
 def measure(job: Row, emit: Emit, log: Log) -> None:
-    """The program on an emulated host. `job`: a group, the rates, and measured steps at each."""
+    """Run the measurement on an emulated host. `job` holds a group, the rates, and the measured steps at each."""
     gauges.join()
     measure_group(Group.from_json(job["group"]), dict(zip(job["rates"], job["steps"], strict=True)), emit, log)
     dist.barrier()
@@ -41,7 +41,10 @@ def measure(job: Row, emit: Emit, log: Log) -> None:
 
 
 def measure_group(group: Group, steps: Mapping[str | None, int], emit: Emit, log: Log) -> None:
-    """Measure every contender with so many steps at each rate (None: the link as it is). Rank 0 emits and says."""
+    """Measure every contender at each rate with the given number of steps. A rate of None leaves the link as it is.
+
+    Rank 0 emits the rows and logs progress.
+    """
     emit, log = _first_only(emit), _first_only(log)
     log("compute only")
     alone = _compute_only(group.workload, max(steps.values()))
@@ -55,7 +58,7 @@ def _first_only(action: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _compute_only(workload: Workload, count: int) -> Row:
-    _step_of(workload, compute_only(workload))()  # what it loads once is no part of any contender's memory
+    _step_of(workload, compute_only(workload))()  # memory that is loaded only once does not belong to any contender
     peak = gauges.Peak()
     system = compute_only(workload)
     step = _step_of(workload, system)
@@ -75,7 +78,7 @@ def _step_of(workload: Workload, system: System) -> Step:
 
 
 def _measure(workload: Workload, contender: Contender, steps: Mapping[str | None, int], log: Log) -> Iterable[Row]:
-    """Make the contender, measure it at every rate, and take it down."""
+    """Create the contender, measure it at every rate, and close it."""
     _set_rate(UNLIMITED, steps)
     peak = gauges.Peak()
     system = make(workload, contender)
@@ -95,7 +98,10 @@ def _set_rate(rate: str, steps: Iterable[str | None]) -> None:
 
 
 def _count_steps(session: Any) -> list[Counted]:
-    """A list that grows by every step of `session`: the meter holds this rank's figures until a step is finished."""
+    """Return a list to which every step of `session` is appended.
+
+    The figures are read just before the step is finished, because the meter holds them only until then.
+    """
     counted: list[Counted] = []
     if session is None:
         return counted
@@ -112,7 +118,7 @@ def _count_steps(session: Any) -> list[Counted]:
 def _measure_rate(
     rate: str | None, count: int, system: System, step: Step, counted: list[Counted], peak: gauges.Peak
 ) -> Row:
-    """`count` periods of the system; seconds and bytes are those of a step."""
+    """Measure `count` periods of the system. Seconds and bytes are per step."""
     if rate is not None:
         set_own_rate(rate)
     dist.barrier()
@@ -134,12 +140,15 @@ def _measure_rate(
 
 
 def _by_period(seconds: list[float], period: int) -> list[float]:
-    """Means of each `period` steps: of local SGD most are short and some long, and a median would be of one kind."""
+    """Return the means of each `period` steps.
+
+    Steps of local SGD are either short or long, so a median over steps would show only one kind.
+    """
     return [statistics.mean(seconds[begin : begin + period]) for begin in range(0, len(seconds), period)]
 
 
 def _split(seconds: list[float], counted: list[Counted]) -> dict[str, float] | None:
-    """Milliseconds of a step, by phase and the rest: medians over the steps, means over the ranks."""
+    """Return the milliseconds of a step by phase and for the rest: medians over steps, means over ranks."""
     phases = [
         {"compute": 1e3 * whole - sum(step.phases.values())} | dict(step.phases)
         for whole, step in zip(seconds, counted, strict=False)
@@ -151,7 +160,7 @@ def _split(seconds: list[float], counted: list[Counted]) -> dict[str, float] | N
 
 
 def _mean_sizes(counted: list[Counted]) -> dict[str, float]:
-    """Payload bytes of a step by kind, and in all: as it is, and with gradients uncompressed."""
+    """Return the payload bytes per step by kind and in total, the latter also as if gradients were uncompressed."""
     if not counted:
         return {}
     sizes = {name: statistics.mean(step.sizes[name] for step in counted) for name in (*KINDS, UNCOMPRESSED)}
@@ -160,7 +169,7 @@ def _mean_sizes(counted: list[Counted]) -> dict[str, float]:
 
 
 def _residual_bytes(session: Any) -> int | None:
-    """What the memories of this rank hold between steps."""
+    """Return the bytes that this rank's residuals hold between steps."""
     if session is None:
         return None
     payloads: Iterable[torch.Tensor] = (payload for store in session.stores.values() for _, payload in store.payloads())

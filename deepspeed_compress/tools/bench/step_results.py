@@ -1,4 +1,4 @@
-"""What `bench step` shows: tables of times and of bytes, and bars."""
+"""Output of `bench step`: tables of times and bytes, and bars."""
 
 import json
 import sys
@@ -18,14 +18,14 @@ from deepspeed_compress.tools.plots import plot_bars
 __all__ = ["plot_steps", "print_steps", "same_work", "step_table", "title"]
 
 WIDTH = 132
-"""Where the output is no terminal."""
+"""Width of the output in columns if it is not a terminal."""
 
 Cells = Callable[[Row], list[str]]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A table: its columns, and their cells for a contender and for compute alone."""
+    """Form of a table: its columns, and functions that return the cells of a contender and of pure computation."""
 
     caption: str
     columns: tuple[str, ...]
@@ -34,7 +34,7 @@ class Form:
 
 
 def print_steps(rows: Sequence[Row]) -> None:
-    """Tables of times and of sizes for every workload and number of ranks."""
+    """Print tables of times and of sizes for every workload and number of ranks."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for work in dict.fromkeys(same_work(row) for row in rows):
         for form in FORMS:
@@ -42,12 +42,12 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 
 def same_work(row: Row) -> str:
-    """Equal for rows that may be compared."""
+    """Return a key that is equal for rows that can be compared."""
     return json.dumps([row["ranks"], row["workload"]], sort_keys=True)
 
 
 def title(row: Row) -> str:
-    """What all rows of a table have in common."""
+    """Return the title of a table: what all its rows have in common."""
     work, layout = row["workload"], ""
     if work["tensor"] * work["pipeline"] > 1:
         layout = f", pipeline {work['pipeline']} x tensor {work['tensor']}"
@@ -56,7 +56,7 @@ def title(row: Row) -> str:
 
 
 def step_table(rows: Sequence[Row], form: Form) -> Table:
-    """One table; rows of one rate stand together, after the step of compute alone."""
+    """Return one table. Rows of the same rate are adjacent and follow the step time of pure computation."""
     table = Table(title=title(rows[0]), caption=form.caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("rate", "ZeRO", "method", *form.columns):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -100,14 +100,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def plot_steps(rows: Sequence[Row], file: Path) -> None:
-    """Bars of the ratio to compute alone, a method a group of bars, a rate a colour; one chart for every workload."""
+    """Plot the ratio to pure computation: one chart per workload, one group of bars per method, one color per rate."""
     charts = [[row for row in rows if same_work(row) == work] for work in dict.fromkeys(map(same_work, rows))]
     bars = [(title(chart[0]), _ratios(chart)) for chart in charts]
     plot_bars(bars, "step time / compute alone (1 = a free network)", file)
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By rate and method."""
+    """Return the ratios by rate and method."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         stage = stage_of(row["contender"]["ds_config"])

@@ -1,4 +1,4 @@
-"""Ways to train, made and ready to take steps: compute alone, DeepSpeed with and without the package, its peers."""
+"""Systems ready to take steps: pure computation, DeepSpeed with and without the package, and its peers."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -27,9 +27,15 @@ AT_ONCE = Optimizer()
 
 @dataclass(frozen=True)
 class System:
-    """`stepper` takes optimizer steps on this rank's `share` of a batch. `session`: of the package, if it is there.
+    """System that trains the workload.
 
-    It begins with `dense_steps` without compression. What is sent repeats after `period` steps.
+    Attributes:
+        stepper: Stepper that takes optimizer steps on this rank's `share` of a batch.
+        share: Share of this rank.
+        close: Function that releases the system.
+        session: The package's session if it is used, else None.
+        dense_steps: Number of uncompressed steps at the start.
+        period: Number of steps after which the traffic pattern repeats.
     """
 
     stepper: Stepper
@@ -41,12 +47,15 @@ class System:
 
     @property
     def first_steps(self) -> int:
-        """Those that are not measured: besides, ZeRO 3 records the order of layers, and memory is allocated."""
+        """Return the number of steps that are not measured.
+
+        Two follow the dense ones, in which ZeRO 3 records the order of layers and memory is allocated.
+        """
         return self.dense_steps + 2
 
 
 def tokens(workload: Workload, share: Share) -> Tensor:
-    """Random tokens [micro_batches, micro_size, seq_len], others on each rank of `share`."""
+    """Return random tokens (micro_batches, micro_size, seq_len), different on each rank of `share`."""
     vocabulary = read_model_config(Path(workload.model)).vocab_size
     generator = torch.Generator().manual_seed(workload.seed + 1 + share.rank)
     size = (share.micro_batches, share.micro_size, workload.seq_len)
@@ -54,7 +63,14 @@ def tokens(workload: Workload, share: Share) -> Tensor:
 
 
 def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONCE, start: int = 0) -> System:
-    """The contender on this rank. `optimizer`, and `start` as in `Peer`: of those that DeepSpeed does not train."""
+    """Create the contender on this rank.
+
+    Args:
+        workload: What to compute.
+        contender: Contender to create.
+        optimizer: Optimizer of a contender that DeepSpeed does not train.
+        start: Number of dense steps of such a contender, as in `Peer`.
+    """
     if contender.ds_config is not None:
         return _engine(workload, contender.ds_config)
     peer = PEERS[contender.kind]
@@ -64,17 +80,17 @@ def make(workload: Workload, contender: Contender, optimizer: Optimizer = AT_ONC
 
 
 def compute_only(workload: Workload) -> System:
-    """The whole model on one process with its share of the sequences, and nothing to communicate."""
+    """Return the whole model on one process with its share of the sequences, without communication."""
     return System(TorchStepper(peers.alone(peers.bare_model(workload), 0), workload, AT_ONCE), _whole(workload))
 
 
 def _whole(workload: Workload) -> Share:
-    """Every rank has the whole model."""
+    """Return the share of a rank that holds the whole model."""
     return Share(dist.get_rank(), dist.get_world_size(), *workload.share, dist.group.WORLD)
 
 
 def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
-    """An engine of DeepSpeed, of the package when `ds_config` has its section."""
+    """Return a DeepSpeed engine, created by the package if `ds_config` has its section."""
     path, partition = Path(workload.model), workload.partition
     layout = Layout(
         workload.tensor,
@@ -85,7 +101,7 @@ def _engine(workload: Workload, ds_config: Mapping[str, Any]) -> System:
     module: Any = build_parallel(path, read_model_config(path), workload.seed, layout)
     compressed = SECTION in ds_config
     initialize = deepspeed_compress.initialize if compressed else deepspeed.initialize
-    # DeepSpeed may write into what it is given.
+    # DeepSpeed may modify its configuration.
     made = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(dict(ds_config)))[
         0
     ]

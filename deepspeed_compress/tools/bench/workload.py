@@ -1,4 +1,4 @@
-"""What is measured side by side: a workload that several contenders share, and what DeepSpeed is told for each."""
+"""Workloads and contenders: what is computed, and the DeepSpeed configuration of each system that is compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,16 +16,17 @@ _OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "deepspeed": {},
     "deepspeed-bf16": {"communication_data_type": "bf16"},
 }
-"""Peers that are DeepSpeed with the file without its section: what they add to it."""
+"""Peers that are DeepSpeed itself, with the keys that each adds to the configuration without its section."""
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _RAMPS = ("warmup_steps", "density_warmup_steps")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender computes in a step, so that their times may be compared.
+    """Work that every contender does in a step, so that their times can be compared.
 
-    `accumulation` micro-batches of `micro_batch` sequences on each data-parallel rank of `tensor` x `pipeline` ranks.
+    A step has `accumulation` micro-batches of `micro_batch` sequences per data-parallel replica, which consists of
+    `tensor` x `pipeline` ranks.
     """
 
     model: str
@@ -42,9 +43,10 @@ class Workload:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Micro-batches, and sequences of each, of one process if all of them divide a batch alike.
+        """Return the micro-batches, and the sequences in each, of one process if all of them divide a batch equally.
 
-        Raises ConfigError when they cannot.
+        Raises:
+            ConfigError: The batch cannot be divided equally.
         """
         sequences, divided = self.micro_batch * self.accumulation, self.tensor * self.pipeline
         if sequences % divided:
@@ -59,7 +61,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train. `kind`: the row of the table that makes it; `ds_config`: what DeepSpeed is told, if it is."""
+    """One way to train.
+
+    Attributes:
+        name: Name to display.
+        kind: Row of the table that creates it.
+        ds_config: DeepSpeed configuration, or None if DeepSpeed is not used.
+    """
 
     name: str
     kind: str
@@ -68,7 +76,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Group:
-    """Contenders of one workload: measured in the same processes, one after the other."""
+    """Contenders of one workload, measured in the same processes one after the other."""
 
     workload: Workload
     contenders: tuple[Contender, ...]
@@ -85,9 +93,17 @@ class Group:
 def group_contenders(
     files: Sequence[str], model: str, peers: Sequence[str], sizes: Mapping[str, Any], ranks: int
 ) -> list[Group]:
-    """The groups of the configurations `files` on so many `ranks`. `sizes`: micro_batch (or None), seq_len, seed.
+    """Return the groups of the configurations `files` on `ranks` ranks.
 
-    Raises ConfigError when a file is wrong, has no section, or does not say its batch.
+    Args:
+        files: Paths of the configurations.
+        model: Path of the model.
+        peers: Names of the peers to compare with.
+        sizes: `micro_batch` (or None), `seq_len` and `seed`.
+        ranks: Number of ranks.
+
+    Raises:
+        ConfigError: A file is invalid, has no section, or does not specify its batch.
     """
     groups: dict[str, tuple[Workload, list[Contender]]] = {}
     for file in files:
@@ -102,7 +118,7 @@ def group_contenders(
 
 
 def stage_of(ds_config: Mapping[str, Any] | None) -> int | None:
-    """The ZeRO stage of what DeepSpeed is told; None without it."""
+    """Return the ZeRO stage of a DeepSpeed configuration, or None without one."""
     if ds_config is None:
         return None
     stage: int = without_section(ds_config).get("zero_optimization", {}).get("stage", 0)
@@ -110,7 +126,7 @@ def stage_of(ds_config: Mapping[str, Any] | None) -> int | None:
 
 
 def without_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """`ds_config` without compression: of the section its parallelism remains, in DeepSpeed's own keys."""
+    """Return `ds_config` without compression. The section's parallelism is kept in DeepSpeed's own keys."""
     written = ds_config.get(SECTION, {})
     section = {"parallelism": written.get("parallelism"), "gradients": {"method": "none"}}
     plain = dict(ds_config) | {SECTION: section}
@@ -149,7 +165,10 @@ def _enabled(ds_config: Mapping[str, Any], name: str) -> bool:
 
 
 def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, replicas: int) -> tuple[int, int]:
-    """Sequences of a micro-batch, and micro-batches of a step, by DeepSpeed's rule: two of three give the third."""
+    """Return the sequences of a micro-batch and the micro-batches of a step.
+
+    As in DeepSpeed, two of the three batch keys determine the third.
+    """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = (ds_config.get(name) for name in names)
     if micro_batch is not None:
@@ -164,10 +183,10 @@ def _batch(file: str, ds_config: Mapping[str, Any], micro_batch: int | None, rep
 
 
 def _effective(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
-    """What DeepSpeed and the package are told: the file, at its steady state, and without what writes or prints.
+    """Return the configuration used for measurements: the file in its steady state, without logging.
 
-    Dense and density warm-ups are left out, because steps are measured from the first ones on. `monitor/every` 1 makes
-    the clocks run in each step; nothing is written.
+    Dense and density warm-ups are removed, because steps are measured from the start. `monitor/every` 1 makes the
+    clocks run in every step; nothing is written.
     """
     section = _steady(ds_config[SECTION]) | {"monitor": {"every": 1}}
     kept = {key: value for key, value in ds_config.items() if key not in (*_MONITORS, "train_batch_size")}
@@ -179,7 +198,7 @@ def _effective(ds_config: Mapping[str, Any], workload: Workload) -> dict[str, An
 
 
 def _steady(value: Any) -> Any:
-    """`value` without the keys of warm-ups, anywhere in it."""
+    """Return `value` without the keys of warm-ups at any depth."""
     if isinstance(value, list):
         return [_steady(item) for item in value]
     if not isinstance(value, dict):
@@ -188,11 +207,11 @@ def _steady(value: Any) -> Any:
 
 
 def _alone(given: Mapping[str, Any], peers: Iterable[str]) -> list[Contender]:
-    """DeepSpeed without the package, for those of `peers` that are."""
+    """Return contenders for those of `peers` that are DeepSpeed without the package."""
     plain = without_section(given)
     return [Contender(peer, DEEPSPEED, plain | dict(_OTHER_KEYS[peer])) for peer in peers if peer in _OTHER_KEYS]
 
 
 def _sorted(contenders: Iterable[Contender]) -> list[Contender]:
-    """By stage, DeepSpeed alone first."""
+    """Return the contenders sorted by stage, plain DeepSpeed first."""
     return sorted(contenders, key=lambda contender: (stage_of(contender.ds_config), contender.kind == OURS))

@@ -1,16 +1,16 @@
-"""`ds-compress doctor`: what holds a run back, and what to change.
+"""`ds-compress doctor`: find what slows a run down or harms its loss, and what to change.
 
-run         what a run has left in its directories
-case        a run as rules see it: medians, shares, what is known of it
-thresholds  where figures begin to mean something, each with its reason
-trends      what noisy series do
-rule        what a rule is
-rules       the rules, by what they look at
-ladders     settings one step softer or stronger
-patches     changes of a configuration as JSON merge patches
-diagnose    all rules over a run
-outputs     for people and for programs
+run         files that a run has left in its directories
+case        the run as rules see it: medians, shares, configuration
+thresholds  values from which figures are meaningful, each with its reason
+trends      statistics of noisy series
+rule        definition of a rule
+rules       the rules, grouped by what they check
+ladders     gradient settings one step softer or stronger
+patches     configuration changes as JSON merge patches
+diagnose    all rules applied to a run
+outputs     text for people and JSON for programs
 command     the command
 
-Nothing here imports torch or deepspeed, and this module nothing at all, because every command of ds-compress loads it.
+Nothing here imports torch or deepspeed. This module imports nothing at all, because all `ds-compress` commands load it.
 """

@@ -1,4 +1,4 @@
-"""A run as rules see it: medians and shares of what was measured while compression was in force."""
+"""A run as rules see it: medians and shares of the measurements taken while compression was in force."""
 
 import statistics
 from collections import Counter
@@ -24,9 +24,13 @@ OTHER_KINDS = ("bytes_pipeline", "bytes_tied", "bytes_tensor", "bytes_islands")
 
 @dataclass(frozen=True)
 class Times:
-    """Median milliseconds of a step on the reporting rank.
+    """Median milliseconds of a compressed step on the reporting rank.
 
-    `wait`: for messages, without what the rank waits for late ones. `cost`: encoding and decoding.
+    Attributes:
+        step: Whole step.
+        wait: Waiting for messages, without waiting for slower ranks.
+        compress: Encoding.
+        cost: Encoding and decoding.
     """
 
     step: float
@@ -37,10 +41,15 @@ class Times:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that is the slowest most often.
+    """Rank that is most often the slowest.
 
-    `share`: part of the steps in which it is, in all of which it `always` counts as the same. `behind`: median time by
-    which the slowest rank is behind the median one, in steps. `counts`: steps by rank. `lines`: where this is known.
+    Attributes:
+        rank: The rank.
+        share: Fraction of the steps in which it is the slowest.
+        behind: Median time by which the slowest rank is behind the median rank, as a fraction of the step time.
+        always: Whether `share` is large enough to regard the rank as slow throughout.
+        counts: Number of steps in which each rank was the slowest.
+        lines: Measured steps in which ranks were compared.
     """
 
     rank: int
@@ -53,7 +62,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, what to compare it with, and where figures begin to mean something."""
+    """Run to diagnose, the baseline to compare it with, and the thresholds of the rules."""
 
     run: Run
     baseline: Run | None = None
@@ -61,27 +70,27 @@ class Case:
 
     @cached_property
     def compressed(self) -> tuple[Line, ...]:
-        """Measured steps in which gradients were compressed."""
+        """Return the measured steps in which gradients were compressed."""
         return tuple(line for line in self.run.steps if line.get("method") != "none")
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last step of `compressed`, or of all."""
+        """Return the first and last of the `compressed` steps, or of all measured steps if none was compressed."""
         lines = self.compressed or self.run.steps
         return lines[0]["step"], lines[-1]["step"]
 
     def values(self, key: str, among: tuple[Line, ...] | None = None) -> list[float]:
-        """What is known of `key`, by step."""
+        """Return the known values of `key` in order of steps, by default among the `compressed` steps."""
         lines = self.compressed if among is None else among
         return [float(line[key]) for line in lines if line.get(key) is not None]
 
     def median(self, key: str) -> float:
-        """0 where nothing is known."""
+        """Return the median of `key` over the compressed steps, or 0 if no value is known."""
         return statistics.median(self.values(key) or [0.0])
 
     @cached_property
     def times(self) -> Times | None:
-        """None where the time of a step is not known."""
+        """Return the median times of a compressed step, or None if they were not recorded."""
         usual = statistics.median(self.run.step_times) if self.run.step_times else None
         lines = [(line, line.get("step_ms") or usual) for line in self.compressed]
         known = [(line, float(step)) for line, step in lines if step and _has_times(line)]
@@ -96,23 +105,28 @@ class Case:
         )
 
     def _wait(self, line: Line) -> float:
-        """Milliseconds in communication, less those in which a straggler, or ranks that are late by turns, let this one
-        wait."""
+        """Return the milliseconds spent in communication.
+
+        Time spent waiting for slower ranks is subtracted if one rank is always the slowest or if ranks are late in
+        turn.
+        """
         slowest = self.slowest
         uneven = slowest is not None and (slowest.always or slowest.behind >= self.limits.noise)
         return max(0.0, float(line["communicate_ms"]) - (self._ahead.get(line["step"], 0.0) if uneven else 0.0))
 
     @cached_property
     def _ahead(self) -> Mapping[int, float]:
-        """By step: milliseconds for which the slowest rank was busy longer than this one, which the measured step after
-        it tells."""
+        """Return the milliseconds for which the slowest rank was busy longer than this one, by step.
+
+        The busy times of all ranks in a step are reported with the measured step that follows it.
+        """
         pairs = pairwise(self.run.steps)
         told = [(line["step"], line.get("busy_ms"), after.get("busy_ms_max")) for line, after in pairs]
         return {step: slowest - own for step, own, slowest in told if own is not None and slowest is not None}
 
     @cached_property
     def slowest(self) -> "Slowest | None":
-        """None where ranks were not compared in enough steps."""
+        """Return the rank that is most often the slowest, or None if ranks were compared in too few steps."""
         keys = ("busy_ms_max", "busy_ms_median", "slowest_rank", "step_ms")
         lines = [line for line in self.run.steps if all(line.get(key) is not None for key in keys)]
         if len(lines) < self.limits.lines:
@@ -125,7 +139,7 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no islands that could be looked at."""
+        """Return True if the configuration is known and has no islands."""
         return self.run.section is not None and self.run.section.islands is None
 
     @property
@@ -134,31 +148,34 @@ class Case:
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Median bytes of a step by kind, none of them zero."""
+        """Return the median bytes per step by kind of traffic. Kinds with a median of zero are left out."""
         kinds = ("bytes_sent", "bytes_weights", *OTHER_KINDS)
         return {kind: size for kind in kinds if (size := self.median(kind))}
 
     @property
     def waited_bytes(self) -> float:
-        """Median bytes of a step that are sent while the clock of `communicate_ms` runs."""
+        """Return the median bytes per step that are sent within the time measured as `communicate_ms`."""
         return self.median("bytes_sent") + (self.median("bytes_weights") if self.weights_compressed else 0)
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages travel during backward, so that waiting says nothing of what more bytes would take."""
+        """Return True if messages are sent during backward.
+
+        The waiting time then does not show how long a larger message would take.
+        """
         zero = (self.run.config or {}).get("zero_optimization")
         written = zero.get("overlap_comm") if isinstance(zero, Mapping) else None
         return self.stage == 3 or written is not False
 
     @property
     def step_ms(self) -> float | None:
-        """Median time of all steps, uncompressed ones too; None where it is not known."""
+        """Return the median milliseconds of all steps, including uncompressed ones, or None if unknown."""
         known = self.values("step_ms", self.run.steps) or self.run.step_times
         return statistics.median(known) if known else None
 
     @cached_property
     def stage(self) -> int:
-        """ZeRO stage; 0 where the configuration is not known."""
+        """Return the ZeRO stage, or 0 if the configuration is unknown."""
         section, config = self.run.section, self.run.config
         if section is None or config is None:
             return 0
@@ -166,26 +183,29 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step; 1 where that is not written."""
+        """Return the number of micro-batches per step, or 1 if the configuration does not state it."""
         found = (self.run.config or {}).get("gradient_accumulation_steps")
         return found if isinstance(found, int) else 1
 
     @property
     def element_bytes(self) -> int:
-        """Of a gradient as DeepSpeed sends it."""
+        """Return the bytes per element of a gradient as DeepSpeed sends it."""
         parts = ((self.run.config or {}).get(key) for key in ("bf16", "fp16"))
         return 2 if any(isinstance(part, Mapping) and part.get("enabled") for part in parts) else 4
 
     @property
     def sent_elements(self) -> float:
-        """Elements of gradients that a rank sends in a micro-step. DeepSpeed alone sends each twice; with ZeRO 3 and
-        NCCL once, and there it is half of them."""
+        """Return the number of gradient elements that a rank sends per reduction.
+
+        Uncompressed, DeepSpeed sends each element twice, which this assumes. With ZeRO 3 and NCCL it sends each once,
+        so the result is half the number there.
+        """
         reductions = self.accumulation if self.stage >= 2 else 1
         return self.median("bytes_uncompressed") / (2 * self.element_bytes * reductions)
 
     @property
     def replicas(self) -> int | None:
-        """Data-parallel ranks, from the samples of a step; None where the batch is not written."""
+        """Return the number of data-parallel ranks, computed from the samples seen, or None if unknown."""
         micro, last = (self.run.config or {}).get("train_micro_batch_size_per_gpu"), self.run.steps[-1]
         if not isinstance(micro, int) or not last.get("samples"):
             return None
@@ -193,7 +213,7 @@ class Case:
 
     @property
     def encoded_bytes(self) -> float:
-        """Bytes of gradients, as fp32, that are encoded in a step, at least."""
+        """Return a lower bound for the bytes of gradients, counted as fp32, that are encoded per step."""
         reductions = self.accumulation if self.stage >= 2 else 1
         return 4 * self.sent_elements * reductions
 
@@ -203,14 +223,24 @@ class Case:
         *arguments: P.args,
         **options: P.kwargs,
     ) -> dict[str, Any] | None:
-        """The merge patch that does what `change` does to the configuration; None where that is not known."""
+        """Return the merge patch for what `change` does to the configuration, or None if that is not known.
+
+        Args:
+            change: Function that returns the changed configuration, or None if it cannot change it.
+            *arguments: Further positional arguments of `change`.
+            **options: Keyword arguments of `change`.
+        """
         config = self.run.config
         wanted = None if config is None else change(config, *arguments, **options)
         return None if wanted is None or config is None else difference(config, wanted)
 
     def lacks(self, need: str) -> bool:
-        """Whether `need` is not recorded: a key of `NEEDS`, or a field of compression.jsonl, in `limits.lines` steps;
-        "a|b" is there when one of them is."""
+        """Return True if `need` was not recorded.
+
+        Args:
+            need: A key of `NEEDS`, or a field that compression.jsonl must hold for at least `limits.lines` steps. "a|b"
+                is satisfied by either.
+        """
         return not any(self._has(option) for option in need.split("|"))
 
     def _has(self, need: str) -> bool:
@@ -224,7 +254,7 @@ def _has_times(line: Line) -> bool:
 
 
 SAMPLES = 4
-"""Cosines that a median needs; each costs an uncompressed message, so there are few."""
+"""Minimum number of cosines for a median. Each costs an uncompressed message, so few are recorded."""
 
 NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
     {
@@ -244,4 +274,4 @@ NEEDS: Mapping[str, tuple[str, Callable[[Case], bool]]] = MappingProxyType(
         ),
     }
 )
-"""What rules may need besides fields, as it is called, and whether it is there."""
+"""Requirements of rules other than fields of compression.jsonl: the text shown to users and the test for each."""

@@ -19,7 +19,7 @@ HEALTHY, FOUND, FAILED = 0, 1, 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look at a run, and give the exit code: 0 healthy, 1 findings, 2 it cannot be read."""
+    """Diagnose a run and return the exit code: 0 if it is healthy, 1 with findings, 2 if it cannot be read."""
     try:
         return _run(options)
     except (CompressError, OSError) as error:
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _apply(diagnosis: Diagnosis, file: Path) -> None:
-    """Write the configuration with the patches, and say on standard error which they are."""
+    """Write the patched configuration to `file` and report on stderr which findings it covers."""
     if diagnosis.diagnostics and diagnosis.case.run.config is None:
         raise ConfigError(f"--apply {file}: the run left no ds_config.json. Write --config FILE to say what it was.")
     config, taken, left = patched(diagnosis)

@@ -1,4 +1,4 @@
-"""All rules over a run: what was found, worst first, what was looked at, and what could not be."""
+"""Apply all rules to a run: findings, most severe first, the rules that were checked, and those that could not be."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,20 +16,24 @@ __all__ = ["Diagnosis", "diagnose", "patched"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What rules found in the run of `case`."""
+    """Result of checking all rules against the run of `case`."""
 
     case: Case
     diagnostics: tuple[Diagnostic, ...]
-    """Their patches are None where no setting helps, or the configuration is not known or would not be valid so."""
+    """Findings, most severe first.
+
+    A patch is None if no setting helps, if the configuration is unknown, or if the patched configuration would be
+    invalid.
+    """
     checked: tuple[DoctorRule, ...]
     unchecked: tuple[tuple[DoctorRule, tuple[str, ...]], ...]
-    """Rules that lack something, and what they lack."""
+    """Rules that could not be checked, each with a description of the data it lacks."""
     obstacles: Mapping[str, str]
-    """By name of a rule: why the configuration would not be valid with its patch."""
+    """First problem of the patched configuration, by name of the rule, for patches that would make it invalid."""
 
 
 def diagnose(case: Case, rules: tuple[DoctorRule, ...] = RULES) -> Diagnosis:
-    """What holds the run of `case` back."""
+    """Check `rules` against the run of `case` and return the diagnosis."""
     lacking = [(rule, tuple(need for need in rule.needs if case.lacks(need))) for rule in rules]
     checked = tuple(rule for rule, needs in lacking if not needs)
     unchecked = tuple((rule, tuple(map(_described, needs))) for rule, needs in lacking if needs)
@@ -45,14 +49,20 @@ def _described(need: str) -> str:
 
 
 def _obstacle(case: Case, one: Diagnostic) -> str:
-    """The first thing wrong with the configuration after the patch; empty where it is valid."""
+    """Return the first problem of the configuration after the patch, or an empty string if it is valid."""
     problems = () if one.patch is None else find_problems(apply(case.run.config, one.patch))
     return str(problems[0]) if problems else ""
 
 
 def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
-    """The configuration with the patches merged in, worst finding first; the findings whose patches are in it, and
-    those left out: they change what a worse one has changed already, or would not be valid beside it."""
+    """Merge the patches of the findings into the configuration, most severe finding first.
+
+    A patch is left out if it changes a setting that an earlier one has changed, or if the merged configuration would be
+    invalid.
+
+    Returns:
+        The configuration, the findings whose patches it contains, and the findings whose patches were left out.
+    """
     config: dict[str, Any] = dict(diagnosis.case.run.config or {})
     taken: list[Diagnostic] = []
     left: list[Diagnostic] = []
@@ -70,7 +80,10 @@ def patched(diagnosis: Diagnosis) -> tuple[dict[str, Any], tuple[Diagnostic, ...
 
 
 def _places(patch: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys that a patch sets. All of `gradients` is one: settings of two remedies would be of no one's making."""
+    """Yield the paths of the keys that a patch sets.
+
+    `gradients` counts as a single key, so that the settings of two remedies for it are never mixed.
+    """
     for key, value in patch.items():
         inside = isinstance(value, Mapping) and bool(value) and key != "gradients"
         yield from _places(value, (*path, key)) if inside else [(*path, key)]

@@ -1,4 +1,4 @@
-"""What exchanges between islands do to the loss."""
+"""Effect of exchanges between islands on the loss."""
 
 import math
 import statistics
@@ -11,7 +11,13 @@ __all__ = ["Rise", "after_exchanges", "rise_at_exchanges"]
 
 @dataclass(frozen=True)
 class Rise:
-    """`mean`: of the loss, from the step before an exchange to the one after it. `before`: its median before them."""
+    """Rise of the loss at exchanges.
+
+    Attributes:
+        mean: Mean rise of the loss from the step before an exchange to the step after it.
+        before: Median loss before the exchanges.
+        exchanges: Number of exchanges considered.
+    """
 
     mean: float
     before: float
@@ -19,12 +25,15 @@ class Rise:
 
 
 def after_exchanges(case: Case) -> list[int]:
-    """Measured steps that follow an exchange, with which its bytes are counted."""
+    """Return the measured steps that follow an exchange. The bytes of the exchange are counted in these steps."""
     return [line["step"] for line in case.run.steps if line.get("bytes_islands")]
 
 
 def rise_at_exchanges(case: Case) -> Rise | None:
-    """In the later half of the run, since at the start all gain; None where no rise beyond noise is known."""
+    """Return the rise of the loss at exchanges, or None if there are too few exchanges or the rise is within the noise.
+
+    Only the later half of the exchanges is considered, because early in training every exchange improves the loss.
+    """
     losses = dict(case.run.losses)
     pairs = [(losses[step - 1], losses[step]) for step in after_exchanges(case) if {step - 1, step} <= losses.keys()]
     pairs = [(before, after) for before, after in pairs if math.isfinite(after - before)]
@@ -33,7 +42,8 @@ def rise_at_exchanges(case: Case) -> Rise | None:
         return None
     rises = [after - before for before, after in late]
     found = Rise(statistics.fmean(rises), statistics.median(before for before, _ in late), len(rises))
-    # Not the noise of all losses, which would count how they fall again after an exchange.
+    # The noise of all losses would be too large an estimate, since it includes the fall of the loss after each
+    # exchange.
     error = statistics.stdev(rises) / math.sqrt(len(rises))
     least = max(case.limits.rise * found.before, case.limits.sigmas * error)
     return found if found.mean >= least else None

@@ -1,7 +1,7 @@
-"""Settings of gradients that are softer or stronger than the present ones, as keys to change.
+"""Softer and stronger gradient settings, as keys to change.
 
-A remedy should be enough at once, where the guard goes in small steps from which it can return (`policy.ladder`): both
-begin with what settings know of themselves (`MethodConfig.softer`), and sparse and low-rank ones go further here.
+Both functions start from the methods' own ladder (`MethodConfig.softer`). The guard takes small steps from which it can
+return (`policy.ladder`). A remedy should be sufficient at once, so sparse and low-rank methods take larger steps here.
 """
 
 from typing import Any
@@ -14,22 +14,22 @@ __all__ = ["BLOCKS", "forgets", "softer", "stronger"]
 Patch = dict[str, Any]
 
 BLOCKS = frozenset({"blockwise", "linear", "stochastic_linear", "percentile", "fp8_e4m3", "fp8_e5m2", "sign", "qsgd"})
-"""Methods that encode each block by itself, in one pass over memory."""
+"""Methods that encode each block independently, in a single pass over memory."""
 _FORGETFUL = frozenset({"sign", "topk", "block_topk", "randomk", "powersgd"})
 _DENSE_ENOUGH = 0.1
-"""A fraction d of the gradient is sent about 1/d steps late: 10, over which Adam's first moment averages."""
+"""With density d, gradients arrive about 1/d steps late: 10 steps here, over which Adam's first moment averages."""
 _FOUR_BITS: Patch = {"method": "blockwise", "bits": 4}
 
 
 def forgets(gradients: GradientsConfig) -> bool:
-    """Whether what is not sent is lost for ever, with a method that sends little."""
+    """Return True if a method that sends only a small part of the gradient discards the rest for good."""
     if isinstance(gradients, NoneGradients) or (isinstance(gradients, RandomKConfig) and gradients.rescale):
         return False
     return gradients.method in _FORGETFUL and gradients.residuals is None
 
 
 def softer(gradients: GradientsConfig) -> Patch | None:
-    """What to change for less loss; None for method none."""
+    """Return the keys to change for a smaller loss, or None for method `none`."""
     if isinstance(gradients, NoneGradients):
         return None
     patch: Patch | None = gradients.softer()
@@ -41,7 +41,7 @@ def softer(gradients: GradientsConfig) -> Patch | None:
 
 
 def stronger(gradients: GradientsConfig) -> Patch | None:
-    """What to change for fewer bytes at little loss; None where fewer would cost accuracy."""
+    """Return the keys to change for fewer bytes at little cost in loss, or None if fewer bytes would cost accuracy."""
     if gradients.method in ("none", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"):
         return {"method": "blockwise"}
     if isinstance(gradients, BlockwiseConfig | LinearConfig | PercentileConfig) and gradients.bits == 8:

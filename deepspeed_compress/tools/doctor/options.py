@@ -1,4 +1,4 @@
-"""Options of `ds-compress doctor`. Loaded with every command, so it is light."""
+"""Command-line options of `ds-compress doctor`. Every command loads this module, so its imports are light."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ __all__ = ["add_doctor_arguments"]
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR and options."""
+    """Add RUN_DIR and the options of `doctor` to `parser`."""
     what = "output directory of a run, or the directory of its compression.jsonl (monitor.path)"
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
     parser.add_argument("--baseline", type=Path, metavar="RUN_DIR", help="an uncompressed run to compare with")

@@ -1,4 +1,4 @@
-"""What was found, for people and for programs."""
+"""Output of a diagnosis: text for people and JSON for programs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _COLOURS: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "i
 
 
 def as_json(diagnosis: Diagnosis) -> str:
-    """One object; its keys are described in docs/doctor.md."""
+    """Return the diagnosis as a JSON object. Its keys are described in docs/doctor.md."""
     case = diagnosis.case
     return to_json(
         {
@@ -34,7 +34,7 @@ def as_json(diagnosis: Diagnosis) -> str:
 
 
 def print_text(diagnosis: Diagnosis, console: Console | None = None) -> None:
-    """Findings with what to change, and what was looked at."""
+    """Print the findings with their remedies, then the checks without findings and those that could not be made."""
     console = console or Console(soft_wrap=False)
     console.print(escape(printable(_head(diagnosis.case))), highlight=False)
     for number, one in enumerate(diagnosis.diagnostics, start=1):

@@ -1,4 +1,4 @@
-"""Changes of a configuration as JSON merge patches (RFC 7396), and the changes that remedies are made of."""
+"""Configuration changes as JSON merge patches (RFC 7396), and the changes that remedies consist of."""
 
 import copy
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ __all__ = ["accumulated", "apply", "difference", "slower", "with_gradients", "wi
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The merge patch that makes `new` of `old`. No value of `new` may be null, which would mean "remove"."""
+    """Return the merge patch that turns `old` into `new`.
+
+    No value in `new` may be None, because a null in a merge patch removes the key.
+    """
     patch: dict[str, Any] = dict.fromkeys(sorted(old.keys() - new.keys()))
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(old.get(key), Mapping):
@@ -24,7 +27,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 
 def apply(target: object, patch: object) -> Any:
-    """`target` with `patch` merged in, as RFC 7396 says: null removes a key, anything but an object replaces."""
+    """Return `target` with `patch` merged in as in RFC 7396: null removes a key, objects are merged, others replace."""
     if not isinstance(patch, Mapping):
         return copy.deepcopy(patch)
     result: dict[str, Any] = copy.deepcopy(dict(target)) if isinstance(target, Mapping) else {}
@@ -37,14 +40,17 @@ def apply(target: object, patch: object) -> Any:
 
 
 def with_section(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with a merge patch of our section."""
+    """Return `config` with `patch` merged into the compression section."""
     merged_config: dict[str, Any] = apply(config, {SECTION: patch})
     return merged_config
 
 
 def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with other settings of gradients, null for those to be left out: with another method without keys
-    that are not its own, and with the optimizer's momentum where the former method had one in its place."""
+    """Return `config` with `patch` applied to the gradient settings of the section. None removes a setting.
+
+    If the method changes, keys that the new method does not have are removed. If the old method kept a momentum of its
+    own and the new one does not, the optimizer's momentum is restored.
+    """
     section = CompressConfig.model_validate(config[SECTION])
     removed = {key for key, value in patch.items() if value is None}
     if "method" not in config[SECTION].get("gradients", {}) and section.gradients.method == patch.get(
@@ -60,7 +66,7 @@ def with_gradients(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[
 
 
 def _restore_momentum(config: dict[str, Any]) -> None:
-    """0.9, the usual one, where there is 0."""
+    """Set the optimizer's momentum to the usual 0.9 wherever it is 0."""
     optimizer = config.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict):
@@ -73,7 +79,7 @@ def _restore_momentum(config: dict[str, Any]) -> None:
 
 
 def accumulated(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`config` with twice the micro-batches in a step; None where the batch is chosen elsewhere ("auto")."""
+    """Return `config` with twice as many micro-batches per step, or None if the batch size is "auto"."""
     batch, steps = config.get("train_batch_size"), config.get("gradient_accumulation_steps")
     if "auto" in (batch, steps):
         return None
@@ -84,7 +90,7 @@ def accumulated(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def with_stage(config: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """`config` with another ZeRO stage, in each place that has one."""
+    """Return `config` with another ZeRO stage, in each place that specifies one."""
     result = copy.deepcopy(dict(config))
     places = (result.get("zero_optimization"), "stage"), (result[SECTION].get("parallelism"), "zero_stage")
     for holder, key in places:
@@ -94,7 +100,7 @@ def with_stage(config: Mapping[str, Any], stage: int) -> dict[str, Any]:
 
 
 def slower(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`config` with half the learning rate; None where it has none."""
+    """Return `config` with half the learning rate, or None if it specifies none."""
     result = copy.deepcopy(dict(config))
     changed = False
     for name, key in (("optimizer", "lr"), ("scheduler", "warmup_max_lr"), ("scheduler", "cycle_max_lr")):

@@ -1,4 +1,4 @@
-"""What a rule of the doctor is: its words, and what must have been recorded for its check."""
+"""Definition of a doctor rule: its texts, its check, and the data that the check needs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,19 +14,23 @@ Check = Callable[[Case], Iterable[Diagnostic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorRule(Rule):
-    """A rule of the doctor. Its code is its name, by which docs/doctor.md explains it."""
+    """Rule of the doctor. Its code is its name, under which docs/doctor.md explains it."""
 
     needs: tuple[str, ...]
-    """What must have been recorded, in the words of `Case.lacks`."""
+    """Data that must have been recorded, in the terms of `Case.lacks`."""
     check: Check = field(repr=False)
 
 
 def rule(
     *, name: str, severity: Severity | None, summary: str, needs: tuple[str, ...]
 ) -> Callable[[Check], DoctorRule]:
-    """Makes a rule of the check below it. `summary`: what it looks at, in a few words.
+    """Return a decorator that turns a check into a rule.
 
-    `severity`: an error where the model does not learn, a warning where time, memory or bytes are lost, else info; None
-    where each diagnostic says it. The output calls them critical, serious and notice.
+    Args:
+        name: Name of the rule.
+        severity: "error" if the model does not learn, "warning" if time, memory or bytes are lost, otherwise "info".
+            None if each diagnostic states its own. The output calls them critical, serious and notice.
+        summary: Short description of what the rule checks.
+        needs: Data that must have been recorded, in the terms of `Case.lacks`.
     """
     return lambda check: DoctorRule(code=name, name=name, severity=severity, summary=summary, needs=needs, check=check)

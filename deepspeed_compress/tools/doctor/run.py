@@ -1,4 +1,4 @@
-"""What a run has left in its directories, as far as it is there."""
+"""Files that a run has left in its directories, as far as they exist."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,35 +15,49 @@ from deepspeed_compress.tools.run_directory import STATISTICS, Line, in_order, r
 __all__ = ["Line", "Run", "read_run"]
 
 Points = tuple[tuple[int, float], ...]
-"""Optimizer steps and values, NaN where a loss was not finite."""
+"""Optimizer steps with their values. A value is NaN if the loss was not finite."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, finished or not. `steps`: compression.jsonl by step; `config` is None where the run did not leave it.
+    """Run to diagnose, finished or not.
 
-    `losses`: training losses, from the file that has most; `held_out`: evaluation losses.
+    Attributes:
+        directory: Directory of the run.
+        steps: Lines of compression.jsonl in order of steps.
+        losses: Training losses, from the file that holds the most.
+        held_out: Evaluation losses, from the file that holds the most.
+        summary: Summary of the run, or None if there is none.
+        config: DeepSpeed configuration, or None if the run did not leave it.
     """
 
     directory: Path
     steps: tuple[Line, ...]
     events: tuple[Line, ...] | None = None
-    """Those of the ranks that the figures are of, the first island's; None where the run is of a version that wrote
-    none."""
+    """Events of the first island, whose ranks the figures describe. None if the run's version did not write events."""
     losses: Points = ()
     held_out: Points = ()
     step_times: tuple[float, ...] = ()
-    """Milliseconds, from metrics.jsonl."""
+    """Milliseconds per step, from metrics.jsonl."""
     summary: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     measured: int = 0
     """Number of measured steps, of which `steps` may be a sample."""
     section: CompressConfig | None = None
-    """Of `config`; None where that has none, or none that this version accepts."""
+    """Compression section of `config`. None if it has none, or none that this version accepts."""
 
 
 def read_run(directory: Path, config: Path | None = None) -> Run:
-    """Raises DataError when `directory` holds no statistics, ConfigError when `config` cannot be read."""
+    """Read the run in `directory`.
+
+    Args:
+        directory: Output directory of the run, or the directory of its compression.jsonl.
+        config: Configuration to use in place of the one that the run left.
+
+    Raises:
+        DataError: `directory` does not exist or holds no statistics.
+        ConfigError: `config` cannot be read.
+    """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give the output directory of a run, or its monitor.path")
     found = read_directory(directory, None if config is None else read_ds_config(config))
@@ -79,7 +93,10 @@ def _section(config: Line | None) -> CompressConfig | None:
 
 
 def _points(lines: Sequence[Line], key: str) -> Points:
-    """Values by step. Null is not known, but not finite where finite ones come before it."""
+    """Return the values of `key` by step.
+
+    A null means "unknown" before the first value that is not null, and "not finite" (NaN) after it.
+    """
     found, seen = [], False
     for line in in_order(line for line in lines if key in line):
         value = line[key]

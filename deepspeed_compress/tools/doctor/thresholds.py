@@ -1,4 +1,4 @@
-"""Where figures of a run begin to mean something. Every value has its reason, and none is fitted to a run."""
+"""Values from which figures of a run are meaningful. Each has its reason, and none is fitted to a run."""
 
 from dataclasses import dataclass
 
@@ -7,78 +7,97 @@ __all__ = ["Thresholds"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Shares are of the time of a step or of the bytes of a rank, where nothing else is said."""
+    """Thresholds of the rules. Fractions are of the step time or of a rank's bytes, unless stated otherwise."""
 
     lines: int = 16
-    """Measured steps that a rule needs: a median of fewer is moved by two or three slow ones, and the same rank is
-    the slowest in nine of ten of them by chance once in a thousand runs."""
+    """Minimum number of measured steps for a rule.
+
+    Two or three slow steps would shift the median of fewer. Also, the same rank is the slowest in nine of ten of them
+    by chance only once in a thousand runs.
+    """
 
     wait: float = 0.25
-    """Waiting for messages: without it the step would be a third faster at most. Below, other things matter more."""
+    """Time spent waiting for messages. Without it, a step would take a quarter less. Below it, other causes matter."""
     cost: float = 0.15
-    """Encoding and decoding: the project's aim is 1.15 of the step without communication, which this alone uses up."""
+    """Time for encoding and decoding.
+
+    The project's goal is 1.15 times the step time without communication, which this cost alone would use up.
+    """
     gain: float = 0.05
-    """What is worth a change that costs nothing; two runs of the same settings differ by less."""
+    """Gain that justifies a change without cost. Two runs with the same settings differ by less."""
     own_gain: float = 0.1
-    """What is worth a change that may cost accuracy or needs work elsewhere: twice `gain`."""
+    """Gain that justifies a change that may cost accuracy or needs work elsewhere: twice `gain`."""
     kernel_rate: float = 0.4e9
-    """Bytes of input that a core encodes in a second, with error feedback: plain PyTorch reaches half of it, the C++
-    kernels 25 times it, which leaves room for cores and memory that are shared."""
+    """Input bytes that a core encodes per second with error feedback.
+
+    Plain PyTorch reaches half of this, the C++ kernels 25 times as much. The margin allows for shared cores and memory.
+    """
     kernel_bytes: int = 4_000_000
-    """Smaller inputs say nothing of kernels: a call costs as much as its elements. It is one round of an exchange."""
+    """Minimum input size in bytes to judge kernels by, one round of an exchange. Below it, call overhead dominates."""
     small_message: int = 1_000_000
-    """Bytes of a step that travel in 8 ms at 1 Gbit/s: who waits longer for less waits for latency, not for bytes."""
+    """Bytes per step that 1 Gbit/s carries in 8 ms. A longer wait for fewer bytes is due to latency, not bandwidth."""
 
     raw: float = 0.9
-    """Uncompressed part of the gradients sent: compressing the rest to nothing would save less than a tenth."""
+    """Uncompressed fraction of the gradient bytes sent. Compressing the rest to nothing would save at most a tenth."""
     no_ratio: float = 1.25
-    """Compression ratio, beyond what the stage gives by itself, below which less than a fifth of the bytes is saved."""
+    """Compression ratio relative to that of the ZeRO stage without compression. Below it, under a fifth is saved."""
     most: float = 0.75
-    """Part of all bytes that is not gradients: halving the gradients then saves an eighth at most."""
+    """Fraction of all bytes that are not gradients. Halving the gradients then saves an eighth at most."""
     weights: float = 0.5
-    """Part of all bytes that is weights, when they outweigh everything else."""
+    """Fraction of all bytes that are weights, so that weights outweigh everything else."""
 
     delay: float = 10.0
-    """Residual norm over gradient norm: about the steps by which gradients arrive late. Adam's first moment (beta1 0.9)
-    averages over 10."""
+    """Residual norm divided by gradient norm, which is about the number of steps by which gradients arrive late.
+
+    Adam's first moment (beta1 0.9) averages over 10 steps.
+    """
     growth: float = 2.0
-    """Residual norm of the last quarter over that of the second: it is 7/3 where it grows with the steps, so that
-    nearly nothing is ever sent, and 1.5 where it grows with their root."""
+    """Residual norm of the last quarter divided by that of the second quarter.
+
+    The quotient is 7/3 if the norm grows linearly with the steps, so that almost nothing is ever sent. It is 1.5 if the
+    norm grows with the square root of the steps.
+    """
     cosine: float = 0.2
-    """Similarity to the true gradient: its square, 4 %, is the part of the gradient that the step follows."""
+    """Cosine similarity to the true gradient. Its square, 4 %, is the fraction of the gradient that a step follows."""
     loss_gap: float = 0.01
-    """Loss above the baseline's: twice the project's aim (0.5 %), five times what seeds differ by (0.2 %)."""
+    """Relative loss above the baseline: twice the project's goal (0.5 %), five times the spread of seeds (0.2 %)."""
     sigmas: float = 6.0
-    """Standard errors, so that the lowest of many windows is not taken for a turn."""
+    """Number of standard errors, large enough that the lowest of many windows is not mistaken for a turning point."""
     lost: float = 0.2
-    """Part of the descent of the loss that must be lost again: more than a learning rate's next step brings back."""
+    """Fraction of the loss's descent that must be lost again: more than the next step of the learning rate restores."""
     rise: float = 0.05
-    """The least rise of the loss, of its lowest value, that counts at all."""
+    """Smallest relative rise above the lowest loss that is considered at all."""
 
     memory: float = 0.2
-    """Residuals over peak memory: the next smaller type gives back half of that, which is `own_gain`."""
+    """Residuals as a fraction of peak memory. The next smaller dtype frees half of that, which is `own_gain`."""
     memory_growth: float = 0.05
-    """Growth of the peak from the first quarter to the end; allocators are settled by then."""
+    """Relative growth of the peak from the first quarter to the end. Allocators have stabilized by then."""
     memory_steady: float = 0.01
-    """The least growth in each of the last three quarters: a leak does not pause, a cache does."""
+    """Minimum growth in each of the last three quarters. A leak grows steadily; a cache does not."""
 
     straggler: float = 0.1
-    """Time by which the slowest rank is behind the median one: all others wait for it, and no setting gets it back."""
+    """Time by which the slowest rank is behind the median rank. All others wait for it, and no setting recovers it."""
     same_rank: float = 0.9
-    """Part of the steps in which it is the same rank."""
+    """Fraction of the steps in which the same rank is the slowest."""
     noise: float = 0.25
-    """The same excess where the rank changes: chance makes some rank the slowest, but not by a quarter of a step."""
+    """Threshold for `Slowest.behind` if the slowest rank varies. Chance does not delay a rank by a quarter step."""
 
     alike: float = 0.05
-    """Cosine between what islands move: its square, a quarter of a percent, is the part that they have in common, and
-    islands that see data of one kind have many times that."""
+    """Cosine between the movements of islands.
+
+    Its square, a quarter of a percent, is the fraction that they share. Islands that train on data of one kind share
+    many times that.
+    """
     late: float = 0.5
-    """Part of the exchanges that an island misses: with most of them missed its work is mostly lost."""
+    """Fraction of the exchanges that an island misses. If it misses most of them, most of its work is lost."""
 
     anomalies: int = 3
-    """Fewer may be bad data."""
+    """Minimum number of anomalies. Fewer may be due to bad data."""
     skipped: float = 0.02
-    """Steps that are not finite, after `skipped_from`: a dynamic loss scale tries a higher one every 1000 steps, and
-    may skip one each time; twenty times that is trouble."""
+    """Fraction of steps after `skipped_from` that are not finite.
+
+    A dynamic loss scale tries a higher value every 1000 steps and may skip one step each time. Twenty times that is a
+    problem.
+    """
     skipped_from: int = 20
-    """Optimizer steps in which a dynamic loss scale comes down from its start, 2 to the power of 16."""
+    """Optimizer steps within which a dynamic loss scale comes down from its initial value of 2 to the power of 16."""

@@ -1,4 +1,4 @@
-"""What a noisy series of numbers does: medians of its quarters, smoothed values, its noise, where it turns."""
+"""Statistics of noisy series: medians of quarters, smoothed values, noise, and the turning point."""
 
 import math
 import statistics
@@ -9,11 +9,11 @@ from itertools import pairwise
 __all__ = ["Turn", "noise", "quarters", "smoothed", "turn"]
 
 _MAD_TO_DEVIATION = 0.6745
-"""Median of the magnitude of a normal variable, in standard deviations."""
+"""Median absolute value of a standard normal variable."""
 
 
 def quarters(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """Medians of the four quarters. Needs four values."""
+    """Return the medians of the four quarters of `values`, which must hold at least four values."""
     size = len(values)
     cuts = [values[part * size // 4 : (part + 1) * size // 4] for part in range(4)]
     first, second, third, last = (statistics.median(cut) for cut in cuts)
@@ -21,22 +21,27 @@ def quarters(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Means of every `window` values that follow each other."""
+    """Return the means of all windows of `window` consecutive values."""
     return [statistics.fmean(values[end - window : end]) for end in range(window, len(values) + 1)]
 
 
 def noise(values: Sequence[float]) -> float:
-    """Standard deviation of one value about the trend, from the median step between neighbours."""
+    """Return the standard deviation of a value around the trend, estimated from the median step between neighbors."""
     steps = [abs(after - before) for before, after in pairwise(values)]
     return statistics.median(steps) / _MAD_TO_DEVIATION / math.sqrt(2) if steps else 0.0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A series that fell and rises again: means of windows at the start, at the lowest point and at the end.
+    """Turning point of a series that fell and rises again.
 
-    `lowest_at`, `began_at`: indices of the last value of the lowest window, and of the first that has risen for good.
-    `error`: standard error of the difference of two windows.
+    Attributes:
+        first: Mean of the first window.
+        lowest: Mean of the lowest window.
+        last: Mean of the last window.
+        lowest_at: Index of the last value of the lowest window.
+        began_at: Index of the last value of the first window that has risen for good.
+        error: Standard error of the difference between two windows.
     """
 
     first: float
@@ -52,7 +57,7 @@ class Turn:
 
 
 def turn(values: Sequence[float]) -> Turn:
-    """The lowest point of `values`, smoothed over a tenth of them, and what came after."""
+    """Return the turning point of `values`, smoothed over windows of a tenth of their number."""
     window = max(1, len(values) // 10)
     means = smoothed(values, window)
     at = min(range(len(means)), key=means.__getitem__)

@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, and says what they found."""
+"""Run the parts one after the other and report what they found."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        # What would have an extension built fails, here as on machines that have no compiler for it.
+        # Building an extension fails, as on machines without a compiler.
         "cuda": {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "4", "CXX": "no-compiler"},
         "cpu": {
             "DS_ACCELERATOR": "cpu",
@@ -35,13 +35,13 @@ _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Of the processes of parts, by device."""
+"""Environment of the processes of parts, by device."""
 _NEEDED = ("torch", "triton", "rich")
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "pydantic")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 nothing failed, 1 something did; usage errors end the program with 2."""
+    """Run the command. Return 0 if nothing failed, else 1. Usage errors end the program with 2."""
     options = parse({part.name: part.summary for part in PARTS}, arguments)
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, packages: Path) -> int:
     if options.wheels is not None:
         install_wheels(options.wheels, packages)
-    # This process and all processes of parts see the packages.
+    # Both this process and the processes of parts must see the packages.
     sys.path.insert(0, str(packages))
     _check(options.device)
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
@@ -64,7 +64,11 @@ def _run(options: argparse.Namespace, packages: Path) -> int:
 
 
 def _check(device: str) -> None:
-    """CompressError when nothing could be found out, or shown at the end."""
+    """Check that the parts can run and their findings can be shown.
+
+    Raises:
+        CompressError: A package or the GPU is missing.
+    """
     if absent := [name for name in _NEEDED if find_spec(name) is None]:
         raise CompressError(f"this needs {', '.join(absent)}; install it, or put wheels into a directory: --wheels DIR")
     import torch
@@ -81,7 +85,7 @@ def _run_parts(chosen: Sequence[Part], options: argparse.Namespace, environment:
         print(f"{part.name}: {part.summary} ...", flush=True)
         seconds = until[part.name] - (time.monotonic() - begin)
         found += run_part(part, Task(options.device, seconds, output), environment)
-        # After each part, so that it is there whatever becomes of the machine.
+        # Written after each part, so that the file exists even if the machine crashes later.
         write_json(options.output, document(found, _machine(options.device)))
     return found
 

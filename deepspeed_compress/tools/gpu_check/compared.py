@@ -1,4 +1,4 @@
-"""A kernel beside plain torch: what the two are given, and how their results are compared."""
+"""Comparison of a kernel with plain torch: the inputs of both, and how results are compared."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,24 @@ from deepspeed_compress.compression.kernels import reference
 __all__ = ["Comparison", "Kernels", "Rule", "awkward", "same_bits", "within"]
 
 Kernels = Any
-"""A module of `deepspeed_compress.compression.kernels` that implements the operations."""
+"""Module of `deepspeed_compress.compression.kernels` that implements the operations."""
 Run = Callable[[Kernels, Tensor, int], tuple[Tensor, ...]]
-"""`run(kernels, x, first)`: the results for `x`, flat fp32, elements `first` and on of a longer vector. All else that
-the operation takes is made of `x` element by element, so that a part of the vector gives a part of the results."""
+"""Function `run(kernels, x, first)` that returns the results for `x`.
+
+`x` is a flat fp32 tensor that holds the elements from `first` on of a longer vector. All other inputs are derived from
+`x` element by element, so that a part of the vector gives a part of the results.
+"""
 Rule = Callable[[Sequence[Tensor], Sequence[Tensor]], str]
-"""`rule(actual, expected)`: what differs, "" when nothing that matters does."""
+"""Function `rule(actual, expected)` that describes a relevant difference, or returns ""."""
 
 CHUNK = 1 << 24
-"""Elements whose results are compared at once."""
+"""Number of elements whose results are compared at once."""
 _ON_CPU = 1 << 17
-"""Up to so many elements plain torch computes on the CPU, above on the same device: it is its definition everywhere."""
+"""Largest number of elements for which plain torch, the reference on every device, computes on the CPU."""
 
 
 def same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Equal bits, the sign of zero included; of NaN only that it is one."""
+    """Return how the bits differ, including the sign of zero, or "". All NaNs are regarded as equal."""
     found = (_difference(index, *pair) for index, pair in enumerate(zip(actual, expected, strict=True)))
     return next(filter(None, found), "")
 
@@ -46,7 +49,7 @@ def _difference(index: int, actual: Tensor, expected: Tensor) -> str:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Integers that are equal where the bits of `x` are, or both are NaN."""
+    """Return integers that are equal if the bits of `x` are equal or both are NaN."""
     if not x.is_floating_point():
         return x
     integers = {2: torch.int16, 4: torch.int32}[x.itemsize]
@@ -54,7 +57,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def within(tolerance: float) -> Rule:
-    """A rule: no result is off by more than `tolerance` of the largest element."""
+    """Return a rule by which no result differs by more than `tolerance` times the largest element."""
 
     def rule(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
         worst = max((_error(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
@@ -70,11 +73,20 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row: `operation` is the name in the module of kernels.
+    """Row of the table of comparisons.
 
-    `unit`: chunks begin at its multiples. `rates`: entries of each result for an element. `plain`: without numbers that
-    are not finite, of one magnitude. `sizes`: besides those that all have. `large`: also at 2**31 and some elements,
-    where `bytes` for each of them are free. `promised`: whether the same bits are promised, or only wished for.
+    Attributes:
+        operation: Name in the module of kernels.
+        name: Name in the table.
+        run: Function that computes the results.
+        rates: Number of entries of each result per element.
+        unit: Number of elements of which chunks start at multiples.
+        rule: Rule that compares the results.
+        plain: Whether the input has neither numbers that are not finite nor very different magnitudes.
+        sizes: Sizes in addition to those of all rows.
+        large: Whether a size beyond 2**31 is also compared, if `bytes` per element are free.
+        bytes: Bytes of device memory per element that a large comparison needs.
+        promised: Whether equal bits are promised. If not, a difference is reported as missed, not as failed.
     """
 
     operation: str
@@ -90,7 +102,7 @@ class Comparison:
     promised: bool = True
 
     def differs(self, kernels: Kernels, device: torch.device, numel: int) -> str:
-        """What `kernels` return otherwise than plain torch for `numel` elements; "" when nothing."""
+        """Return how the results of `kernels` differ from plain torch for `numel` elements, or ""."""
         x = (ordinary if self.plain else awkward)(numel, device)
         before = x.clone() if numel <= CHUNK else None
         results = self.run(kernels, x, 0)
@@ -113,12 +125,12 @@ class Comparison:
 
 
 def ordinary(numel: int, device: torch.device) -> Tensor:
-    """Normal numbers, the same wherever the device is one of a kind."""
+    """Return normally distributed numbers, the same on all devices of a kind."""
     return torch.randn(numel, generator=torch.Generator(device).manual_seed(numel), device=device)
 
 
 def awkward(numel: int, device: torch.device) -> Tensor:
-    """Numbers of many magnitudes; runs of denormals, huge ones, zeros and ties; here and there infinity and NaN."""
+    """Return numbers of many magnitudes, with denormals, huge numbers, zeros, ties, and some infinities and NaNs."""
     x = ordinary(numel, device)
     x[: min(numel, CHUNK)] *= 10.0 ** torch.linspace(-3, 3, min(numel, CHUNK), device=device)
     for place, factor in ((64, 1e-42), (130, 1e37), (200, 1e-30), (260, 0.0), (330, -0.0)):

@@ -1,4 +1,4 @@
-"""What part 3 looks at: a step of each method between this rank and its image."""
+"""Exchanges that part 3 checks: a step of each method between this rank and its mirror image."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _COLUMNS = 512
 
 @dataclass(frozen=True)
 class _Place:
-    """A bucket of two matrices, of which each rank owns one: messages of one length, so that they can come back."""
+    """Bucket of two matrices, each owned by one rank, so that all messages have the same length and can be mirrored."""
 
     site: Site
     bucket: Tensor
@@ -43,7 +43,7 @@ def _make_place(device: str) -> _Place:
 
 
 def exchange_gradients(section: Mapping[str, Any], device: str) -> Callable[[], object]:
-    """A step with `section` under `gradients`: a reduce-scatter and an all-reduce, and what is remembered."""
+    """Return a step with `section` under `gradients`: a reduce-scatter, an all-reduce and the update of residuals."""
     gradients: Any = parse_section({SECTION: {"gradients": dict(section)}}).gradients
     place, steps = _make_place(device), count()
     reductions, clock = Reductions(place.site), place.site.run.clock
@@ -60,7 +60,7 @@ def exchange_gradients(section: Mapping[str, Any], device: str) -> Callable[[], 
 
 
 def exchange_weights(section: Mapping[str, Any], device: str) -> Callable[[], object]:
-    """A step with `section` under `weights`: the differences of ZeRO 1 and 2."""
+    """Return a step with `section` under `weights`: gathering differences as in ZeRO 1 and 2."""
     weights: Any = parse_section({SECTION: {"weights": dict(section)}}).weights
     place, steps = _make_place(device), count()
     reduction = WeightReduction(weights, place.site.parameters, place.site.run)

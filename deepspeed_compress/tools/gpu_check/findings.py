@@ -1,4 +1,4 @@
-"""What a part found: a row of the table, an object of the JSON file."""
+"""Findings of a part: rows of the table and objects of the JSON file."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -10,14 +10,24 @@ __all__ = ["VERDICTS", "Finding", "Task", "Verdict", "document", "read_findings"
 
 Verdict = Literal["pass", "fail", "missed", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""`fail`: something is wrong. `missed`: it works, and misses its goal. `not run`: nothing was learnt; `why` says it."""
+"""Possible verdicts.
+
+`fail` means that something is wrong. `missed` means that it works but misses its goal. `not run` means that nothing was
+learned, for the reason in `why`.
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` was looked at, the `figure` that was seen and the `goal` that it is held against, for people to read.
+    """Result of one check, in words for people.
 
-    `part` is filled in by who starts the part.
+    Attributes:
+        what: What was checked.
+        verdict: Verdict of the check.
+        figure: What was observed.
+        goal: What it is compared with.
+        why: Reason for the verdict.
+        part: Name of the part. It is filled in by the program that starts the part.
     """
 
     what: str
@@ -30,10 +40,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Task:
-    """What the process of a part is told.
+    """Task of the process of a part.
 
-    `device`: "cuda" or "cpu". `seconds`: after so many the process is ended. `output`: where files of the part go,
-    besides its findings. `small`: the fewest cases of each kind, for tools that make everything slow.
+    Attributes:
+        device: "cuda" or "cpu".
+        seconds: Time after which the process is ended.
+        output: Directory for files of the part other than its findings.
+        small: Whether to run the fewest cases of each kind, for tools that slow everything down.
     """
 
     device: str
@@ -55,14 +68,14 @@ class Task:
 
 
 def read_findings(path: Path, part: str) -> Iterator[Finding]:
-    """What a part has written so far, a line a finding; a line that was cut short is left out."""
+    """Yield what a part has written so far, one finding per line. A truncated line is left out."""
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
         if line.endswith("\n"):
             yield Finding(**json.loads(line) | {"part": part})
 
 
 def document(findings: Iterable[Finding], environment: dict[str, Any]) -> dict[str, Any]:
-    """The JSON file: where it ran, how many of each verdict, and the findings."""
+    """Return the content of the JSON file: the environment, the number of each verdict, and the findings."""
     rows = [asdict(finding) for finding in findings]
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
     return {"environment": environment, "verdicts": counts, "findings": rows}

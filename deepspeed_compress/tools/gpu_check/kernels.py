@@ -14,19 +14,19 @@ from deepspeed_compress.tools.gpu_check.operations import COMPARISONS
 __all__ = ["compare", "findings"]
 
 _BORDERS = (0, 1, 2, 63, 65, 2047, 2048, 2049, 4096, 5000, 100_003, (1 << 22) + 7)
-"""Tiles of programs have 2048 elements, or a block of up to 4096."""
+"""Sizes around the borders of tiles, which have 2048 elements or are blocks of up to 4096."""
 _INTERPRETED = (0, 1, 65, 2049, 5000)
 _FEW = (1, 2049, 5000)
 _HUGE = (1 << 31) + 5
 _SPARE = 1.3
-"""Of the memory that a comparison names: what chunks of plain torch take besides."""
+"""Factor by which a comparison may exceed the memory it states, because chunks of plain torch need memory too."""
 _RESERVE = 8.0
-"""Seconds before the limit at which nothing new begins."""
+"""Seconds before the limit at which no new comparison is started."""
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """A finding for each row of the table of comparisons."""
-    from deepspeed_compress.compression.kernels import gpu  # after TRITON_INTERPRET is set
+    """Yield a finding for each row of the table of comparisons."""
+    from deepspeed_compress.compression.kernels import gpu  # must follow the setting of TRITON_INTERPRET
 
     until = time.monotonic() + task.seconds - _RESERVE
     device = torch.device(task.device)
@@ -40,20 +40,20 @@ def findings(task: Task) -> Iterator[Finding]:
 
 
 def _few() -> list[Comparison]:
-    """The first and the last row of every operation."""
+    """Return the first and the last row of every operation."""
     first, last = ({row.operation: row for row in rows} for rows in (reversed(COMPARISONS), COMPARISONS))
     return [row for operation in last for row in dict.fromkeys((first[operation], last[operation]))]
 
 
 def sizes_of(row: Comparison, task: Task) -> tuple[int, ...]:
-    """Numbers of elements at which `row` is compared."""
+    """Return the numbers of elements at which `row` is compared."""
     if task.small:
         return _FEW
     return (*(_BORDERS if task.on_gpu else _INTERPRETED), *row.sizes)
 
 
 def compare(row: Comparison, kernels: Kernels, device: torch.device, sizes: tuple[int, ...]) -> Finding:
-    """The first size of `sizes` at which `kernels` return something else than plain torch, or that there is none."""
+    """Return the first size at which `kernels` differ from plain torch, or that there is none, as a finding."""
     for numel in sizes:
         try:
             found = row.differs(kernels, device, numel)

@@ -1,4 +1,4 @@
-"""Part 7: what compression does to a language model's loss, and to its step where no network holds it back."""
+"""Part 7: the effect of compression on a language model's loss, and on its step time without a network limit."""
 
 import statistics
 import time
@@ -14,14 +14,14 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "cuda": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "length": 1024, "micro_batch": 8},
     "cpu": {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "length": 16, "micro_batch": 4},
 }
-"""Of GPT-2 with 124 million parameters, and of a toy: fields of `workload.Shape`."""
+"""Shapes of GPT-2 with 124 million parameters and of a toy model: fields of `workload.Shape`."""
 _SHORT: Mapping[str, int] = {"cuda": 256, "cpu": 16}
-"""Tokens of a sequence where 200 steps are wanted."""
+"""Tokens per sequence for the loss, which takes 200 steps."""
 _STEPS: Mapping[str, int] = {"cuda": 200, "cpu": 12}
 _RANKS, _STAGE, _BUCKET = 2, 2, 50_000_000
 _WARM_UP, _TIMED = 3, 15
 _LAST = 10
-"""Steps whose mean loss counts."""
+"""Number of last steps whose mean loss is compared."""
 _GOAL_LOSS, _GOAL_TIME = 0.02, 0.03
 _TIME_SHARE = 0.25
 _NAMES = {"cuda": "GPT-2, 124M", "cpu": "a toy of GPT-2"}
@@ -29,7 +29,7 @@ _SECTIONS = ("uncompressed", "4 bits")
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """First the step, which is short; then the losses, as many steps as there is time for."""
+    """Yield findings on the step time and then on the loss, with as many steps as the remaining time allows."""
     if absent := missing():
         yield Finding(_NAMES[task.device], "not run", why=absent)
         return
@@ -42,7 +42,7 @@ def findings(task: Task) -> Iterator[Finding]:
 
 
 def judge_times(said: Said, task: Task) -> Finding:
-    """The step that compresses against the one that does not."""
+    """Compare the time of a compressed step with that of an uncompressed one."""
     what, goal = f"{_NAMES[task.device]}: step, no network", f"at most {_GOAL_TIME:.0%} more"
     if said.trouble or len(said.results[0]) < len(_SECTIONS):
         return Finding(what, "fail", goal=goal, why=said.trouble or "it did not get to the end")
@@ -55,7 +55,7 @@ def judge_times(said: Said, task: Task) -> Finding:
 
 
 def judge_losses(said: Said, task: Task) -> Iterator[Finding]:
-    """The mean of the last losses over the ranks, with and without."""
+    """Compare the means of the last losses over all ranks, with and without compression."""
     what, goal = f"{_NAMES[task.device]}: loss", f"within {_GOAL_LOSS:.0%}"
     if said.trouble or any(len(results) < len(_SECTIONS) for results in said.results):
         yield Finding(what, "fail", goal=goal, why=said.trouble or "ranks did not get to the end")
@@ -75,7 +75,7 @@ def _last(losses: Sequence[Sequence[float]]) -> float:
 
 
 def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """On the one rank that is there, of two: seconds of steps, without and with compression."""
+    """Yield the seconds of steps without and with compression. Runs on the one real rank of two."""
     for section in _SECTIONS:
         engine, text = _start(job, section, _WARM_UP + _TIMED, SHAPES[job["device"]]["length"])
         seconds = [_timed(engine, batch)[1] for batch in text]
@@ -84,7 +84,7 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def learn(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """On a rank: losses of steps, without and with compression; of fewer than wanted where a step takes long."""
+    """Yield the losses of steps without and with compression on a rank. Slow machines make fewer steps."""
     steps = None
     for section in _SECTIONS:
         engine, text = _start(job, section, steps or _STEPS[job["device"]], _SHORT[job["device"]])
@@ -96,7 +96,7 @@ def learn(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _affordable(step: float, seconds: float, wanted: int) -> int:
-    """How many steps fit, the same number on all ranks."""
+    """Return the number of steps that fit into `seconds`, the same on all ranks."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * dist.get_world_size()
@@ -105,7 +105,7 @@ def _affordable(step: float, seconds: float, wanted: int) -> int:
 
 
 def _timed(engine: Any, batch: Any) -> tuple[float, float]:
-    """Loss and seconds of a step."""
+    """Return the loss and the seconds of a step."""
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_compress.tools.gpu_check.workload import train_step
@@ -117,7 +117,7 @@ def _timed(engine: Any, batch: Any) -> tuple[float, float]:
 
 
 def _start(job: Mapping[str, Any], section: str, steps: int, length: int) -> tuple[Any, Any]:
-    """An engine, and a batch for each step."""
+    """Return an engine and a batch for each step."""
     import torch
     from deepspeed.accelerator import get_accelerator
 

@@ -1,12 +1,12 @@
-"""A group of ranks of which this process is the first, and all others do what it does: no network, no waiting.
+"""A process group in which this process is rank 0 and all other ranks mirror it: no network and no waiting.
 
-What a rank computes is there, at the cost that it has, and what it sends comes back. It is what a compressed step costs
-where the network is not the limit, and with `Late` messages it is as asynchronous as NCCL is, in one process. What is
-learnt that way is nothing, for the other ranks' parts are copies.
+The work of a rank is done at its real cost, and what it sends comes back to it. This shows the cost of a compressed
+step without a network limit. With `Late` messages it is as asynchronous as NCCL, in a single process. The training
+result is meaningless, because the other ranks' parts are copies.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, call-arg, override"
-# What torch says of process groups is of those that are written in C++.
+# torch's types describe process groups that are implemented in C++.
 
 import random
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from torch.futures import Future
 __all__ = ["Late", "Mirror", "join_mirror"]
 
 _CYCLES = 2_000_000
-"""By which a message on a GPU is late at most: about a millisecond."""
+"""Maximum delay of a message on a GPU in clock cycles: about a millisecond."""
 
 
 def join_mirror(size: int) -> None:
-    """The default group of torch.distributed: this process, and its image `size` - 1 times."""
+    """Create the default group of torch.distributed from this process and `size` - 1 mirror images."""
     if not hasattr(dist.Backend, "MIRROR"):
         dist.Backend.register_backend("mirror", _create, devices=["cpu", "cuda"])
     dist.init_process_group("mirror", store=dist.HashStore(), rank=0, world_size=size)
@@ -44,7 +44,7 @@ def _done() -> Any:
 
 @dataclass
 class _Letter:
-    """A receive on the host. What was sent is read, and written, when it is waited for: zeros if nothing was."""
+    """Receive on the host. The message is read and written when it is waited for; if none was sent, it is zeros."""
 
     target: Tensor
     sent: Tensor | None = None
@@ -59,7 +59,7 @@ class _Letter:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Messages on a stream of their own; to wait means that the current stream waits."""
+    """Messages on a separate stream. Waiting makes the current stream wait for them."""
 
     event: Any
 
@@ -69,20 +69,24 @@ class _Arrival:
 
 
 class Late:
-    """Messages travel on the host when they are waited for, on a GPU beside the stream that sends, after a pause."""
+    """Delay of messages.
+
+    On the host, messages are delivered when they are waited for. On a GPU, they travel on a separate stream after a
+    pause.
+    """
 
     def __init__(self, device: str, seed: int) -> None:
         self._random = random.Random(seed)
         self._stream: Any = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
 
     def travel(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Arrival:
-        """Of tensors on a GPU."""
+        """Deliver tensors on a GPU."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(int(_CYCLES * self._random.random()))  # type: ignore[no-untyped-call]
             for output, sent in zip(outputs, inputs, strict=True):
                 _reflect(sent, output)
-                # As NCCL does: memory that is given back meanwhile is not used again before.
+                # As in NCCL, memory that is freed meanwhile must not be reused before the message has arrived.
                 sent.record_stream(self._stream)
                 output.record_stream(self._stream)
             return _Arrival(self._stream.record_event())
@@ -96,10 +100,10 @@ def _reflect(sent: Tensor | None, output: Tensor) -> None:
 
 
 class Mirror(dist.ProcessGroup):
-    """The collectives that DeepSpeed and the package call, as copies on this rank's device; see torch's of these names.
+    """Process group with the collectives that DeepSpeed and the package call, as copies on this rank's device.
 
-    An all-to-all, or a send and its receive, give back what was sent, or zeros where it has another length: at once, or
-    when `late` says.
+    See torch's collectives of the same names. An all-to-all, or a send with its receive, returns what was sent, or
+    zeros if it has another length. It does so at once, or when `late` decides.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -135,7 +139,7 @@ class Mirror(dist.ProcessGroup):
         return _done()
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        # One by one: `mine` may be a part of the output.
+        # Copy one by one, because `mine` may be a part of the output.
         for part in output.view(self.size(), -1):
             part.copy_(mine.view(-1))
         return _done()
@@ -144,7 +148,7 @@ class Mirror(dist.ProcessGroup):
         torch.mul(whole.view(self.size(), *output.shape)[self.rank()], self.size(), out=output)
         return _done()
 
-    # As torch from 2.13 on calls them.
+    # Names of the same methods in torch 2.13 and later.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
@@ -159,7 +163,7 @@ class Mirror(dist.ProcessGroup):
         return letter
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Any:
-        """To the last receive that was posted, as `exchange` has it."""
+        """Send to the last receive that was posted, in the order that `exchange` uses."""
         if (letter := self._posted.pop((target, tag), None)) is not None:
             letter.sent = tensors[0]
             if self.late is None:

@@ -1,4 +1,4 @@
-"""The table of comparisons: one row adds one. Every operation of the module of kernels has a row at least."""
+"""Table of comparisons, to which a row adds one. Every operation of the kernels module has at least one row."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,21 +30,21 @@ FORMS = {
     "4 bits, blocks of 96": BlockFormat("absmax", 7, 4, 96),
     "3 bits": BlockFormat("absmax", 3, 3, 64),
 }
-"""The last two are no kernel's: plain torch on the same device takes them."""
+"""Block formats by name. No kernel implements the last two; plain torch on the same device does."""
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 KEY = 0x9ABC_DEF0_FFFF_F000
-"""Of random numbers, such that the counter of elements goes over 32 bits."""
+"""Key of random numbers, chosen so that the counter of elements exceeds 32 bits."""
 DECAY, FACTOR = 0.95, 1 / 3
 _RARE = 1e-3
-"""Of scales that come from sums: how many may differ in the last bit of fp32. In 16 bits fewer do."""
+"""Fraction of scales computed from sums that may differ in the last bit of fp32. Fewer differ in 16 bits."""
 ONE = Fraction(1)
 _ROOM = Fraction(64)
-"""Bytes for an element, of which no payload has as many: it is compared as a whole."""
+"""Bytes per element, more than any payload has, so that the payload is compared as a whole."""
 
 
 def quantize(form: BlockFormat, numbers_type: torch.dtype, memory_type: torch.dtype | None, random: bool) -> Comparison:
-    """Scales, codes one by one, and, with a memory, what it becomes."""
+    """Compare scales, individual codes and, with error feedback, the new residual."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         numbers = torch.full((-(-x.numel() // form.block_size),), 7.0, dtype=numbers_type, device=x.device)
@@ -71,7 +71,10 @@ def form_name(form: BlockFormat) -> str:
 
 
 def _key(first: int) -> int:
-    """Under which element 0 has the random number of element `first` under `KEY`: the counter is the lower half."""
+    """Return the key under which element 0 has the random number of element `first` under `KEY`.
+
+    The lower half of the key is the counter.
+    """
     return KEY >> 32 << 32 | (KEY + first) & 0xFFFF_FFFF
 
 
@@ -83,7 +86,10 @@ def _memory(x: Tensor, kept: torch.dtype | None) -> ResidualBuffers | None:
 
 
 def _given_scales(form: BlockFormat, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Scales of sums may, rarely, be one number apart; in all other blocks everything has the same bits."""
+    """Compare results while allowing a few scales of sums to be one number apart.
+
+    All results must have equal bits in the blocks whose scales are equal.
+    """
     apart = _apart(actual[0], expected[0])
     far, near = int((apart > 1).sum()), int((apart == 1).sum())
     if far or near > max(1.0, _RARE * apart.numel()):
@@ -92,14 +98,14 @@ def _given_scales(form: BlockFormat, actual: Sequence[Tensor], expected: Sequenc
 
 
 def _apart(some: Tensor, others: Tensor) -> Tensor:
-    """How many numbers of their type two tensors of scales, which are >= 0 or NaN, are apart."""
+    """Return how many representable numbers two tensors of scales, which are >= 0 or NaN, are apart."""
     integers = {2: torch.int16, 4: torch.int32}[some.itemsize]
     some, others = (one.nan_to_num(nan=-1.0, posinf=math.inf).view(integers).long() for one in (some, others))
     return (some - others).abs()
 
 
 def _where_equal(form: BlockFormat, equal: Tensor, codes: Tensor, *after: Tensor) -> list[Tensor]:
-    """Codes one by one, and the memory, 0 in the blocks that are not `equal`."""
+    """Return individual codes and the residual, with 0 in the blocks that are not `equal`."""
     numel = after[0].numel() if after else codes.numel() * 8 // form.bits
     kept = equal.repeat_interleave(form.block_size)
     kept = torch.cat((kept, kept.new_ones(max(0, numel - kept.numel()))))[:numel]
@@ -111,7 +117,7 @@ def _unpacked(form: BlockFormat, codes: Tensor, numel: int) -> Tensor:
 
 
 def dequantize(form: BlockFormat, numbers_type: torch.dtype) -> Comparison:
-    """A sum to which a message of any bytes was added."""
+    """Compare a sum to which a message of arbitrary bytes was added."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         numbers = x[:: form.block_size].abs().to(numbers_type)
@@ -132,7 +138,7 @@ def dequantize(form: BlockFormat, numbers_type: torch.dtype) -> Comparison:
 
 
 def dequantize_sum(form: BlockFormat, numbers_type: torch.dtype, count: int) -> Comparison:
-    """A sum to which `count` messages of any bytes were added."""
+    """Compare a sum to which `count` messages of arbitrary bytes were added."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         given = [x * (1.0 + 0.25 * number) for number in range(count)]
@@ -153,9 +159,10 @@ def dequantize_sum(form: BlockFormat, numbers_type: torch.dtype, count: int) -> 
 
 
 def _bytes(x: Tensor, bits: int) -> Tensor:
-    """A byte for every 8 / `bits` elements of `x`: of eight elements, the low bits of the mantissas of the first ones.
+    """Return one byte per 8 / `bits` elements of `x`, from the low bits of the mantissas.
 
-    What begins at a multiple of eight elements has its part of them.
+    Of eight elements, the first `bits` are used. A slice of `x` that starts at a multiple of eight elements gives the
+    corresponding slice of the result.
     """
     whole = torch.cat((_low_bits(x), torch.zeros(-x.numel() % 8, dtype=torch.int32, device=x.device))).to(torch.uint8)
     return whole.view(-1, 8)[:, :bits].flatten()[: -(-x.numel() * bits // 8)]
@@ -206,7 +213,7 @@ def _uniform(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
 
 
 def top_k(width: int, k: int) -> Comparison:
-    """The last elements, which fill no row, are left out."""
+    """Compare the indices of the largest elements per row. The last elements, which do not fill a row, are left out."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         rows = x[: x.numel() // width * width].view(-1, width)
@@ -219,7 +226,7 @@ def top_k(width: int, k: int) -> Comparison:
 
 
 def top_k_of_sum(width: int, k: int, kept: torch.dtype) -> Comparison:
-    """The same of a sum."""
+    """Compare the same for the sum of input and residual."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         x = x[: x.numel() // width * width]
@@ -261,7 +268,7 @@ def _dequantize_rows_add(kernels: Kernels, x: Tensor, first: int) -> tuple[Tenso
 
 
 def tiles(operation: str, height: int, width: int) -> Comparison:
-    """The change of basis there, and back again."""
+    """Compare the change of basis and its inverse."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         given = x[: x.numel() // (height * width) * height * width].view(-1, 1, height, width)
@@ -278,7 +285,7 @@ def tiles(operation: str, height: int, width: int) -> Comparison:
 
 
 def compressor(name: str, one: Compressor) -> Comparison:
-    """The payload of a compressor, and what it decodes to; whatever kernels it is made of."""
+    """Compare the payload of a compressor and its decoded values, whichever kernels it uses."""
 
     def run(kernels: Kernels, x: Tensor, first: int) -> tuple[Tensor, ...]:
         payload = torch.full((one.payload_bytes(x.numel()),), 255, dtype=torch.uint8, device=x.device)
@@ -291,7 +298,7 @@ def compressor(name: str, one: Compressor) -> Comparison:
 
 
 def _quantizations() -> Iterator[Comparison]:
-    """Every form without and with a memory; all types, both roundings, for one kind of each."""
+    """Yield every form with and without error feedback, and all dtypes and roundings for one form of each kind."""
     for form in FORMS.values():
         yield quantize(form, FP32, None, random=False)
         yield quantize(form, BF16, BF16, random=form.kind in ("absmax", "norm"))
@@ -336,4 +343,4 @@ COMPARISONS: Sequence[Comparison] = (
     compressor("random-k", RandomK(0.1, 64)),
     compressor("block top-k", BlockTopK(0.25, 64, 8)),
 )
-"""In the order of the table."""
+"""All comparisons in the order of the table."""

@@ -1,4 +1,4 @@
-"""The command line. Light: `--help` needs no more than this."""
+"""Command-line options, with light imports so that `--help` is fast."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ exit status: 0 nothing failed (a goal may be missed), 1 something failed, 2 wron
 
 
 def parse(parts: Mapping[str, str], arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; `parts` are the names that `--parts` takes, and what each looks at."""
+    """Parse the options. `parts` maps the names that `--parts` accepts to their summaries."""
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,7 +37,7 @@ def parse(parts: Mapping[str, str], arguments: Sequence[str] | None = None) -> a
 
 
 def _names(text: str, parts: Mapping[str, str]) -> list[str]:
-    """In the order of `parts`."""
+    """Return the named parts in the order of `parts`."""
     given = text.split(",")
     if unknown := [name for name in given if name not in parts]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such part; write some of {','.join(parts)}")

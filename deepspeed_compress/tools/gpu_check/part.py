@@ -1,4 +1,4 @@
-"""The program of a part's process: `python -m ...part MODULE FILE TASK` writes what the module finds, one by one."""
+"""Program of a part's process: `python -m ...part MODULE FILE TASK` writes the module's findings one by one."""
 
 import json
 import sys

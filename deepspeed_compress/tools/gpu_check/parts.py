@@ -1,4 +1,4 @@
-"""The parts, and how one is run: in a process of its own, which may crash or hang."""
+"""The parts, each of which runs in its own process, because it may crash or hang."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ __all__ = ["PARTS", "Part", "limits", "run_part"]
 _HERE = "deepspeed_compress.tools.gpu_check"
 _PROGRAM = f"{_HERE}.part"
 _SHOWN = 600
-"""Characters of the end of what a part wrote before it crashed."""
+"""Characters to show of the end of a part's output after a crash."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`module` has a function `findings(task)`; `seconds` are its share of eight minutes."""
+    """Part of the check. `module` has a function `findings(task)`. `seconds` is the part's share of eight minutes."""
 
     name: str
     summary: str
@@ -40,11 +40,11 @@ PARTS = (
     Part("profile", "where a step's time goes, with a trace", 40, f"{_HERE}.profile"),
     Part("language_model", "GPT-2: loss and step time with and without", 100, f"{_HERE}.language_model"),
 )
-"""In order of worth."""
+"""Parts, most valuable first."""
 
 
 def limits(parts: Sequence[Part], minutes: float) -> Mapping[str, float]:
-    """By part: seconds after the start at which it must have ended; what one leaves, the next ones have."""
+    """Return the seconds after the start by which each part must have ended. Unused time goes to the next parts."""
     whole, passed, found = sum(part.seconds for part in PARTS), 0.0, {}
     for part in parts:
         passed += part.seconds / whole * 60 * minutes
@@ -53,7 +53,7 @@ def limits(parts: Sequence[Part], minutes: float) -> Mapping[str, float]:
 
 
 def run_part(part: Part, task: Task, environment: Mapping[str, str] = MappingProxyType({})) -> list[Finding]:
-    """What `part` finds. That it crashes, or is ended at its limit, is the last finding then."""
+    """Return the findings of `part`. If it crashes or exceeds its limit, the last finding reports that."""
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "findings.jsonl"
         ended = _run(part, task, environment, lines)
@@ -88,7 +88,7 @@ def _run(part: Part, task: Task, environment: Mapping[str, str], lines: Path) ->
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
-    """What went wrong; nothing is left of the process and of those that it started."""
+    """Return what went wrong, or "", and end the process with all processes that it started."""
     try:
         code = process.wait(max(seconds, 0.0))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Part 6: a chrome trace of one step, and where its time goes."""
+"""Part 6: a Chrome trace of one step, and a breakdown of its time."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ _RANKS, _WARM_UP = 2, 4
 _STAGE, _BUCKET = 2, 50_000_000
 _STEP = "gpu_check.step"
 _NAMES = {"compress": "our kernels, sender", "decompress": "our kernels, receiver", "communicate": "the exchange"}
-"""Phases of the meter, which the profiler sees as "deepspeed_compress.PHASE"."""
+"""Names of the meter's phases, which the profiler shows as "deepspeed_compress.PHASE"."""
 _ON_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")
 _TRACE = "gpu_check_trace.json.gz"
 
@@ -24,7 +24,10 @@ Event = Mapping[str, Any]
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """Shares of a step of rank 0 with 4 bits under ZeRO 2; the trace is for chrome://tracing or ui.perfetto.dev."""
+    """Yield a breakdown of a step of rank 0 with 4 bits under ZeRO 2.
+
+    The trace can be viewed in chrome://tracing or ui.perfetto.dev.
+    """
     if absent := missing():
         yield Finding("a step", "not run", why=absent)
         return
@@ -44,13 +47,13 @@ def findings(task: Task) -> Iterator[Finding]:
 
 
 def shares(events: Sequence[Event], on_gpu: bool) -> dict[str, float]:
-    """By what it is: its share of the time of the step that was profiled."""
+    """Return the fraction of the profiled step's time for each kind of work."""
     spans = [one for one in events if one.get("ph") == "X"]
     [step] = [one for one in spans if one["name"] == _STEP and one["cat"] == "user_annotation"]
     kind = "gpu_user_annotation" if on_gpu else "user_annotation"
     whole, found = step["dur"], {}
     for phase, what in _NAMES.items():
-        # Over gloo it is the host that waits for messages.
+        # With gloo, the host waits for messages.
         seen = kind if phase != "communicate" else "user_annotation"
         ours = (one for one in spans if one["name"] == f"deepspeed_compress.{phase}" and one["cat"] == seen)
         found[what] = covered(ours) / whole
@@ -60,7 +63,7 @@ def shares(events: Sequence[Event], on_gpu: bool) -> dict[str, float]:
 
 
 def _busiest(spans: Iterable[Event]) -> float:
-    """Microseconds in which the stream with most work works."""
+    """Return the microseconds for which the busiest stream works."""
     streams = defaultdict(list)
     for one in spans:
         if one.get("cat") in _ON_STREAM:
@@ -69,7 +72,7 @@ def _busiest(spans: Iterable[Event]) -> float:
 
 
 def covered(spans: Iterable[Event]) -> float:
-    """Microseconds in which at least one of `spans` runs."""
+    """Return the microseconds in which at least one of `spans` is active."""
     total, end = 0.0, float("-inf")
     for begin, length in sorted((one["ts"], one["dur"]) for one in spans):
         total += max(0.0, begin + length - max(begin, end))
@@ -78,7 +81,7 @@ def covered(spans: Iterable[Event]) -> float:
 
 
 def trace(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """On a rank: train, and on rank 0 leave the trace of one step."""
+    """Train on a rank. Rank 0 writes the trace of one step."""
     import torch
     from deepspeed.accelerator import get_accelerator
     from torch.profiler import ProfilerActivity, profile, record_function

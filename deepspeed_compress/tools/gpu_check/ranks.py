@@ -1,4 +1,4 @@
-"""Processes that train together, and what they say, a line of JSON a result: it is there when one of them crashes."""
+"""Processes that train together, and their results, one line of JSON each, so that results survive a crash."""
 
 import json
 import os
@@ -24,14 +24,14 @@ _SHOWN = 500
 
 @dataclass(frozen=True)
 class Said:
-    """By rank: the results that it got to. `trouble`: what ended the ranks before they were through, or ""."""
+    """Results that each rank produced. `trouble` is what ended the ranks prematurely, or ""."""
 
     results: tuple[tuple[dict[str, Any], ...], ...]
     trouble: str
 
 
 def missing() -> str:
-    """What must be installed besides, so that ranks can train; "" when nothing."""
+    """Return what must be installed in addition for ranks to train, or ""."""
     from importlib.util import find_spec
 
     names = [name for name in _NEEDED if find_spec(name) is None]
@@ -39,7 +39,7 @@ def missing() -> str:
 
 
 def backend_here(device: str, ranks: int) -> str:
-    """NCCL, where each rank has a GPU of its own, which it wants; else gloo."""
+    """Return "nccl" if each rank has a GPU of its own, which NCCL requires, else "gloo"."""
     import torch
 
     return "nccl" if device == "cuda" and torch.cuda.device_count() >= ranks else "gloo"
@@ -52,9 +52,14 @@ def run_ranks(
     seconds: float,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Said:
-    """`work(job)` on every rank, "module:name" of a generator of results; `job` has a `backend` and a `device`.
+    """Run `work(job)` on every rank. All ranks end if one fails or after `seconds`.
 
-    All ranks end when one fails, or after `seconds`.
+    Args:
+        ranks: Number of ranks.
+        work: "module:name" of a generator of results.
+        job: Argument of `work`, with a `backend` and a `device`.
+        seconds: Time limit.
+        environment: Additional environment variables.
     """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         files = [Path(directory) / f"rank_{rank}" for rank in range(ranks)]
@@ -69,7 +74,7 @@ def run_ranks(
 
 
 def _place(rank: int, ranks: int, job: Mapping[str, Any]) -> dict[str, str]:
-    """Without NCCL all ranks are on the first GPU."""
+    """Return the environment of a rank. Without NCCL, all ranks share the first GPU."""
     local = str(rank if job["backend"] == "nccl" else 0)
     return {
         "RANK": str(rank),
@@ -88,7 +93,7 @@ def _free_port() -> int:
 
 
 class _Rank:
-    """A process that writes results to `file`.jsonl and all else to `file`; it is gone when the context is left."""
+    """Process that writes its results to `file`.jsonl and other output to `file`. Leaving the context ends it."""
 
     def __init__(self, work: str, job: Mapping[str, Any], file: Path, environment: Mapping[str, str]) -> None:
         self._output = file
@@ -137,12 +142,12 @@ def _main() -> None:
         for result in getattr(import_module(module), name)(given):
             stream.write(json.dumps(result) + "\n")
             stream.flush()
-    # Without a farewell: what others still send is of no interest.
+    # Exit at once, because messages that other ranks still send do not matter.
     os._exit(0)
 
 
 def _join(backend: str) -> None:
-    """Join the other ranks; nothing is built, since there may be no compiler."""
+    """Join the other ranks. No extension is built, because there may be no compiler."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

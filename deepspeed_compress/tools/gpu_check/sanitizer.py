@@ -1,4 +1,4 @@
-"""Part 4: do kernels write or read where they must not, race, or read what nobody wrote? NVIDIA's tool looks."""
+"""Part 4: kernels under NVIDIA's compute-sanitizer, which finds invalid accesses, races and uninitialized reads."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _GOAL = "0 errors"
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """A finding a tool."""
+    """Yield one finding per tool."""
     until = time.monotonic() + task.seconds - _RESERVE
     for number, tool in enumerate(_TOOLS):
         seconds = (until - time.monotonic()) / (len(_TOOLS) - number)
@@ -35,7 +35,7 @@ def _look(tool: str, task: Task) -> Finding:
     if not task.on_gpu or program is None:
         missing = "needs CUDA" if not task.on_gpu else f"{_PROGRAM} is not on PATH"
         return Finding(tool, "not run", goal=_GOAL, why=missing)
-    # Without its cache the allocator gives every tensor memory of its own, and the tool sees where it ends.
+    # Without its cache, the allocator gives every tensor separate memory, so that the tool sees where it ends.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "findings.jsonl"
@@ -52,7 +52,7 @@ def _look(tool: str, task: Task) -> Finding:
 
 
 def summary(tool: str, said: str, compared: list[Finding]) -> Finding:
-    """What the tool `said`, and what the comparison under it gave."""
+    """Return the finding of a tool from its output `said` and the findings of the comparison that ran under it."""
     counted = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", said)
     wrong = [f"{one.what}: {one.why}" for one in compared if one.verdict == "fail"]
     if counted is None:

@@ -1,4 +1,4 @@
-"""Part 2: how fast a kernel is, beside copying from device to device the bytes that it reads and writes."""
+"""Part 2: the speed of every kernel, relative to a device-to-device copy of the bytes that it reads and writes."""
 
 import statistics
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from deepspeed_compress.tools.gpu_check.findings import Finding, Task
 __all__ = ["bytes_moved", "findings"]
 
 _NUMEL = {"cuda": 1 << 28, "cpu": 1 << 16}
-"""On a GPU a gigabyte, far beyond its caches."""
+"""Elements by device. On a GPU these are a gigabyte, much larger than its caches."""
 _REPEATS = {"cuda": 15, "cpu": 3}
 _NEEDED = 16
-"""Bytes of device memory an element, at most."""
+"""Maximum bytes of device memory per element."""
 _GOAL, _GOAL_TOP_K = 0.8, 0.5
-"""Of the speed of a copy."""
+"""Goals as fractions of the speed of a copy."""
 _ADDING = {"add", "sum"}
-"""Words in the names of kernels that add to what they are given last."""
+"""Words in the names of kernels that add to their last argument."""
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """The copy, then every operation of `bench kernels`."""
+    """Yield findings on the copy and on every operation of `bench kernels`."""
     numel, repeats = _numel(task), _REPEATS[task.device]
     x = torch.randn(numel, generator=torch.Generator(task.device).manual_seed(0), device=task.device)
     copy = 8 * numel / statistics.median(seconds(partial(torch.empty_like(x).copy_, x), x.device, repeats))
@@ -39,7 +39,7 @@ def findings(task: Task) -> Iterator[Finding]:
 
 
 def _numel(task: Task) -> int:
-    """Fewer than wanted where the device has no room for them."""
+    """Return the number of elements, fewer if the device has too little memory."""
     if not task.on_gpu:
         return _NUMEL["cpu"]
     free, _ = torch.cuda.mem_get_info()
@@ -64,14 +64,14 @@ def _why(task: Task) -> str:
 
 
 def bytes_moved(operation: Operation, kernels: Kernels, x: Tensor) -> int:
-    """Bytes that `operation` reads and writes if it touches all that it is given once, and twice what it adds to."""
+    """Return the bytes that `operation` reads and writes if it touches each tensor once, or twice if it adds to it."""
     counting = _Counting(kernels)
     operation.prepare(counting, x)()
     return counting.moved
 
 
 class _Counting:
-    """Kernels that say what the last call was given, and gave."""
+    """Kernels that record the sizes of the last call's arguments and results."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -98,6 +98,6 @@ def _size(value: Any) -> int:
 
 
 def _sum_of(name: str, args: tuple[Any, ...]) -> Any:
-    """The tensor that the kernel reads and writes, if it is one that adds."""
+    """Return the tensor that the kernel both reads and writes, or None if it does not add to one."""
     last = [arg for arg in args if isinstance(arg, Tensor)][-1]
     return last if _ADDING & set(name.split("_")) else None

@@ -1,4 +1,4 @@
-"""Part 5: every ZeRO stage trains, and its bits do not depend on when streams get to their work."""
+"""Part 5: training with every ZeRO stage, whose results must not depend on the timing of streams."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,9 +12,9 @@ __all__ = ["findings", "judge", "judge_image", "train", "train_in_mirror"]
 _RANKS, _STEPS = 2, 6
 _STAGES = (0, 1, 2, 3)
 _SEEDS = (None, None, 1, 2)
-"""Of pauses: two undisturbed runs, which must be equal for anything to follow from the others, and two disturbed."""
+"""Seeds of pauses: two undisturbed runs, which must be equal to compare the others with, and two disturbed ones."""
 _SIZES = {"cuda": (1024, 8), "cpu": (24, 3)}
-"""Width and layers."""
+"""Width and number of layers by device."""
 _WEIGHTS = {"weights": {"method": "blockwise", "bits": 8, "block_size": 64}}
 _REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _BLOCKED = "CUDA_LAUNCH_BLOCKING"
@@ -24,7 +24,7 @@ _IMAGE = f"{__name__}:train_in_mirror"
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """A stage trains; gives the same bits again, with pauses, and when the host waits for each kernel."""
+    """Yield findings on each stage: it trains, and has the same bits again, with pauses, and with blocking launches."""
     if absent := missing():
         yield Finding("ZeRO 0 to 3", "not run", why=absent)
         return
@@ -53,7 +53,7 @@ def _how(task: Task, backend: str) -> str:
 
 
 def judge(stage: int, plain: Said, on_gpu: bool) -> Iterator[Finding]:
-    """What the runs of one stage say."""
+    """Yield the findings on the runs of one stage."""
     runs = _runs(plain, stage)
     first = runs.get("0", [])
     wrong = _trouble(first, plain.trouble)
@@ -66,7 +66,7 @@ def judge(stage: int, plain: Said, on_gpu: bool) -> Iterator[Finding]:
 
 
 def judge_image(stage: int, said: Said) -> Finding:
-    """Whether bits depend on when messages arrive, if nothing but waiting for them says so: as over NCCL."""
+    """Check that results do not depend on when messages arrive, if only waiting ensures their arrival as in NCCL."""
     what = f"ZeRO {stage}, messages late at random, a mirror"
     runs = _runs(said, stage)
     if wrong := next((one["error"] for run in runs.values() for one in run if one["error"]), ""):
@@ -81,7 +81,7 @@ def judge_image(stage: int, said: Said) -> Finding:
 
 
 def _runs(said: Said, stage: int) -> Mapping[str, list[dict[str, Any]]]:
-    """By number of the run: what the ranks that got to it say."""
+    """Return the results of the ranks by number of the run."""
     found: dict[str, list[dict[str, Any]]] = {}
     for results in said.results:
         for one in results:
@@ -103,7 +103,7 @@ def _trouble(run: Sequence[Mapping[str, Any]], trouble: str) -> str:
 def _same(
     what: str, first: Sequence[Mapping[str, Any]], others: Sequence[Sequence[Mapping[str, Any]]], trouble: str
 ) -> Finding:
-    """Whether `others` are bit for bit the `first` run."""
+    """Check that `others` equal the `first` run bit for bit."""
     if wrong := _trouble(first, trouble):
         return Finding(what, "not run", goal=_GOAL, why=wrong)
     if wrong := next((found for run in others if (found := _trouble(run, trouble))), ""):
@@ -118,7 +118,7 @@ def _bits(run: Sequence[Mapping[str, Any]]) -> list[tuple[list[float], str]]:
 
 
 def train(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """On a rank: every stage, undisturbed and with pauses; an error that all ranks have ends one run alone."""
+    """Yield the runs of every stage on a rank, undisturbed and with pauses. An error on all ranks ends one run."""
     for stage in _STAGES:
         for number, seed in enumerate(job["seeds"]):
             yield _tried(job["device"], stage, number, seed)
@@ -133,7 +133,7 @@ def _tried(device: str, stage: int, number: int, seed: int | None) -> dict[str, 
 
 
 def train_in_mirror(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """On the one rank that is there: every stage, with messages that arrive at once, and late."""
+    """Yield the runs of every stage on the one real rank, with messages that arrive at once and late."""
     import torch.distributed as dist
 
     from deepspeed_compress.tools.gpu_check.mirror import Late, Mirror

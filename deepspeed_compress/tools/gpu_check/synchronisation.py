@@ -1,4 +1,4 @@
-"""Part 3: does anything in an exchange wait for the GPU, or allocate once all has been seen?"""
+"""Part 3: operations in an exchange that wait for the GPU, or that allocate memory after the first steps."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "powersgd": {"method": "powersgd", "rank": 2},
     }
 )
-"""What stands under `gradients`: every method, and what changes the way that its elements take."""
+"""Sections under `gradients`: every method, and settings that change the path of its elements."""
 WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "weights, blockwise": {"method": "blockwise", "bits": 4},
@@ -52,7 +52,7 @@ WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "weights, topk": {"method": "topk", **_KEPT},
     }
 )
-"""What stands under `weights`."""
+"""Sections under `weights`."""
 _WARM_UP, _WATCHED = 3, 4
 _GOAL, _GOAL_MEMORY = "nothing waits", "nothing new is reserved"
 _HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ _PACKAGE = Path(deepspeed_compress.__file__).parent
 
 
 def findings(task: Task) -> Iterator[Finding]:
-    """Two findings a method, of gradients and of weights: what waits, what is allocated."""
+    """Yield two findings per method of gradients and of weights: what waits and what is allocated."""
     if find_spec("pydantic") is None:
         yield Finding("exchanges", "not run", why="needs pydantic, which --wheels may bring")
         return
@@ -98,7 +98,7 @@ def _reserved() -> dict[str, int]:
 
 
 def _waits(exchange: Callable[[], object]) -> str:
-    """Where the first call that waits for the GPU is made; "" when none is."""
+    """Return where the first call that waits for the GPU is made, or ""."""
     torch.cuda.synchronize()
     try:
         with _no_waiting():
@@ -113,7 +113,7 @@ def _waits(exchange: Callable[[], object]) -> str:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Calls that wait for the GPU raise RuntimeError."""
+    """Make calls that wait for the GPU raise RuntimeError within the context."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -122,7 +122,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the package, this tool left out, on the way to `error`: "FILE:LINE, its text"."""
+    """Return the innermost line of the package, outside this tool, that led to `error`: "FILE:LINE, its text"."""
     frames = traceback.extract_tb(error.__traceback__)
     files = ((frame, Path(frame.filename)) for frame in reversed(frames))
     ours = (one for one in files if one[1].is_relative_to(_PACKAGE) and not one[1].is_relative_to(_HERE))

@@ -1,4 +1,4 @@
-"""The table on the terminal."""
+"""Table of findings on the terminal."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ _STYLES: Mapping[str, str] = MappingProxyType(
 )
 _WIDTH = 150
 _MANY = 12
-"""From so many findings on that say the same, the table has one row."""
+"""Number of equal findings from which the table merges them into one row."""
 
 
 def print_table(heading: str, findings: Sequence[Finding]) -> None:
-    """All `findings`, a section a part."""
+    """Print all `findings`, one section per part."""
     table = Table(title=heading, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("part", "what", "figure", "goal", "verdict"):
         table.add_column(name, overflow="fold")
@@ -36,7 +36,7 @@ def print_table(heading: str, findings: Sequence[Finding]) -> None:
 
 
 def _gathered(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Many findings side by side that say the same become one; the JSON file has them all."""
+    """Yield the findings, with runs of many equal ones merged into one. The JSON file has them all."""
     for (verdict, _, why, _), group in groupby(findings, key=lambda one: (one.verdict, one.goal, one.why, one.part)):
         several = list(group)
         if len(several) < _MANY or verdict not in ("pass", "not run"):

@@ -1,4 +1,4 @@
-"""Streams that are late at random: what waits as it must gives the same bits."""
+"""Random delays of streams. Code that waits correctly gives the same bits."""
 
 import random
 import time
@@ -18,14 +18,14 @@ __all__ = ["late_streams"]
 _STREAMS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {0: (), 1: ("reduction_stream",), 2: ("reduction_stream",), 3: ("reduce_and_partition_stream",)}
 )
-"""By ZeRO stage: attributes of DeepSpeed's optimizer that are streams; None where the device has none."""
+"""Attributes of DeepSpeed's optimizer that hold streams, by ZeRO stage. They are None if the device has no streams."""
 _CYCLES, _SECONDS = 2_000_000, 1e-3
-"""The longest pause, about a millisecond."""
+"""Longest pause in cycles and in seconds: about a millisecond."""
 
 
 @dataclass(frozen=True)
 class _Pauses:
-    """Pauses of random length on some of the streams: equal seeds, equal pauses."""
+    """Pauses of random length on some of the streams. Equal seeds give equal pauses."""
 
     streams: tuple[Any, ...]
     random: random.Random
@@ -45,7 +45,7 @@ class _Pauses:
 
 @contextmanager
 def late_streams(engine: Any, stage: int, seed: int) -> Iterator[None]:
-    """Pauses before every exchange and before it is waited for, and after the backward pass of every layer."""
+    """Pause before every exchange, before it is waited for, and after the backward pass of every layer."""
     own = torch.cuda.current_stream() if torch.cuda.is_available() else None
     pause = _Pauses((own, *(getattr(engine.optimizer, name) for name in _STREAMS[stage])), random.Random(seed))
     hooks = [one.register_full_backward_hook(pause) for one in engine.module.modules() if not list(one.children())]
@@ -56,7 +56,7 @@ def late_streams(engine: Any, stage: int, seed: int) -> Iterator[None]:
 
 
 def _before(owner: type, name: str, action: _Pauses) -> Any:
-    """A context in which `action` comes before every call of a method."""
+    """Return a context in which `action` is called before every call of a method."""
     method = getattr(owner, name)
 
     def late(*args: Any, **keywords: Any) -> Any:

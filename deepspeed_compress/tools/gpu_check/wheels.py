@@ -1,4 +1,4 @@
-"""Packages from a directory of wheels, for one run: nothing of the machine is changed."""
+"""Packages from a directory of wheels, installed for one run without changing the machine."""
 
 import subprocess
 import sys
@@ -12,11 +12,18 @@ COMMANDS = (
     "pip wheel --no-deps -w {0} deepspeed",
     "pip wheel -w {0} hjson pydantic safetensors einops msgpack ninja packaging psutil py-cpuinfo tqdm rich",
 )
-"""What fills a directory with all that is needed besides torch, Triton and numpy: DeepSpeed alone would bring torch."""
+"""Commands that fill a directory with all packages needed besides torch, Triton and numpy.
+
+DeepSpeed is fetched without its dependencies, because they include torch.
+"""
 
 
 def install_wheels(directory: Path, target: Path) -> None:
-    """Unpack all wheels of `directory` into `target`, to be put on PYTHONPATH. CompressError when that fails."""
+    """Unpack all wheels of `directory` into `target`, which must then be added to PYTHONPATH.
+
+    Raises:
+        CompressError: There are no wheels, or pip fails.
+    """
     wheels = sorted(directory.glob("*.whl"))
     if not wheels:
         wanted = " && ".join(COMMANDS).format(directory)

@@ -1,4 +1,4 @@
-"""What ranks train: a network whose bits depend on no order of additions, and a language model of GPT-2's shape."""
+"""Models that ranks train: a network whose bits do not depend on the order of additions, and one of GPT-2's shape."""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ INT4: Mapping[str, Any] = {"gradients": {"method": "blockwise", "bits": 4, "bloc
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a language model, and of its batches: `micro_batch` sequences of `length` tokens a rank."""
+    """Shape of a language model and its batches: `micro_batch` sequences of `length` tokens per rank."""
 
     layers: int
     width: int
@@ -32,7 +32,7 @@ class Shape:
 
 
 def make_engine(model: nn.Module, device: str, stage: int, section: Mapping[str, Any] | None, bucket: int) -> Any:
-    """An engine of DeepSpeed, of the package where there is a `section`: overlap on, bf16 on a GPU."""
+    """Return a DeepSpeed engine with overlap, in bf16 on a GPU. The package creates it if there is a `section`."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
@@ -48,7 +48,7 @@ def make_engine(model: nn.Module, device: str, stage: int, section: Mapping[str,
 
 
 def train_step(engine: Any, *batch: Tensor) -> Tensor:
-    """One optimizer step; the loss, on the device."""
+    """Make one optimizer step and return the loss, on the device."""
     loss: Tensor = engine(*batch)
     engine.backward(loss)
     engine.step()
@@ -56,7 +56,7 @@ def train_step(engine: Any, *batch: Tensor) -> Tensor:
 
 
 def digest(engine: Any) -> str:
-    """Of the bits of all weights."""
+    """Return a hash of the bits of all weights."""
     found = hashlib.sha256()
     for parameter in engine.module.parameters():
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
@@ -76,7 +76,7 @@ class _Regression(nn.Module):
 
 
 def network(width: int, layers: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A model with equal weights on all ranks, and a batch that is this rank's own."""
+    """Return a model with equal weights on all ranks, and this rank's own batch."""
     torch.manual_seed(0)
     place, kind = get_accelerator().current_device_name(), _float_type()
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
@@ -89,7 +89,7 @@ def _float_type() -> torch.dtype:
 
 
 class _Block(nn.Module):
-    """A layer of GPT-2: attention and two linear layers, each after a norm."""
+    """Layer of GPT-2: attention and two linear layers, each after a norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """GPT-2 of torch's own layers, without dropout: the loss of the tokens [batch, length + 1] that follow."""
+    """GPT-2 made of torch's layers, without dropout. Returns the loss of predicting tokens (batch, length + 1)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -133,9 +133,9 @@ _WORDS = 512
 
 
 def markov_text(shape: Shape, batches: int, seed: int) -> Tensor:
-    """Tokens [batches, micro_batch, length + 1]: each word is followed by one of four, with fixed odds.
+    """Return tokens (batches, micro_batch, length + 1) in which each word is followed by one of four with fixed odds.
 
-    The best loss is the entropy of these odds, about 1.1.
+    The best possible loss is the entropy of these odds, about 1.1.
     """
     words, table = min(_WORDS, shape.vocabulary), torch.Generator().manual_seed(0)
     followers = torch.randint(words, (words, _FOLLOWERS), generator=table)

@@ -1,6 +1,6 @@
-"""The DeepSpeed configuration that Accelerate makes of the settings in its own.
+"""The DeepSpeed configuration that Accelerate derives from the settings in its own configuration.
 
-They keep the places where Accelerate's file has them. What it makes nothing of stays in `Document.origin`.
+Values keep their places in Accelerate's file. Settings that Accelerate does not pass on remain in `Document.origin`.
 """
 
 import os
@@ -24,7 +24,7 @@ PLACES: dict[str, Path] = {
     "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
-"""Keys of `deepspeed_config` that Accelerate writes into the configuration."""
+"""Keys of `deepspeed_config` that Accelerate writes into the configuration, with their paths there."""
 _DEFAULTS: tuple[tuple[Path, Kind, object], ...] = (
     (("train_batch_size",), "string", "auto"),
     (("train_micro_batch_size_per_gpu",), "string", "auto"),
@@ -36,7 +36,10 @@ Placed = tuple[Path, Span, Node]
 
 
 def embedded(document: Document) -> Document:
-    """What DeepSpeed gets of a configuration of Accelerate; without `root` if that names a file. Others stay."""
+    """Return the DeepSpeed configuration in a configuration of Accelerate.
+
+    `root` is None if Accelerate does not use DeepSpeed or names a file. Other documents are returned unchanged.
+    """
     section = document.member(SECTION)
     if document.origin is not None or section is None:
         return document
@@ -46,20 +49,20 @@ def embedded(document: Document) -> Document:
 
 
 def is_used(document: Document) -> bool:
-    """Return whether `accelerate launch` starts DeepSpeed, so that its section counts."""
+    """Return True if `accelerate launch` starts DeepSpeed, so that its section takes effect."""
     origin = document.origin or document.root
     kind = None if origin is None else origin.by_key.get("distributed_type")
     return kind is None or kind.value.value == "DEEPSPEED"
 
 
 def settings(document: Document) -> tuple[Member, ...]:
-    """Members of `deepspeed_config` in a configuration of Accelerate, as they are written."""
+    """Return the members of `deepspeed_config` in a configuration of Accelerate, as they are written."""
     origin = document.origin
     return origin.by_key[SECTION].value.members if origin is not None else ()
 
 
 def file_name(document: Document) -> str | None:
-    """The configuration that one of Accelerate names."""
+    """Return the name of the DeepSpeed configuration in a configuration of Accelerate, or None."""
     origin = document.origin or document.root
     node = origin.by_key[SECTION].value.by_key.get(NAME) if origin is not None and SECTION in origin.by_key else None
     name = None if node is None else node.value.value
@@ -67,9 +70,10 @@ def file_name(document: Document) -> str | None:
 
 
 def named_file(document: Document) -> str | None:
-    """Where that configuration is; None if it is nowhere.
+    """Return the path of that DeepSpeed configuration, or None if it does not exist.
 
-    Accelerate opens the name from the directory that it is started in, mostly one above its own configuration.
+    Accelerate opens the name relative to its working directory, which is usually above the directory of its
+    configuration.
     """
     name = file_name(document)
     if name is None:
@@ -81,7 +85,7 @@ def named_file(document: Document) -> str | None:
 
 
 def _placed(document: Document, section: Member) -> Iterator[Placed]:
-    """Every value that Accelerate writes, with its place in the configuration and in the text."""
+    """Yield every value that Accelerate writes, with its path in the configuration and its place in the text."""
     given = [
         (PLACES[member.key], member.key_span, member.value)
         for member in section.value.members
@@ -98,7 +102,7 @@ def _placed(document: Document, section: Member) -> Iterator[Placed]:
 
 
 def _tree(placed: list[Placed], span: Span) -> Node:
-    """One object of values and their paths."""
+    """Return an object node with the given values at the given paths."""
     members: list[Member] = []
     for key in dict.fromkeys(path[0] for path, _, _ in placed):
         below = [(path[1:], key_span, node) for path, key_span, node in placed if path[0] == key]

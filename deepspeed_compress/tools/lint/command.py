@@ -46,12 +46,12 @@ _DETECTED_BY: Mapping[Framework, str] = {"hf": '"auto" tells', "accelerate": "it
 
 @dataclass(frozen=True, slots=True)
 class Linted:
-    """A file, and what is wrong with it, after the fixes that were asked for."""
+    """Linted file: its source, and the result after the requested fixes."""
 
     source: Source
     fixed: Fixed
     detected: Framework | None
-    """The framework, where only the file says it."""
+    """Framework, if only the file reveals it, or None."""
 
     @property
     def changed(self) -> bool:
@@ -59,7 +59,7 @@ class Linted:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Lint, and give the exit code: 0 nothing grave, 1 findings, 2 wrong usage or an internal error."""
+    """Lint, and return the exit code: 0 without serious findings, 1 with, 2 for wrong usage or an internal error."""
     try:
         return _run(options)
     except (CompressError, OSError) as error:
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     _check(options)
     settings = find_settings(Path.cwd()) if options.config is None else read_settings(options.config)
     selection, context, search = _selection(options, settings), _context(options, settings), _search(options, settings)
-    # A program without standard input has None there.
+    # A program without standard input has None in its place.
     stdin = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
     linted = [_lint(source, context, selection, options) for source in sources(options.files, search, stdin)]
     if not options.quiet:
@@ -90,7 +90,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """ConfigError for options that have no effect together."""
+    """Check options that have no effect in combination.
+
+    Raises:
+        ConfigError: There are such options.
+    """
     yaml = (options.stdin_filename or "").endswith(YAML)
     for wrong, message in (
         (
@@ -124,7 +128,7 @@ def _search(options: argparse.Namespace, settings: Settings) -> Search:
 
 
 def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterator[str]:
-    """What to know of the run besides findings."""
+    """Yield notes on the run other than findings."""
     if not linted and not search.force:
         yield f"warning: no DeepSpeed configuration in {', '.join(files)}"
     for result in linted:
@@ -143,7 +147,7 @@ def _notes(linted: list[Linted], files: Iterable[str], search: Search) -> Iterat
 
 
 def _is_wrong(linted: list[Linted], options: argparse.Namespace, exit_on: str) -> bool:
-    """Whether any finding is as grave as `exit_on`, or --fix would correct something that --diff shows."""
+    """Return True if a finding is at least as severe as `exit_on`, or if --diff shows a correction."""
     grave = SEVERITIES[: SEVERITIES.index(exit_on) + 1]
     found = any(one.severity in grave for one in _diagnostics(linted))
     return found or (options.diff and any(result.changed for result in linted))
@@ -174,7 +178,7 @@ def _context(options: argparse.Namespace, settings: Settings) -> Context:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """Content of the config.json of a Hugging Face model, given as a file or its directory."""
+    """Return the content of a Hugging Face model's config.json. `path` is the file or its directory."""
     file = path / "config.json" if path.is_dir() else path
     try:
         check_regular(str(file))
@@ -221,7 +225,7 @@ def _write(linted: list[Linted], options: argparse.Namespace) -> None:
 def _show_differences(changed: list[Linted], quiet: bool) -> None:
     for result in changed:
         text = diff(result.source.document.text, result.fixed.text, result.source.path)
-        # What is piped into `patch` stays as it is.
+        # Output that is piped into `patch` must not be changed.
         _print(lines(map(visible, text.split("\n"))) if sys.stdout.isatty() else text, sys.stdout)
     count = sum(result.fixed.count for result in changed)
     if not quiet:
@@ -234,7 +238,7 @@ def _diagnostics(linted: Iterable[Linted]) -> Iterator[Diagnostic]:
 
 
 def _told(linted: Iterable[Linted], everything: bool) -> Iterator[Diagnostic]:
-    """Yield the findings of a report. One that counts gets `everything`."""
+    """Yield the findings of a report: all of them if `everything` is set, otherwise a limited number per rule."""
     for result in linted:
         yield from result.fixed.remaining if everything else shortened(result.fixed.remaining)
 
@@ -255,6 +259,6 @@ def _has_colour(stream: Any) -> bool:
 
 
 def _print(text: str, stream: Any) -> None:
-    """Write `text`; characters that the terminal cannot show are escaped."""
+    """Write `text` with characters escaped that the stream's encoding cannot represent."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

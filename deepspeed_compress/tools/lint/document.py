@@ -11,22 +11,22 @@ Kind = Literal["object", "array", "string", "number", "bool", "null"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and its place. `value` is plain Python; of keys that are there twice it has the last."""
+    """Value and its place. `value` is plain Python. If a key is repeated, the last value counts."""
 
     kind: Kind
     value: Any
     span: Span
     members: tuple["Member", ...] = ()
-    """Of an object: every key, duplicates too."""
+    """Keys of an object, including duplicates."""
     items: tuple["Node", ...] = ()
-    """Of an array."""
+    """Items of an array."""
     by_key: Mapping[str, "Member"] = field(default_factory=dict, repr=False, compare=False)
-    """Of an object: of equal keys the last."""
+    """Keys of an object by name. If a key is repeated, this has the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A key of an object. `key_span` has the quotes."""
+    """Key of an object, with its value. `key_span` includes the quotes."""
 
     key: str
     key_span: Span
@@ -34,7 +34,7 @@ class Member:
 
 
 def object_node(members: Sequence[Member], span: Span) -> Node:
-    """The object that has `members`."""
+    """Return the object node with the given members."""
     by_key = {member.key: member for member in members}
     value = {key: member.value.value for key, member in by_key.items()}
     return Node("object", value, span, tuple(members), by_key=by_key)
@@ -56,9 +56,9 @@ ExtensionKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Syntax that HJSON has and JSON has not: DeepSpeed reads HJSON, Hugging Face reads JSON.
+    """Syntax of HJSON that JSON does not have. DeepSpeed reads HJSON; Hugging Face reads JSON.
 
-    `fix`: the same in JSON; None where something would be lost.
+    `fix` rewrites it as JSON. It is None if something would be lost.
     """
 
     kind: ExtensionKind
@@ -68,7 +68,11 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A configuration. `root` is None when nothing of it could be read; what follows an error is read all the same."""
+    """Configuration with its text.
+
+    `root` is None if nothing could be read. Reading continues after an error, so `root` can exist together with
+    `problems`.
+    """
 
     path: str
     text: str
@@ -76,24 +80,24 @@ class Document:
     problems: tuple[Diagnostic, ...] = ()
     """Syntax errors."""
     extensions: tuple[Extension, ...] = ()
-    """Where it is HJSON and not JSON, in the order of the text."""
+    """Syntax that is HJSON but not JSON, in the order of the text."""
     fixable: bool = True
-    """Whether edits of `text` make sense: not when it stands for something else, such as base64."""
+    """Whether `text` can be edited. False if it is derived from something else, such as base64."""
     origin: Node | None = None
-    """The configuration of Accelerate that `root` was made of, as it is written."""
+    """Configuration of Accelerate from which `root` was derived, as it is written."""
 
     @property
     def data(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed has it; empty unless the outermost value is an object."""
+        """Return the configuration as DeepSpeed reads it, or an empty dict if the outermost value is not an object."""
         return self.root.value if self.root is not None and self.root.kind == "object" else {}
 
     @property
     def readable(self) -> bool:
-        """Whether there is an object to speak of: not when an error left nothing of it."""
+        """Return True if there is an object to check. An empty object that is left after an error does not count."""
         return self.root is not None and self.root.kind == "object" and bool(self.root.members or not self.problems)
 
     def get(self, *path: str | int, default: Any = None) -> Any:
-        """The plain value at `path`, or `default` where a key of it is missing."""
+        """Return the plain value at `path`, or `default` if part of the path does not exist."""
         value: Any = self.data
         for part in path:
             known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
@@ -103,11 +107,11 @@ class Document:
         return value
 
     def has(self, *path: str | int) -> bool:
-        """Whether `path` leads to a value, null included."""
+        """Return True if there is a value at `path`, including null."""
         return self.node(*path) is not None
 
     def node(self, *path: str | int) -> Node | None:
-        """The value at `path`; of equal keys the last."""
+        """Return the node of the value at `path`, or None. If a key is repeated, the last one is used."""
         node = self.root
         for part in path:
             if node is None:
@@ -116,27 +120,27 @@ class Document:
         return node
 
     def member(self, *path: str | int) -> Member | None:
-        """The key at `path` of objects, with its value; of equal keys the last."""
+        """Return the key at `path` with its value, or None. If a key is repeated, the last one is used."""
         *above, key = path or (0,)
         holder = self.node(*above)
         return holder.by_key.get(key) if holder is not None and isinstance(key, str) else None
 
     def walk(self) -> Iterator[tuple[Path, Member]]:
-        """Every key of every object, duplicates too, with its path, in the order of the text."""
+        """Yield every key of every object with its path, including duplicates, in the order of the text."""
         if self.root is not None:
             yield from _walk(self.root, ())
 
     @property
     def duplicates(self) -> int:
-        """Number of keys that stand in an object a second time."""
+        """Return the number of keys that repeat an earlier key of the same object."""
         return 0 if self.root is None else _duplicates(self.root)
 
     def locate(self, place: Place, lines: LineIndex | None = None) -> Place:
-        """Return `place` with its characters in this text. `lines` is the index of the text, if there is one."""
+        """Return `place` with its characters in this text. `lines` is the line index of the text, if there is one."""
         return replace(place, span=self.span_of(place), file=self.path, text=self.text, lines=lines)
 
     def span_of(self, place: Place) -> Span:
-        """The characters that `place` has, those of its key or value, else of the nearest object that exists."""
+        """Return the characters of `place`: those of its key or value, or of the nearest enclosing one that exists."""
         if place.span is not None:
             return place.span
         for depth in range(len(place.path), 0, -1):

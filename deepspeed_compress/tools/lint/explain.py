@@ -1,4 +1,4 @@
-"""The command `ds-compress rule`, and the page of all rules, both made from the table of rules."""
+"""The command `ds-compress rule` and the page of all rules, both generated from the table of rules."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ otherwise, both were given to DeepSpeed {version} itself.
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the rules that are asked for; exit code 0, or 2 for wrong usage."""
+    """Print the requested rules. Return exit code 0, or 2 for wrong usage."""
     if bool(options.rules) == options.all:
         print("ds-compress: error: write the code or name of a rule, or --all", file=sys.stderr)
         return 2
@@ -44,17 +44,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def listing(rules: Iterable[LintRule]) -> str:
-    """One line a rule."""
+    """Return one line per rule."""
     return "".join(f"{rule.code}  {rule.severity:<7}  {rule.name}: {rule.summary}\n" for rule in rules)
 
 
 def text(rules: Iterable[LintRule]) -> str:
-    """Everything about the rules."""
+    """Return the full description of the rules."""
     return "\n".join(_section(rule, "#") for rule in rules)
 
 
 def page(rules: Iterable[LintRule]) -> str:
-    """The page of documentation: a table and a section for each rule, by family."""
+    """Return the documentation page: a table and a section for each rule, grouped by family."""
     rules = sorted(rules, key=lambda rule: rule.code)
     families = dict.fromkeys(rule.family for rule in rules)
     version = json.loads(Path(__file__).with_name("keys.json").read_bytes())["deepspeed"]
@@ -81,7 +81,7 @@ def _cell(content: str) -> str:
 
 
 def fix_of(rule: LintRule) -> Fix | None:
-    """The fix that the rule has for its bad example."""
+    """Return the fix that the rule proposes for its bad example, or None."""
     found = rule.check(parse(rule.wrong), Context(**rule.context))
     return next((one.fix for one in found if one.fix is not None), None)
 

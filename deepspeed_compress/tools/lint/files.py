@@ -1,4 +1,4 @@
-"""Finds and reads configurations: files, directories, standard input, base64; and what is known of them unread."""
+"""Finding and reading configurations: files, directories, standard input, base64, and tests of files not yet read."""
 
 import base64
 import codecs
@@ -22,7 +22,7 @@ from deepspeed_compress.tools.lint.selection import OWN_FILE, file_matches
 
 STDIN = "-"
 MAX_BYTES = 64 * 2**20
-"""Larger files are not read."""
+"""Maximum number of bytes of a file. Larger files are not read."""
 
 YAML = (".yaml", ".yml")
 _SUFFIXES = (".json", ".hjson", *YAML)
@@ -34,7 +34,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 _NAMED = ("ds_config*", "ds_zero*")
 _PERHAPS = ("*deepspeed*", "ds[_-]*", "*zero*", "*stage*")
 _OWN = ("zero_optimization", "train_micro_batch_size_per_gpu", "deepspeed_compress")
-"""Keys that no other file has."""
+"""Keys that occur only in DeepSpeed configurations."""
 _OF_ACCELERATE = "deepspeed_config"
 _MARKED = re.compile("|".join(_OWN).encode())
 _MARKED_YAML = re.compile(rf"^[\"']?({'|'.join((*_OWN, _OF_ACCELERATE))})[\"']?[ \t]*:".encode(), re.MULTILINE)
@@ -51,19 +51,19 @@ _FILLED = frozenset(
         "zero_optimization",
     }
 )
-"""Where Hugging Face fills in "auto"."""
+"""Keys in which Hugging Face fills in "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A configuration that was read, and what it says of the run."""
+    """Configuration that was read, and what it shows about the run."""
 
     document: Document
     framework: Framework | None = None
     world_size: int | None = None
     from_stdin: bool = False
     unread: str = ""
-    """File that this configuration names and that was not read, since it is outside of the project."""
+    """File that this configuration names and that was not read, because it is outside the project."""
 
     @property
     def path(self) -> str:
@@ -72,18 +72,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is passed over, and how standard input is called."""
+    """Settings of a search: which files are skipped, and the name of standard input."""
 
     exclude: tuple[str, ...] = ()
     force: bool = False
-    """Whether files that arguments name are passed over too: excluded ones, and those that are no configurations."""
+    """Whether files named by arguments are skipped too, if they are excluded or are not configurations."""
     stdin_name: str = STDIN
     follow_outside: bool = False
-    """Whether files are read that lie outside of the project and that only a configuration or a link names."""
+    """Whether to read files outside the project that only a configuration or a link refers to."""
 
 
 def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterator[Source]:
-    """Every configuration that `arguments` mean, each file once; ConfigError for an argument that means nothing."""
+    """Yield every configuration that `arguments` refer to, each file once.
+
+    Raises:
+        ConfigError: An argument refers to nothing.
+    """
     seen: set[str] = set()
     for argument in arguments:
         for source in _sources(argument, search, stdin):
@@ -98,7 +102,7 @@ def _sources(argument: str, search: Search, stdin: BinaryIO) -> Iterator[Source]
         for source in _parsed(search.stdin_name, stdin.read(MAX_BYTES + 1), search):
             yield replace(source, from_stdin=source.path == search.stdin_name)
     elif os.path.isdir(argument):
-        # Links last: a file that is found under its own name, too, is corrected under that.
+        # Links come last, so that a file found under its own name too is corrected under that name.
         for path in sorted(_walk(argument, search.exclude), key=os.path.islink):
             yield from _found(path, search)
     elif os.path.exists(argument):
@@ -115,7 +119,7 @@ def _sources(argument: str, search: Search, stdin: BinaryIO) -> Iterator[Source]
 
 
 def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:
-    """Files below `directory` that may be configurations, in the order of their names."""
+    """Yield the files below `directory` that may be configurations, in the order of their names."""
     for parent, directories, files in os.walk(directory):
         directories[:] = sorted(
             name
@@ -129,14 +133,18 @@ def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[str]:
 
 
 def is_excluded(path: str, exclude: tuple[str, ...]) -> bool:
-    """Whether a pattern fits the path or its end, or a directory below this one that it lies in."""
+    """Return True if a pattern matches the path, its end, or an enclosing directory below the working directory."""
     relative = PurePath(os.path.relpath(path))
     above = () if ".." in relative.parts else relative.parents
     return any(file_matches(str(part), pattern.rstrip("/")) for part in (path, *above) for pattern in exclude)
 
 
 def check_regular(path: str) -> None:
-    """ConfigError for what may keep its reader waiting for ever, such as a FIFO; not for what the shell has opened."""
+    """Check that reading `path` cannot block forever, as reading a FIFO might. Files opened by the shell are accepted.
+
+    Raises:
+        ConfigError: The path is not a regular file.
+    """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not os.path.abspath(path).startswith(_OPENED):
         kind = next((kind for test, kind in _KINDS if test(mode)), "a device")
@@ -146,7 +154,7 @@ def check_regular(path: str) -> None:
 
 
 def _found(path: str, search: Search) -> Iterator[Source]:
-    """Yield the configuration in a file that no argument names. One behind a link is never written."""
+    """Yield the configuration in a file that no argument names. A file behind a link is never written."""
     if not os.path.islink(path):
         yield from _read(path, search, found=True)
     elif search.follow_outside or is_inside(path, os.path.dirname(path)):
@@ -163,8 +171,8 @@ _PROJECT_MARKS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", OWN_
 def project_of(directory: str) -> str:
     """Return the project that a directory belongs to.
 
-    It is the nearest directory around it with a repository or the settings of a project, else the current directory
-    if that is around it, else the directory itself.
+    This is the nearest enclosing directory that holds a repository or project settings. Otherwise, it is the working
+    directory if that encloses the directory, or else the directory itself.
     """
     here = os.path.realpath(directory or ".")
     around = (here, *map(str, PurePath(here).parents))
@@ -174,13 +182,13 @@ def project_of(directory: str) -> str:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return whether a file, behind all links, lies in the project of `directory`."""
+    """Return True if a file, with all links resolved, is inside the project of `directory`."""
     project = project_of(directory)
     return os.path.commonpath((project, os.path.realpath(path))) == project
 
 
 def _read(path: str, search: Search, found: bool = False) -> Iterator[Source]:
-    """Yield the configuration in a file; of those that are `found` only files that are one."""
+    """Yield the configuration in a file. If it was `found` in a directory, yield it only if it is a configuration."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -200,7 +208,7 @@ def _parsed(path: str, content: bytes, search: Search, found: bool = False) -> I
 
 
 def _of_yaml(path: str, content: bytes, search: Search) -> Iterator[Source]:
-    """The configuration in a YAML file: Accelerate's, or DeepSpeed's itself. Most YAML is neither, also if named."""
+    """Yield the configuration in a YAML file, which is Accelerate's or DeepSpeed's own. Most YAML files are neither."""
     if not may_be_config(path, content, yaml=True):
         return
     document = _document(path, content)
@@ -213,21 +221,21 @@ def _of_yaml(path: str, content: bytes, search: Search) -> Iterator[Source]:
 
 
 def _named_or_embedded(document: Document, search: Search) -> Iterator[Source]:
-    """Yield the DeepSpeed configuration in one of Accelerate, and the one that it names if Accelerate reads that."""
+    """Yield the DeepSpeed configuration in one of Accelerate, and the file it names if Accelerate reads that file."""
     if not is_used(document) and not document.get("deepspeed_config"):
-        return  # `accelerate config` writes an empty section, whatever is chosen
+        return  # `accelerate config` writes an empty section for every choice
     ranks = document.get("num_processes")
     world_size = ranks if isinstance(ranks, int) and ranks > 0 else None
     file = named_file(document) if is_used(document) else None
     outside = file is not None and not (search.follow_outside or is_inside(file, os.path.dirname(document.path)))
     yield Source(embedded(document), "accelerate", world_size, unread=file if file is not None and outside else "")
-    # Accelerate reads JSON, whatever the name of the file.
+    # Accelerate reads the file as JSON, whatever its name.
     for source in () if file is None or outside else _named(file):
         yield Source(source.document, "accelerate", world_size)
 
 
 def _named(path: str) -> Iterator[Source]:
-    """Yield the file that Accelerate reads as JSON. If it is YAML, a rule says so at its name."""
+    """Yield the file that Accelerate reads as JSON. If it is YAML, a rule reports that where it is named."""
     if not path.endswith(YAML):
         for source in _read(path, Search()):
             fixable = source.document.fixable and not os.path.islink(path)
@@ -239,7 +247,7 @@ def _document(path: str, content: bytes) -> Document:
         return _unreadable(path, f"larger than {MAX_BYTES >> 20} MiB", "a configuration of DeepSpeed")
     text = decode_text(content)
     if isinstance(text, Diagnostic):
-        # With a character in the place of each wrong byte, so that the line is told.
+        # Each invalid byte is replaced by a character, so that the line of the error can be reported.
         return Document(path, content.decode("utf-8", "replace"), None, (text,), fixable=False)
     if path.endswith(YAML):
         from deepspeed_compress.tools.lint.yaml_reader import parse_yaml
@@ -250,7 +258,7 @@ def _document(path: str, content: bytes) -> Document:
 
 
 def decode_text(content: bytes) -> str | Diagnostic:
-    """The text of a file, or what is wrong with it. Line ends stay as they are."""
+    """Return the text of a file, or a diagnostic if it is not UTF-8. Line ends are not changed."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -266,7 +274,7 @@ def _unreadable(path: str, message: str, instead: str) -> Document:
 
 
 def decode_base64(text: str) -> str | None:
-    """What `text` stands for, if it is base64 of something like a configuration."""
+    """Return the decoded text if `text` is base64 of something like a configuration, else None."""
     if not _BASE64.fullmatch(text) or len(text) % 4:
         return None
     try:
@@ -277,17 +285,21 @@ def decode_base64(text: str) -> str | None:
 
 
 def is_meant(path: str, content: bytes, yaml: bool = False) -> bool:
-    """Whether a configuration is meant, so that even a syntax error is worth a word."""
+    """Return True if a file is clearly meant to be a configuration, so that even a syntax error should be reported."""
     return _fits(path, _NAMED) or (_MARKED_YAML if yaml else _MARKED).search(content) is not None
 
 
 def may_be_config(path: str, content: bytes, yaml: bool = False) -> bool:
-    """Whether it is worth reading: most files of a directory are something else, and may be large."""
+    """Return True if a file should be read. Most files in a directory are something else and may be large."""
     return _fits(path, _PERHAPS) or is_meant(path, content, yaml)
 
 
 def is_config(document: Document) -> bool:
-    """Whether it is one: by its name, by keys of its own, or by a likely name and keys half of which DeepSpeed has."""
+    """Return True if the document is a configuration.
+
+    This is decided by its name, by a key that only configurations have, or by a likely name together with DeepSpeed's
+    keys making up at least half of its keys.
+    """
     if _fits(document.path, _NAMED) or any(document.has(key) for key in _OWN):
         return True
     known = sum(key in keys().sections[()].keys for key in document.data)
@@ -299,7 +311,7 @@ def _fits(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def detected_framework(document: Document) -> Framework | None:
-    """`hf` for "auto" that neither DeepSpeed nor its autotuner knows; None where nothing says it."""
+    """Return `hf` if there is an "auto" that neither DeepSpeed nor its autotuner fills in, else None."""
     if document.get("autotuning", "enabled") is True:
         return None
     autos = (path for path, member in document.walk() if member.value.value == "auto")

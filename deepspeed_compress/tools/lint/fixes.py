@@ -1,7 +1,7 @@
-"""Fixes: the edits that they are made of, and how they are applied.
+"""Fixes: the edits they consist of, and how they are applied.
 
-An edit changes a key or value and leaves everything around it as the user wrote it. A function that cannot do its work
-without touching more, such as text behind an unquoted string, returns no edits; `fix` then makes no fix of it.
+An edit changes a key or value and leaves the text around it as the user wrote it. A function returns no edits if more
+would have to change, such as text after an unquoted string; `fix` then returns None.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.strings import match, to_json
 
 MAX_ROUNDS = 100
-"""A fix may uncover another finding; a text that still changes after so many rounds shows a defect of a rule."""
+"""Maximum number of rounds. A fix may reveal another finding; more rounds than this indicate a defect in a rule."""
 Edits = tuple[Edit, ...]
 
 _COMMA = re.compile(r"(?>[ \t\n\r]|#[^\n\r]*|//[^\n\r]*|/\*(?s:.*?)\*/)*+,")
@@ -28,30 +28,33 @@ _BLANKS = (" ", "\t", "\r", "\ufeff")
 
 
 def fix(title: str, *edits: Edits, safe: bool = True) -> Fix | None:
-    """A fix of all the edits together; None when one of the parts is empty, or two are at the same place."""
+    """Return a fix that consists of all the edits, or None if one of the arguments is empty or two edits overlap."""
     together = sorted((edit for part in edits for edit in part), key=lambda edit: (edit.span.start, edit.span.end))
     apart = all(one.span.end <= other.span.start for one, other in pairwise(together))
     return Fix(title, tuple(together), safe) if all(edits) and apart else None
 
 
 def replace(document: Document, path: Path, value: object) -> Edits:
-    """Put `value` at `path`."""
+    """Return the edits that replace the value at `path` by `value`."""
     node = document.node(*path)
     if node is None:
         return ()
-    # HJSON lets the comma out behind quotes and brackets; numbers and words without it would be of a longer string.
+    # HJSON allows a missing comma after quotes and brackets, but a number or word without one starts a longer string.
     bare = not isinstance(value, str | list | dict) and not _ENDS.match(document.text, node.span.end)
     return (Edit(node.span, to_json(value) + ("," if bare else "")),)
 
 
 def rename(document: Document, path: Path, key: str) -> Edits:
-    """Give the key at `path` another name."""
+    """Return the edits that rename the key at `path`."""
     member = document.member(*path)
     return () if member is None else (Edit(member.key_span, to_json(key)),)
 
 
 def remove(document: Document, path: Path, member: Member | None = None) -> Edits:
-    """Remove the key at `path` with its value and comma, or `member`, one of several equal keys there."""
+    """Return the edits that remove the key at `path` with its value and comma.
+
+    If the key is repeated, `member` states which one to remove.
+    """
     holder, member = document.node(*path[:-1]), member or document.member(*path)
     if holder is None or member is None:
         return ()
@@ -69,7 +72,7 @@ def remove(document: Document, path: Path, member: Member | None = None) -> Edit
 
 
 def add(document: Document, path: Path, key: str, value: object) -> Edits:
-    """Add a key to the object at `path`, behind its last one; objects that are missing are added too."""
+    """Return the edits that append a key to the object at `path`. Missing objects are added too."""
     node = document.node(*path)
     if node is None:
         return add(document, path[:-1], str(path[-1]), {key: value}) if path else ()
@@ -77,7 +80,7 @@ def add(document: Document, path: Path, key: str, value: object) -> Edits:
 
 
 def move(document: Document, path: Path, to: Path) -> Edits:
-    """Move the value at `path` to the key `to`, which must not exist."""
+    """Return the edits that move the value at `path` to the key `to`, which must not exist."""
     member, depth = document.member(*path), len(path) - 1
     if member is None or document.has(*to):
         return ()
@@ -88,7 +91,7 @@ def move(document: Document, path: Path, to: Path) -> Edits:
 
 
 def _wrap(text: str, member: Member, keys: Path) -> Edits:
-    """Put a value into new objects, where it is: its last new key is inside the others."""
+    """Return the edits that wrap a value into new objects in place. The last of `keys` is the innermost."""
     *outer, last = (to_json(str(key)) for key in keys)
     renamed = Edit(member.key_span, "".join(f"{key}: {{" for key in outer) + last)
     if not outer:
@@ -98,13 +101,13 @@ def _wrap(text: str, member: Member, keys: Path) -> Edits:
 
 
 def _comma(text: str, end: int) -> int | None:
-    """The end of the comma behind a value, if nothing but space and comments is before it."""
+    """Return the end of the comma after a value, if only space and comments precede the comma, else None."""
     comma = _COMMA.match(text, end)
     return comma.end() if comma else None
 
 
 def _whole_lines(text: str, start: int, end: int) -> Edit:
-    """Remove `start` to `end`, with the line break when nothing else is on these lines."""
+    """Return an edit that removes `start` to `end`, with the line break if nothing else is on these lines."""
     line_start, line_end = _blank_before(text, start), match(_BLANK, text, end).end()
     if text[line_end : line_end + 1] == "\n" and text[line_start - 1 : line_start] == "\n":
         return Edit(Span(line_start, line_end + 1), "")
@@ -113,14 +116,14 @@ def _whole_lines(text: str, start: int, end: int) -> Edit:
 
 
 def _blank_before(text: str, end: int) -> int:
-    """Return where the white space before `end` starts, on its line."""
+    """Return the start of the white space before `end` on its line."""
     while text[end - 1 : end] in _BLANKS:
         end -= 1
     return end
 
 
 def _remove_last(text: str, before: Member, member: Member) -> Edits:
-    """Remove the last key, and the comma in front of it, which JSON forbids to stay."""
+    """Return the edits that remove the last key and the comma before it, which JSON does not allow to remain."""
     start, end = before.value.span.end, member.value.span.end
     if unquoted(text, before.value):
         return (_whole_lines(text, member.key_span.start, end),)
@@ -146,13 +149,13 @@ def _append(text: str, node: Node, pair: str) -> Edits:
 
 
 def unquoted(text: str, node: Node) -> bool:
-    """Whether `node` is a string without quotes, which takes the rest of its line."""
+    """Return True if `node` is an unquoted string, which extends to the end of its line."""
     return node.kind == "string" and text[node.span.start] not in "\"'"
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A text after its fixes, how many there were, and what is still wrong with it."""
+    """Document after its fixes, the number of fixes, and the remaining findings."""
 
     document: Document
     count: int
@@ -164,7 +167,7 @@ class Fixed:
 
 
 def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], unsafe: bool = False) -> Fixed:
-    """Fix what can be fixed, in rounds: fixes that touch the same characters follow one another."""
+    """Apply the possible fixes in rounds. Fixes that touch the same characters are applied in different rounds."""
     count, remaining = 0, tuple(lint(document))
     for _ in range(MAX_ROUNDS if document.fixable else 0):
         better = next(_improved(document, remaining, unsafe), None)
@@ -176,7 +179,7 @@ def apply(document: Document, lint: Callable[[Document], Iterable[Diagnostic]], 
 
 
 def _improved(document: Document, found: Iterable[Diagnostic], unsafe: bool) -> Iterator[tuple[Document, int]]:
-    """The document after as many fixes as go together, else after any single one that breaks nothing."""
+    """Yield the document after as many fixes as are compatible, then after each single fix that breaks nothing."""
     fixes = [one.fix for one in found if one.fix is not None and (one.fix.safe or unsafe)]
     together = _compatible(fixes)
     for chosen in (together, *([single] for single in fixes[:MAX_ROUNDS])):
@@ -187,15 +190,15 @@ def _improved(document: Document, found: Iterable[Diagnostic], unsafe: bool) -> 
 
 
 def _is_sound(before: Document, after: Document) -> bool:
-    """Return whether a change adds neither a syntax error nor a key that the object already has.
+    """Return True if a change adds neither a syntax error nor a duplicate key.
 
-    Each of two fixes may be right alone, and both together rename to the same key.
+    Two fixes may each be right, yet rename two keys to the same one if both are applied.
     """
     return len(after.problems) <= len(before.problems) and after.duplicates <= before.duplicates
 
 
 def _compatible(fixes: Iterable[Fix]) -> list[Fix]:
-    """Fixes that touch no character, and no place between two, that an earlier one touches."""
+    """Return fixes that touch no character, and no position between characters, that an earlier one touches."""
     chosen: list[Fix] = []
     taken: list[Span] = []  # in the order of the text, none of them touching another
     for one in fixes:
@@ -207,7 +210,7 @@ def _compatible(fixes: Iterable[Fix]) -> list[Fix]:
 
 
 def touches(one: Span, others: Sequence[Span]) -> bool:
-    """Return whether `one` touches any of `others`, which are in the order of the text and do not overlap."""
+    """Return True if `one` touches any of `others`, which are in the order of the text and do not overlap."""
     first = bisect_left(others, one.start, key=lambda span: span.end)
     return first < len(others) and others[first].start <= one.end
 
@@ -222,7 +225,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 
 
 def diff(before: str, after: str, path: str) -> str:
-    """A unified diff, as `patch` takes it."""
+    """Return a unified diff in the format that `patch` accepts."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
     )

@@ -1,8 +1,8 @@
-"""Writes keys.json: every key that the installed DeepSpeed knows, by section, with what it does to others.
+"""Script that writes keys.json: every key that the installed DeepSpeed knows, by section.
 
-Run `python -m deepspeed_compress.tools.lint.generate_keys [FILE]`. The only module here that imports deepspeed; the
-linter reads the file. Sections that are pydantic models name their fields. For the others DeepSpeed is given a
-configuration that notes which keys it asks for, and with which default.
+Run `python -m deepspeed_compress.tools.lint.generate_keys [FILE]`. This is the only module here that imports deepspeed;
+the linter reads the file. Sections that are pydantic models list their fields. For all others, DeepSpeed receives a
+configuration that records which keys are read, and with which defaults.
 """
 
 import enum
@@ -45,7 +45,7 @@ _READ_ELSEWHERE: Mapping[str, Mapping[str, Key]] = {
     "scheduler": {"params": {"kinds": ["object"]}},
     "pipeline": {"use_reentrant": {"kinds": ["boolean"]}},  # runtime/pipe/engine.py
 }
-"""Keys that are read after the configuration was parsed."""
+"""Keys that are read after the configuration has been parsed."""
 
 _BATCH: Key = {"kinds": ["integer"]}
 _UNTYPED: Mapping[str, Mapping[str, Key]] = {
@@ -67,7 +67,7 @@ _UNTYPED: Mapping[str, Mapping[str, Key]] = {
         "routed_scaling_factor": {"kinds": ["integer", "number", "string"]},
     },
 }
-"""What the default of a key does not say about its type."""
+"""Types of keys whose defaults do not determine them."""
 
 _SEEDS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"type": "AdamW"},
@@ -88,11 +88,11 @@ _SEEDS: Mapping[str, Mapping[str, Any]] = {
     "expert_parallel": {"enabled": False},
     "timers": {},
 }
-"""Sections without a model, and values that make DeepSpeed read all of them."""
+"""Sections without a model, with values that make DeepSpeed read all of their keys."""
 
 
 class Noted(dict[str, Any]):
-    """A configuration that notes the keys that it is asked for, with the default if there is one."""
+    """Configuration that records the keys that are read, with the default if there is one."""
 
     def __init__(self, content: Mapping[str, Any], asked: dict[str, Key]) -> None:
         super().__init__(content)
@@ -121,7 +121,7 @@ class Noted(dict[str, Any]):
 
 
 def generate() -> dict[str, Any]:
-    """The content of keys.json."""
+    """Return the content of keys.json."""
     import deepspeed
     from deepspeed.runtime import config
 
@@ -176,7 +176,7 @@ def _noted_sections() -> dict[str, dict[str, Key]]:
 
 
 def _models() -> Iterator[tuple[str, type]]:
-    """Sections that are pydantic models."""
+    """Yield the sections that are pydantic models."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -202,7 +202,7 @@ def _models() -> Iterator[tuple[str, type]]:
 
 
 def _of_model(name: str, model: Any) -> Iterator[tuple[str, Section]]:
-    """The section of a model, and those of the models in it."""
+    """Yield the section of a model and those of the models in it."""
     keys: dict[str, Key] = {}
     for field_name, field in model.model_fields.items():
         key = _annotated(field.annotation) | _limits(field.metadata)
@@ -227,7 +227,7 @@ def _inner_models(annotation: Any) -> list[Any]:
 
 
 def _annotated(annotation: Any) -> Key:
-    """Kinds and choices of a type; nothing for what JSON cannot hold."""
+    """Return the kinds and choices of a type. Types that JSON cannot represent are left out."""
     key: Key = {"kinds": []}
     for part in _alternatives(annotation):
         origin = typing.get_origin(part) or part
@@ -251,7 +251,7 @@ def _limits(metadata: list[Any]) -> Key:
 
 
 def _parameters(function: Any, *, without: tuple[str, ...] = ()) -> dict[str, bool]:
-    """Names of a constructor's parameters, and whether they are required."""
+    """Return the names of a constructor's parameters, and whether each is required."""
     given = {"self", "params", "model_params", "optimizer", *without}
     return {
         name: parameter.default is inspect.Parameter.empty
@@ -261,10 +261,10 @@ def _parameters(function: Any, *, without: tuple[str, ...] = ()) -> dict[str, bo
 
 
 def _optimizers() -> dict[str, list[str]]:
-    """Names that `optimizer.type` may have, with the keys of `params`; "NAME+offload" where the optimizer runs on CPU,
-    "NAME+torch" with `torch_adam`.
+    """Return the names that `optimizer.type` may have, with the keys of `params`.
 
-    DeepSpeed compares its own names in lower case and takes others from torch.optim.
+    "NAME+offload" is the optimizer on the CPU, "NAME+torch" the one with `torch_adam`. DeepSpeed compares its own names
+    in lower case and takes all others from torch.optim.
     """
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -299,17 +299,17 @@ def _optimizers() -> dict[str, list[str]]:
 
 
 def _untested() -> list[str]:
-    """Optimizers that ZeRO refuses unless `zero_allow_untested_optimizer` is true."""
+    """Return the optimizers that ZeRO refuses unless `zero_allow_untested_optimizer` is true."""
     import torch
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-    # Lamb of DeepSpeed and the optimizers of mup are in no list of ZeRO.
+    # DeepSpeed's Lamb and the optimizers of mup are missing from ZeRO's list.
     theirs = {name for name, found in _classes(torch.optim) if found not in ZERO_SUPPORTED_OPTIMIZERS}
     return sorted(theirs - {"Muon"} | {"lamb", "muadam", "muadamw", "musgd"})
 
 
 def _schedulers() -> dict[str, dict[str, bool]]:
-    """Names that `scheduler.type` may have, with the keys of `params` and whether each must be there."""
+    """Return the names that `scheduler.type` may have, with the keys of `params` and whether each is required."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -329,12 +329,12 @@ def _classes(module: Any, base: type | None = None) -> Iterator[tuple[str, Any]]
 
 
 def text() -> str:
-    """The file as it is written: a line for each key."""
+    """Return the text of the file, with one line per key."""
     return _lines(generate(), 4) + "\n"
 
 
 def _lines(value: Any, depth: int, indent: str = "") -> str:
-    """JSON that is broken into lines down to `depth`."""
+    """Return `value` as JSON that is broken into lines down to `depth`."""
     if not isinstance(value, dict) or depth == 0:
         return json.dumps(value)
     inner = indent + " "

@@ -18,20 +18,24 @@ OUR_SECTION = "deepspeed_compress"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a section. No kinds: its type is not known. `deprecated`: the key to write instead."""
+    """Key of a section. Its type is unknown if there are no `kinds`. `deprecated` is the key to write instead."""
 
     kinds: tuple[str, ...] = ()
     choices: tuple[object, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
-    """By "above", "least", "below" and "most"."""
+    """Limits by "above", "least", "below" and "most"."""
     alias: str = ""
-    """The name that DeepSpeed documents."""
+    """Name that DeepSpeed documents."""
     deprecated: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section. `strict`: unknown keys are refused, types are checked and "auto" is dropped; else all is accepted."""
+    """Section of the configuration.
+
+    In a `strict` section, DeepSpeed refuses unknown keys, checks types and drops "auto". In others it accepts
+    everything.
+    """
 
     path: tuple[str, ...]
     strict: bool
@@ -40,21 +44,21 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Everything in keys.json."""
+    """Content of keys.json."""
 
     version: str
     sections: Mapping[tuple[str, ...], Section]
     removed: Mapping[tuple[str, ...], frozenset[str]]
     optimizers: Mapping[str, frozenset[str]]
-    """Keys of `params` by type; "+offload" and "+torch" behind a name are variants of it."""
+    """Keys of `params` by type. A type followed by "+offload" or "+torch" is a variant of it."""
     untested_optimizers: frozenset[str]
     schedulers: Mapping[str, Mapping[str, bool]]
-    """Keys of `params` by type, and whether they are required."""
+    """Keys of `params` by type, and whether each is required."""
 
 
 @cache
 def keys() -> Keys:
-    """The table, read once."""
+    """Return the table, which is read only once."""
     table = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
     sections = [_section(_split(name), content) for name, content in table["sections"].items()]
     return Keys(
@@ -83,7 +87,7 @@ def _key(key: Mapping[str, Any]) -> Key:
 
 
 def known_values(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Key, Member]]:
-    """Every known key of the strict (or the other) sections of `document`."""
+    """Yield every known key in the strict or in the other sections of `document`."""
     for section in keys().sections.values():
         holder = document.node(*section.path) if section.strict == strict else None
         for member in holder.members if holder is not None else ():
@@ -92,7 +96,10 @@ def known_values(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath,
 
 
 def unknown_keys(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath, Section]]:
-    """Every key that the strict (or the other) sections of `document` do not know, comments left out."""
+    """Yield every unknown key in the strict or in the other sections of `document`.
+
+    Keys of the other sections that serve as comments are left out.
+    """
     for section in keys().sections.values():
         holder = document.node(*section.path) if section.strict == strict else None
         removed = keys().removed.get(section.path, frozenset())
@@ -104,14 +111,14 @@ def unknown_keys(document: Document, *, strict: bool) -> Iterator[tuple[KeyPath,
 
 
 def closest(name: str, names: Mapping[str, object] | frozenset[str], cutoff: float = _CLOSE) -> str | None:
-    """The one of `names` that `name` was probably meant to be."""
+    """Return the name among `names` that `name` is probably a misspelling of, or None."""
     lower = {known.lower().replace("-", "_"): known for known in sorted(names)}
     close = get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=cutoff)
     return lower[close[0]] if close else None
 
 
 def places(path: KeyPath) -> list[tuple[str, ...]]:
-    """Where else the last key of `path` is known; nothing for keys that are everywhere, such as "enabled"."""
+    """Return other sections that know the last key of `path`. Keys that are common, such as "enabled", have none."""
     name = str(path[-1])
     found = [section.path for section in keys().sections.values() if name in section.keys]
     # "bfloat16" is the old name of a section.

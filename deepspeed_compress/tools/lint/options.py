@@ -1,4 +1,4 @@
-"""Options of `ds-compress lint` and `ds-compress rule`. Loaded with every command, so it is light."""
+"""Command-line options of `ds-compress lint` and `rule`. Every command loads this module, so its imports are light."""
 
 import argparse
 import re
@@ -18,7 +18,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
 
 
 def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `lint`."""
+    """Add the options of `lint` to `parser`."""
     parser.add_argument(
         "files", nargs="*", default=["."], metavar="FILE", help="files, directories, base64, or - (default: .)"
     )
@@ -31,7 +31,7 @@ def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `rule`."""
+    """Add the options of `rule` to `parser`."""
     parser.add_argument("rules", nargs="*", metavar="CODE", help="code or name of a rule, such as DSC201")
     parser.add_argument("--all", action="store_true", help="every rule, one line each")
     parser.add_argument("--markdown", action="store_true", help="as a page of documentation")
@@ -98,7 +98,7 @@ def _patterns(text: str) -> list[str]:
 
 
 def memory(text: str) -> int:
-    """Bytes of a size with a unit: 80GB, 79.5GiB."""
+    """Parse a size with a unit, such as 80GB or 79.5GiB, and return it in bytes."""
     found = _MEMORY.fullmatch(text.strip())
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2].upper()]) if found else 0
     if not size:

@@ -1,4 +1,4 @@
-"""Templates: a script puts values into the places of such names before DeepSpeed reads the file."""
+"""Placeholders in templates, which a script replaces by values before DeepSpeed reads the file."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,30 +11,31 @@ from deepspeed_compress.tools.lint.keys import keys
 
 TEMPLATE = "DSC006"
 
-# Of limited length, since the search begins anew at every brace.
+# The length is limited, because the search starts again at every brace.
 _MARKED = re.compile(
     r"\{\{[^{}\n]{0,99}\}\}|\{%[^%\n]{0,99}%\}|\$\{[^{}\n]{0,99}\}|\$[A-Za-z_]\w*"
     r"|<[A-Za-z_][\w -]{0,99}>|@[A-Z_]{1,99}@|%\([A-Za-z_]\w{0,99}\)[sdf]"
     r"|(?:(?<=[:\[,])|(?<=[:\[,] ))\{[A-Za-z_]\w{0,99}\}"
 )
 _NEAR = 1000
-"""Characters of a long line that are searched around an error."""
+"""Characters of a long line to search around an error."""
 _NAMED = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _BARE = re.compile(r"[A-Z][A-Z0-9_]{2,}|[A-Z]\w*_\w+")
 _WORDS = frozenset({"TRUE", "FALSE", "NULL", "NONE", "NAN", "AUTO"})
 
 
 def placeholders(document: Document) -> list[Span]:
-    """Values that stand for others: STAGE without quotes, "ZERO_STAGE", ${stage}, {{ stage }}, <stage>."""
+    """Return the placeholders in `document`: STAGE without quotes, "ZERO_STAGE", ${stage}, {{ stage }} or <stage>."""
     return sorted({*_values(document), *_unread(document)}, key=lambda span: (span.start, span.end))
 
 
 def without_placeholders(
     document: Document, spans: Sequence[Span], code: str, found: list[Diagnostic]
 ) -> list[Diagnostic]:
-    """Return what the rule `code` has `found`, without findings that take a placeholder in `spans` for a value.
+    """Return the findings of the rule `code`, without those that regard a placeholder in `spans` as a value.
 
-    Return nothing if placeholders may be why the syntax is wrong: without quotes they take the rest of their line.
+    Returns nothing if placeholders may be the cause of syntax errors, because without quotes they extend to the end of
+    their line.
     """
     if not spans or code == TEMPLATE:
         return found
@@ -42,7 +43,7 @@ def without_placeholders(
 
 
 def shown(document: Document, span: Span) -> str:
-    """The placeholder at `span`, without what an unquoted one takes with it."""
+    """Return the placeholder at `span`, without other text that an unquoted one extends over."""
     line = document.text[span.start : span.start + _NEAR].split("\n", 1)[0]
     marked = _MARKED.search(line)
     return marked[0] if marked else document.text[span.start : span.end].strip(' ,"')
@@ -65,13 +66,13 @@ def _stands_for_another(document: Document, member: Member) -> bool:
 
 @cache
 def _texts() -> frozenset[str]:
-    """Keys whose values may be any text."""
+    """Return the keys whose values may be arbitrary text."""
     known = [item for section in keys().sections.values() for item in section.keys.items()]
     return frozenset(name for name, key in known if not key.kinds or "string" in key.kinds)
 
 
 def _unread(document: Document) -> Iterator[Span]:
-    """Placeholders that are no values, so that they are syntax errors."""
+    """Yield the placeholders that are syntax errors."""
     for problem in document.problems:
         span = document.span_of(problem.place)
         before, behind = max(span.start - _NEAR, 0), min(span.start + _NEAR, len(document.text))

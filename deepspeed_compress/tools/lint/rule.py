@@ -1,4 +1,4 @@
-"""What a rule of the linter is: its words, two examples, and what DeepSpeed itself does with the wrong one."""
+"""Definition of a linter rule: its texts, two examples, and what DeepSpeed does with the bad one."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ __all__ = ["Check", "Context", "LintRule", "Proof", "accepts", "ignores", "raise
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the user says about the run; None is not known, so that rules do not guess."""
+    """Facts about the run that the user states. None means unknown, in which case rules do not guess."""
 
     world_size: int | None = None
     ranks_per_node: int | None = None
@@ -22,41 +22,41 @@ class Context:
     model: Mapping[str, Any] | None = None
     """Content of the config.json of a Hugging Face model."""
     gpu_memory: int | None = None
-    """Bytes."""
+    """Bytes of memory per GPU."""
     bandwidth: float | None = None
-    """Gbit/s between nodes."""
+    """Bandwidth between nodes in Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What DeepSpeed does with the bad example. `text`: a regular expression of its message, or a reason."""
+    """Behavior of DeepSpeed for the bad example. `text` is a regular expression for its message, or a reason."""
 
     kind: Literal["raises", "ignores", "warns", "accepts", "unproved"]
     text: str = ""
 
 
 def raises(pattern: str) -> Proof:
-    """DeepSpeed fails with a message in which `pattern` is found."""
+    """State that DeepSpeed fails with a message that matches `pattern`."""
     return Proof("raises", pattern)
 
 
 def ignores() -> Proof:
-    """DeepSpeed starts as though the setting were not there."""
+    """State that DeepSpeed starts as if the setting were absent."""
     return Proof("ignores")
 
 
 def warns(pattern: str) -> Proof:
-    """DeepSpeed starts, and logs a message in which `pattern` is found."""
+    """State that DeepSpeed starts and logs a message that matches `pattern`."""
     return Proof("warns", pattern)
 
 
 def accepts(why_wrong: str) -> Proof:
-    """DeepSpeed starts without a word."""
+    """State that DeepSpeed starts without a message. `why_wrong` explains what is wrong nevertheless."""
     return Proof("accepts", why_wrong)
 
 
 def unproved(reason: str) -> Proof:
-    """What DeepSpeed does could not be seen, for `reason`."""
+    """State that DeepSpeed's behavior could not be observed, for `reason`."""
     return Proof("unproved", reason)
 
 
@@ -65,14 +65,14 @@ Check = Callable[[Document, Context], Iterable[Diagnostic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintRule(Rule):
-    """A rule of the linter; documentation and tests are made from it.
+    """Rule of the linter. Its documentation and tests are generated from it.
 
-    Its reason names the file of DeepSpeed that it comes from.
+    Its reason names the file of DeepSpeed that it is based on.
     """
 
     severity: Severity
     wrong: str
-    """Text of a configuration in which the rule finds one thing."""
+    """Text of a configuration in which the rule finds one problem."""
     right: str
     """Text of a configuration in which it finds nothing."""
     proof: Proof
@@ -94,7 +94,10 @@ def rule(
     proof: Proof,
     context: Mapping[str, Any] | None = None,
 ) -> Callable[[Check], LintRule]:
-    """Makes a rule of the check below it. `code`: DSC and three digits; the others are fields of LintRule."""
+    """Return a decorator that turns a check into a rule.
+
+    `code` is DSC and three digits. All other arguments are fields of LintRule.
+    """
     return lambda check: LintRule(
         code=code,
         name=name,

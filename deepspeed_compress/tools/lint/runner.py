@@ -1,4 +1,4 @@
-"""Applies rules to a document."""
+"""Application of rules to a document."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ from deepspeed_compress.tools.lint.scanner import parse
 from deepspeed_compress.tools.lint.selection import Selection
 
 _ALWAYS = ("DSC0", "DSC73")
-"""Rules of the syntax, and of what Accelerate makes the configuration of."""
+"""Rules of the syntax and of Accelerate's configuration, which also apply if nothing could be read."""
 MAX_FINDINGS = 100
-"""Findings of a rule in a file that are told, the last of which may say how many more there are."""
+"""Maximum number of findings to report per rule and file. The last one may state how many more there are."""
 
 
 class RuleError(CompressError):
-    """A rule failed by itself: a defect of the linter, not of the configuration."""
+    """Error raised if a rule fails, which is a defect of the linter and not of the configuration."""
 
 
 def lint_text(
@@ -30,14 +30,14 @@ def lint_text(
     context: Context | None = None,
     selection: Selection | None = None,
 ) -> list[Diagnostic]:
-    """What the rules find in a configuration, in the order of its lines."""
+    """Return the findings in the text of a configuration, in the order of its lines."""
     return lint_document(parse(text, path), context or Context(), selection or Selection())
 
 
 def lint_document(
     document: Document, context: Context, selection: Selection, rules: Sequence[LintRule] = RULES
 ) -> list[Diagnostic]:
-    """What `rules` find in `document`, in the order of its lines."""
+    """Return the findings of `rules` in `document`, in the order of its lines."""
     document = embedded(document)
     lines, spans = LineIndex(document.text), placeholders(document)
     found = [
@@ -49,7 +49,7 @@ def lint_document(
 
 
 def shortened(found: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Yield what is told of the findings in one file: of each rule the first MAX_FINDINGS, and how many more."""
+    """Yield at most MAX_FINDINGS findings per rule of one file. The last one states how many more there are."""
     by_code: dict[str, list[Diagnostic]] = defaultdict(list)
     for one in found:
         by_code[one.code].append(one)
@@ -64,13 +64,13 @@ def _in_order(one: Diagnostic) -> tuple[int, str]:
 
 
 def _located(rule: LintRule, found: Diagnostic, document: Document, lines: LineIndex) -> Diagnostic:
-    """Return `found` with its rule and its place in the text. A text that stands for another gets no fix."""
+    """Return `found` with its rule and its place in the text. A document that cannot be edited gets no fix."""
     fix = found.fix if document.fixable else None
     return replace(rule.attribute(found), place=document.locate(found.place, lines), fix=fix)
 
 
 def _that_apply(document: Document, rules: Iterable[LintRule]) -> Iterator[LintRule]:
-    """Where nothing could be read, only the syntax can be spoken of."""
+    """Return the rules that apply. If nothing could be read, these are only the ones about syntax."""
     return (rule for rule in rules if document.readable or rule.code.startswith(_ALWAYS))
 
 
@@ -86,5 +86,5 @@ def _check(rule: LintRule, document: Document, context: Context) -> list[Diagnos
 
 
 def _is_read(document: Document, place: Place) -> bool:
-    """Behind a syntax error, what seems to be missing may only be unread."""
+    """Return True if the place of a finding has been read. After a syntax error, a missing key may merely be unread."""
     return place.span is not None or (bool(place.path) and document.has(*place.path))

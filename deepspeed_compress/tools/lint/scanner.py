@@ -1,7 +1,7 @@
-"""Reads HJSON as hjson 3.1 does (DeepSpeed's reader), but keeps places and goes on after an error.
+"""Reader of HJSON that behaves like hjson 3.1, which DeepSpeed uses, but keeps places and continues after errors.
 
-A file that hjson refuses has a problem here, and one that it reads has none and the same value; a test compares the two
-on generated texts. Limits of depth and number of parts, far above any configuration, bound time and memory.
+A file that hjson refuses has a problem here. A file that hjson reads has none, and the same value; a test compares the
+two on generated texts. Limits on depth and on the number of parts, far above any configuration, bound time and memory.
 """
 
 import re
@@ -17,7 +17,7 @@ MAX_DEPTH = 100
 MAX_PARTS = 20_000
 MAX_PROBLEMS = 100
 _TOLD = MAX_PROBLEMS - 2
-"""Errors that are told one by one. The others are counted, which takes one more, as does the end of the reading."""
+"""Maximum number of errors reported one by one. Two more are reserved: the count of the others, and an early end."""
 MAX_INTEGER = 2**63 - 1
 
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 
 
 def parse(text: str, path: str = "") -> Document:
-    """Read HJSON as DeepSpeed does, except that an error does not end it. Never raises."""
+    """Read HJSON as DeepSpeed does, but continue after errors. Never raises."""
     scanner = _Scanner(text)
     root = scanner.document()
     return Document(path, text, root, tuple(scanner.problems), tuple(scanner.extensions))
@@ -49,14 +49,14 @@ class _Scanner:
         self.parts = 0
         self.stopped = False
         self.line_start = 0
-        self.searched = 0  # up to where `line_start` has been looked for
-        self.untold = 0  # errors after the first _TOLD
-        self.closers: list[str] = []  # of what is open, the outermost first
+        self.searched = 0  # end of the range searched for `line_start`
+        self.untold = 0  # number of errors after the first _TOLD
+        self.closers: list[str] = []  # closing brackets of what is open, outermost first
         self.problems: list[Diagnostic] = []
         self.extensions: list[Extension] = []
 
     def peek(self) -> str:
-        """The next character; empty at the end."""
+        """Return the next character, or an empty string at the end."""
         return self.text[self.at : self.at + 1]
 
     def here(self) -> Span:
@@ -72,13 +72,13 @@ class _Scanner:
             self.count()
 
     def stop(self, what: str) -> None:
-        """Read no further, because of `what`. What is open ends here."""
+        """Stop reading because of `what`. Everything that is open ends here."""
         self.problems.append(Diagnostic(at(span=self.here()), what, write("a configuration of DeepSpeed")))
         self.stopped, self.text = True, self.text[: self.at]
         self.closers.clear()
 
     def count(self) -> None:
-        """One more thing to keep."""
+        """Count another part, and stop reading if there are too many."""
         self.parts += 1
         if self.parts > MAX_PARTS and not self.stopped:
             self.stop(f"more than {MAX_PARTS} values and comments")
@@ -118,19 +118,19 @@ class _Scanner:
         return root
 
     def nothing(self) -> Node | None:
-        """hjson takes an empty file for an empty object, though not behind a byte order mark."""
+        """Read an empty file, which hjson accepts as an empty object, though not after a byte order mark."""
         self.extend("missing-braces", Span(0, 0))
         if self.text.startswith("\ufeff"):
             self.note(Span(0, 0), "there is nothing in this file", "a configuration, such as {}")
         return object_node([], Span(0, 0))
 
     def bare(self) -> Node | None:
-        """Keys without the outermost braces."""
+        """Read keys without the outermost braces."""
         start, members = self.at, list[Member]()
         while self.peek():
             self.element(self.pair, members)
         if not members:
-            # In a text that is no configuration at all, one error says enough.
+            # If the text is not a configuration at all, one error is enough.
             self.untold = 0
             del self.problems[1:]
         self.extend("missing-braces", Span(start, start))
@@ -165,7 +165,7 @@ class _Scanner:
         return found
 
     def element(self, read: Callable[[], Item], found: list[Item]) -> None:
-        """One pair or value, and the comma behind it. An error costs what is left up to the next comma or line."""
+        """Read one pair or value and the comma after it. After an error, skip to the next comma or line."""
         before = self.at
         try:
             found.append(read())
@@ -181,7 +181,7 @@ class _Scanner:
         self.note(error.span, error.message, error.instead)
 
     def separator(self, end: int) -> None:
-        """The comma that may follow a value that ended at `end`."""
+        """Read the comma that may follow a value that ended at `end`."""
         last = self.extensions[-1].kind if self.extensions else ""
         self.gap()
         comma = self.here()
@@ -191,11 +191,11 @@ class _Scanner:
             if self.peek() in ("}", "]", ""):
                 self.extend("trailing-comma", comma, "")
         elif self.peek() not in ("}", "]", ""):
-            # A comma behind an unquoted string would be of the string: that gets quotes first.
+            # A comma after an unquoted string would become part of it, so the string must be quoted first.
             self.extend("missing-comma", Span(end, end), None if last == "unquoted-string" else ",")
 
     def ends(self, closer: str, opening: Span) -> bool:
-        """Whether the object or array is closed here, rightly or by an error."""
+        """Return True if the object or array is closed here, either properly or by an error."""
         while (char := self.peek()) in ("}", "]") and char not in self.closers:
             self.note(self.here(), f'"{char}" closes nothing', "nothing: remove it")
             self.at += 1
@@ -260,9 +260,9 @@ class _Scanner:
         return Node("string", value, Span(start, self.at))
 
     def indentation(self) -> int | None:
-        """Return the number of characters before this one on its line; None on the only line of the text.
+        """Return the number of characters before this one on its line, or None on the only line of the text.
 
-        The line break before the first line is for hjson the last one of the text.
+        For the first line, hjson regards the last line break of the text as the preceding one.
         """
         found = self.text.rfind("\n", self.searched, self.at)
         self.line_start = found + 1 if found >= 0 else self.line_start
@@ -273,7 +273,7 @@ class _Scanner:
         return None if last < 0 else self.at + len(self.text) - last - 1
 
     def unquoted(self) -> Node:
-        """A literal, if punctuation comes next, else a string to the end of the line, commas and brackets included."""
+        """Read a literal if punctuation follows it, otherwise a string to the end of the line with all punctuation."""
         if literal := _LITERAL.match(self.text, self.at):
             return self.literal(literal)
         if self.peek() in ("{", "}", "[", "]", ",", ":", ""):
@@ -282,7 +282,7 @@ class _Scanner:
         value = line[0].strip()
         start = self.at + len(line[0]) - len(line[0].lstrip())
         span, self.at = Span(start, start + len(value)), line.end()
-        # With punctuation in it, more was swallowed than was meant.
+        # If the string contains punctuation, it extends further than was meant.
         self.extend("unquoted-string", span, None if _PUNCTUATION.search(value) else to_json(value))
         return Node("string", value, span)
 
@@ -298,7 +298,7 @@ class _Scanner:
         return node
 
     def number(self, found: re.Match[str], span: Span) -> int | float:
-        """hjson makes an integer of a whole number below 1e10, and fails where a number is infinite."""
+        """Return the number as hjson does: a whole number below 1e10 becomes an integer, and infinity is an error."""
         source = found[2]
         value: int | float
         if found[3] or found[4]:

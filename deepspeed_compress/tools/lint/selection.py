@@ -1,6 +1,6 @@
-"""Which rules are wanted for which file: by options, by suppressions in a file, by settings in a TOML file.
+"""Selection of rules per file, by options, by suppressions in a file, and by settings in a TOML file.
 
-Settings are the table `[tool.ds-compress.lint]` of pyproject.toml, or a TOML file that has nothing else.
+Settings are the table `[tool.ds-compress.lint]` of pyproject.toml, or a TOML file that holds nothing else.
 """
 
 import re
@@ -22,22 +22,22 @@ ALL = "ALL"
 _CODE = re.compile(r"DSC[0-9]{1,9}")
 _REMARK = re.compile(r"(?<![\w-])ds-compress:[ \t]*noqa(?![\w-])(?::[ \t]*([\w-]+(?:,[ \t]*[\w-]+)*))?")
 OWN_FILE = ".ds-compress-lint.toml"
-"""Holds the settings at its top, and comes before pyproject.toml."""
+"""File with settings at its top level. It takes precedence over pyproject.toml."""
 _PYPROJECT = "pyproject.toml"
 _TABLE = ("tool", "ds-compress", "lint")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rules by code, the beginning of a code, name, or ALL. The longest match of `select` and `ignore` decides."""
+    """Selection of rules by code, prefix of a code, name or ALL. The longest match of `select` and `ignore` decides."""
 
     select: tuple[str, ...] = (ALL,)
     ignore: tuple[str, ...] = ()
     per_file: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What is ignored besides in files whose name or path matches a pattern."""
+    """Additional rules to ignore in files whose name or path matches a pattern."""
 
     def choose(self, rules: Iterable[LintRule], document: Document) -> list[LintRule]:
-        """The rules to apply to `document`."""
+        """Return the rules to apply to `document`."""
         per_file = (codes for pattern, codes in self.per_file.items() if file_matches(document.path, pattern))
         ignored = [code for codes in (*per_file, ignored_inside(document)) for code in codes]
         return [
@@ -48,7 +48,7 @@ class Selection:
 
 
 def matches(rule: LintRule, codes: Iterable[str]) -> int:
-    """How exactly one of `codes` means `rule`: 0 is not at all."""
+    """Return how specifically one of `codes` refers to `rule`. 0 means not at all."""
     return max((_match(rule, code) for code in codes), default=0)
 
 
@@ -61,20 +61,24 @@ def _match(rule: LintRule, code: str) -> int:
 
 
 def ignored_inside(document: Document) -> tuple[str, ...]:
-    """What the file itself says, under `deepspeed_compress.tools.lint.ignore` or in a remark."""
+    """Return the rules that the file itself ignores, in `deepspeed_compress.lint.ignore` or in a comment."""
     ignore = document.get("deepspeed_compress", "lint", "ignore")
     section = [code for code in ignore if isinstance(code, str)] if isinstance(ignore, list) else []
     return (*section, *ignored_by_remarks(document))
 
 
 def ignored_by_remarks(document: Document) -> tuple[str, ...]:
-    """What `ds-compress: noqa: DSC201` says in a comment, or in JSON, which has none, under a key such as "//"."""
+    """Return the codes in `ds-compress: noqa: DSC201`, in a comment or, in JSON, under a key such as "//"."""
     remarks = (re.split(r",[ \t]*", found[1] or ALL) for found in _REMARK.finditer(document.text))
     return tuple(code for codes in remarks for code in codes)
 
 
 def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> tuple[str, ...]:
-    """`codes`, each of which means a rule; ConfigError names `place` otherwise."""
+    """Return `codes` if each of them refers to a rule.
+
+    Raises:
+        ConfigError: One of them does not. The message starts with `place`.
+    """
     rules, codes = tuple(rules), tuple(codes)
     for code in codes:
         if not any(_match(rule, code) for rule in rules):
@@ -86,7 +90,7 @@ def check_codes(codes: Iterable[str], rules: Iterable[LintRule], place: str) -> 
 
 
 def _nearest(code: str, rules: Sequence[LintRule]) -> str:
-    """Return the rule that `code` is probably meant for: of codes the nearest number in the same family."""
+    """Return the rule that `code` probably refers to. For a code, this is the nearest number in the same family."""
     upper = code.upper()
     if _CODE.fullmatch(upper):
         family = [rule.code for rule in rules if rule.code[3] == upper[3]] or [rule.code for rule in rules]
@@ -96,14 +100,14 @@ def _nearest(code: str, rules: Sequence[LintRule]) -> str:
 
 
 def file_matches(path: str, pattern: str) -> bool:
-    """Whether the name of a file, or the end of its path, is as `pattern` says."""
+    """Return True if `pattern` matches the name of a file or the end of its path."""
     pure = PurePath(path)
     return fnmatch(pure.name, pattern) or fnmatch(pure.as_posix(), pattern) or fnmatch(pure.as_posix(), f"*/{pattern}")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file of settings says; options of the command line take precedence."""
+    """Settings from a file. Command-line options take precedence."""
 
     select: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
@@ -118,7 +122,7 @@ class Settings:
 
 
 def find_settings(start: Path) -> Settings:
-    """The settings in `start`, or in the nearest directory above that has any."""
+    """Return the settings in `start` or in the nearest directory above it that has any."""
     for directory in (start, *start.parents):
         for path in (directory / OWN_FILE, directory / _PYPROJECT):
             if path.is_file() and (table := _table(path)) is not None:
@@ -127,7 +131,11 @@ def find_settings(start: Path) -> Settings:
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings in `path`; ConfigError where it has none."""
+    """Return the settings in `path`.
+
+    Raises:
+        ConfigError: The file does not exist or has no settings.
+    """
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file. Write the path of a TOML file with settings.")
     table = _table(path)

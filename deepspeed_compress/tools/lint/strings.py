@@ -1,4 +1,4 @@
-"""Strings of HJSON: quoted, and in triple quotes over several lines."""
+"""Strings of HJSON: quoted ones, and those in triple quotes over several lines."""
 
 import json
 import re
@@ -12,12 +12,12 @@ _FIRST_LINE = re.compile(r"[ \t\r]*(\n?)")
 _LINE = re.compile(r"[^\n\r]*")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which no UTF-8 text can hold."""
+"""Half of a surrogate pair, which UTF-8 text cannot contain."""
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class ScanError(Exception):
-    """A syntax error: where, what is wrong, what to write instead, and where reading may go on."""
+    """Syntax error: its place, what is wrong, what to write instead, and the position at which reading can resume."""
 
     def __init__(self, span: Span, message: str, instead: str, resume: int) -> None:
         super().__init__(message)
@@ -25,22 +25,22 @@ class ScanError(Exception):
 
 
 def to_json(value: object) -> str:
-    """`value` as JSON; half surrogate pairs, which no file can hold, stay escaped."""
+    """Return `value` as JSON. Half surrogate pairs, which a file cannot contain, remain escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if HALF_PAIR.search(text) else text
 
 
 def match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
-    """The match at `at` of a pattern that may match nothing, and so always matches."""
+    """Return the match at `at` of a pattern that always matches, if only an empty string."""
     found = pattern.match(text, at)
     assert found is not None
     return found
 
 
 def quoted(text: str, start: int) -> tuple[str, int, bool]:
-    """The string that starts with the quote at `start`, its end, and whether what is inside it is JSON too."""
+    """Return the string that starts with the quote at `start`, its end, and whether it is valid JSON too."""
     if text[start] == '"':
-        # Python's own reader is much faster; what it refuses may still be HJSON, or has to be explained.
+        # Python's own reader is much faster. Text that it refuses may still be HJSON, or needs an explanation.
         with suppress(ValueError):
             return *_JSON.raw_decode(text, start), True
     return _escaped(text, start)
@@ -58,7 +58,7 @@ def _escaped(text: str, start: int) -> tuple[str, int, bool]:
 
 
 def _special(text: str, start: int, at: int, char: str) -> tuple[str, int, bool]:
-    """What stands for itself or something else at `at` in the string at `start`, its end, and whether JSON has it."""
+    """Return the text for the character at `at` in the string at `start`, its end, and whether it is valid JSON."""
     if char == "\\":
         return _escape(text, at)
     if char in ("", "\n", "\r"):
@@ -69,7 +69,7 @@ def _special(text: str, start: int, at: int, char: str) -> tuple[str, int, bool]
 
 
 def _escape(text: str, at: int) -> tuple[str, int, bool]:
-    """What the backslash at `at` stands for, where it ends, and whether JSON has it."""
+    """Return the text for the backslash at `at`, the end of the escape, and whether it is valid JSON."""
     char = text[at + 1 : at + 2]
     if char in _ESCAPES:
         return _ESCAPES[char], at + 2, char != "'"
@@ -85,7 +85,7 @@ def _escape(text: str, at: int) -> tuple[str, int, bool]:
 
 
 def _unicode(text: str, at: int) -> int | None:
-    """The code behind the backslash and u at `at`; None if there is none. hjson uses int(), so do we."""
+    """Return the code after the backslash and u at `at`, or None. Like hjson, this uses int()."""
     digits = text[at + 2 : at + 6]
     if len(digits) < 4 or digits[1] in "xX":
         return None
@@ -97,14 +97,15 @@ def _unicode(text: str, at: int) -> int | None:
 
 
 def _error(text: str, span: Span, message: str, instead: str) -> ScanError:
-    """An error in the string at `start`. Nothing else on its line can be told from the string."""
+    """Return an error in a string. Reading resumes at the end of its line, because the end of the string is unknown."""
     return ScanError(span, message, instead, match(_LINE, text, span.start).end())
 
 
 def multi_line(text: str, start: int, indentation: int | None) -> tuple[str, int]:
     """Return the string in triple quotes at `start`, and its end.
 
-    Lines lose the `indentation` of the opening quotes. It is None for quotes on the only line, where hjson fails.
+    The `indentation` of the opening quotes is removed from each line. It is None for quotes on the only line, on which
+    hjson fails.
     """
     body = match(_FIRST_LINE, text, start + 3)
     end = text.find("'''", start + 3)

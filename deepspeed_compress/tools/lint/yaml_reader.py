@@ -1,4 +1,4 @@
-"""YAML, read into the same nodes as HJSON."""
+"""Reader of YAML that produces the same nodes as the reader of HJSON."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from deepspeed_compress.diagnostics import Diagnostic, Span, at, write
 from deepspeed_compress.tools.lint.document import Document, Kind, Member, Node, object_node
 
 MAX_BYTES = 64 * 2**10
-"""PyYAML is slow; configurations have a few kilobytes."""
+"""Maximum number of bytes. PyYAML is slow, and configurations have only a few kilobytes."""
 MAX_DEPTH = 20
 MAX_VALUES = 10_000
 
@@ -16,7 +16,7 @@ _KINDS: dict[type, Kind] = {bool: "bool", int: "number", float: "number", type(N
 
 
 def parse_yaml(text: str, path: str = "") -> Document:
-    """Read YAML, or say what is wrong with it. It is never corrected."""
+    """Read YAML, or report what is wrong with it. YAML is never corrected."""
     if len(text.encode()) > MAX_BYTES:
         return _unread(path, text, Span(0, 0), f"larger than {MAX_BYTES >> 10} KiB", "a configuration")
     try:
@@ -27,7 +27,7 @@ def parse_yaml(text: str, path: str = "") -> Document:
 
 
 class _Budget:
-    """How many values may still come: aliases can make billions of a few lines."""
+    """Number of values that may still be read. Aliases can turn a few lines into billions of values."""
 
     def __init__(self) -> None:
         self.left = MAX_VALUES
@@ -52,7 +52,7 @@ def _scalar(node: Any) -> Any:
     try:
         return yaml.SafeLoader("").construct_object(node)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # What PyYAML makes of a value that does not fit its tag.
+        # PyYAML raises these for a value that does not fit its tag.
         raise ValueError(f"invalid literal for {node.tag}: {node.value[:40]!r}") from error
 
 

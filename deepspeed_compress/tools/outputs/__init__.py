@@ -1,6 +1,6 @@
-"""How diagnostics are written: for people at a terminal, and for programs.
+"""Output of diagnostics, for people at a terminal and for programs.
 
-report    what is reported of one run of a tool
+report    contents of the report on one run of a tool
 terminal  full, concise, statistics
 machine   json, in the form of each tool; github; sarif
 """
@@ -27,5 +27,5 @@ _FORMATS: Mapping[str, Callable[[Report], str]] = MappingProxyType(
 
 
 def render(report: Report, name: str) -> str:
-    """`report` in the format `name`."""
+    """Return `report` in the format `name`."""
     return _FORMATS[name](report)

@@ -1,4 +1,4 @@
-"""Diagnostics for programs: JSON in the form of each tool, commands of GitHub Actions, SARIF."""
+"""Diagnostics for programs: JSON in the form of each tool, GitHub Actions commands, and SARIF."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from deepspeed_compress.tools.outputs.terminal import visible
 from deepspeed_compress.tools.rules import Rule
 
 Keys = Mapping[str, Callable[[Diagnostic], object]]
-"""Keys of an object, and their values."""
+"""Keys of an object, with functions that return their values."""
 
 LINT_KEYS: Keys = {
     "path": lambda one: one.place.file,
@@ -28,7 +28,7 @@ LINT_KEYS: Keys = {
     "advice": lambda one: one.remedy,
     "fix": lambda one: one.fix and _fix_object(one.fix),
 }
-"""docs/lint.md"""
+"""Keys of the linter's JSON, described in docs/lint.md."""
 DOCTOR_SEVERITIES: Mapping[Severity, str] = {"error": "critical", "warning": "serious", "info": "notice"}
 DOCTOR_KEYS: Keys = {
     "name": lambda one: one.name,
@@ -40,21 +40,21 @@ DOCTOR_KEYS: Keys = {
     "patch": lambda one: one.patch,
     "page": lambda one: page(one),
 }
-"""docs/doctor.md"""
+"""Keys of the doctor's JSON, described in docs/doctor.md."""
 
 
 def page(diagnostic: Diagnostic) -> str:
-    """Where a finding of the doctor is explained."""
+    """Return the page that explains a finding of the doctor."""
     return f"docs/doctor.md#{diagnostic.name}"
 
 
 def objects(diagnostics: Iterable[Diagnostic], keys: Keys) -> list[dict[str, object]]:
-    """Each as an object with `keys`."""
+    """Return each diagnostic as an object with `keys`."""
     return [{key: value(one) for key, value in keys.items()} for one in diagnostics]
 
 
 def to_json(value: object) -> str:
-    """`value` as JSON, which has no NaN and no infinity: they become their names."""
+    """Return `value` as JSON. NaN and infinity, which JSON does not have, are replaced by their names."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -67,7 +67,7 @@ def _finite(value: object) -> object:
 
 
 def json_array(report: Report) -> str:
-    """An array of objects, as the linter has them."""
+    """Return an array of objects in the linter's form."""
     return to_json(objects(report.diagnostics, LINT_KEYS))
 
 
@@ -85,14 +85,14 @@ _IN_PROPERTY = {**_IN_TEXT, ":": "%3A", ",": "%2C"}
 
 
 def github(report: Report) -> str:
-    """Commands from which GitHub Actions makes annotations of a pull request."""
+    """Return commands from which GitHub Actions creates annotations of a pull request."""
     return lines(_command(one) for one in report.diagnostics)
 
 
 def _command(one: Diagnostic) -> str:
     (line, column), (end_line, end_column) = one.place.start, one.place.end
     properties: dict[str, object] = {"file": one.place.file, "line": line}
-    # GitHub takes columns only of what is on one line.
+    # GitHub accepts columns only if the place is on a single line.
     properties |= {"col": column, "endColumn": end_column} if line == end_line else {"endLine": end_line}
     properties["title"] = f"{one.code} {one.name}"
     written = ",".join(f"{key}={_escape(str(value), _IN_PROPERTY)}" for key, value in properties.items())
@@ -112,7 +112,7 @@ _SARIF_LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning",
 
 
 def sarif(report: Report) -> str:
-    """SARIF 2.1.0, the format of code scanning: a log of one run, with the rules that found something."""
+    """Return SARIF 2.1.0, the format of code scanning: the log of one run, with the rules that found something."""
     codes = list(dict.fromkeys(one.code for one in report.diagnostics))
     rules = {rule.code: rule for rule in report.rules}
     run = {

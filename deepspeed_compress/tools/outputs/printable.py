@@ -1,12 +1,12 @@
-"""Text from files, made safe for a terminal or a page."""
+"""Making text from files safe for a terminal or a page."""
 
 __all__ = ["printable"]
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with every character that does not print, such as ESC or a lone surrogate, as "\x1b" or "\ud800".
+    r"""Return `text` with every nonprintable character, such as ESC or a lone surrogate, as "\x1b" or "\ud800".
 
-    Line breaks count as such characters. A file cannot move the cursor, change colors or stop an encoder this way.
+    Line breaks are replaced too. This keeps a file from moving the cursor, changing colors or breaking an encoder.
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""What is reported of one run."""
+"""Contents of the report on one run of a tool."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from deepspeed_compress.tools.rules import Rule
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Diagnostics of all files, and what else outputs need."""
+    """Diagnostics of all files, with further data for outputs."""
 
     diagnostics: tuple[Diagnostic, ...]
     files: int
     rules: tuple[Rule, ...] = ()
-    """All that were applied."""
+    """All rules that were applied."""
     fixed: int = 0
     colour: bool = False
     quiet: bool = False
 
     @property
     def closing(self) -> tuple[str, ...]:
-        """The summary, unless it is not wanted."""
+        """Return the summary as the closing lines, or nothing if the report is quiet."""
         return () if self.quiet else (self.summary,)
 
     @property
     def summary(self) -> str:
-        """The last line for people."""
+        """Return the last line for people."""
         fixed = f"Fixed {plural(self.fixed, 'finding')}. " if self.fixed else ""
         if not self.diagnostics:
             return f"{fixed}{plural(self.files, 'file')} checked, nothing found."
@@ -41,21 +41,21 @@ class Report:
 
 
 def option(diagnostic: Diagnostic) -> str:
-    """The option that applies the fix; empty without one."""
+    """Return the option that applies the fix, or an empty string if there is no fix."""
     fix = diagnostic.fix
     return "" if fix is None else "--fix" if fix.safe else "--fix --unsafe-fixes"
 
 
 def message(diagnostic: Diagnostic) -> str:
-    """What is wrong, and where in the configuration."""
+    """Return what is wrong, and where in the configuration."""
     return f"{diagnostic.message} (at {diagnostic.pointer})" if diagnostic.place.path else diagnostic.message
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
+    """Return a count with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def lines(texts: Iterable[str]) -> str:
-    """Each text on a line."""
+    """Return the texts, each on a line of its own."""
     return "".join(f"{text}\n" for text in texts)

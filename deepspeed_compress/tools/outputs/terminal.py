@@ -1,4 +1,4 @@
-"""Diagnostics for people at a terminal, in colour or without, in texts that cannot do anything to it."""
+"""Diagnostics for people at a terminal, with or without color, in text that cannot control the terminal."""
 
 import re
 import unicodedata
@@ -12,21 +12,24 @@ _BOLD, _BLUE = "1", "34"
 _STYLES: Mapping[Severity, str] = {"error": "1;31", "warning": "1;33", "info": "1;36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _BEFORE, _WIDTH = 60, 120
-"""Of longer lines, so much is shown before the place, and in all."""
+"""Characters of a long line to show before the place, and in total."""
 
 
 def concise(report: Report) -> str:
-    """One line for each: `path:line:column: DSC123 name: what is wrong (at /pointer)`; and a summary."""
+    """Return one line for each, `path:line:column: DSC123 name: what is wrong (at /pointer)`, and a summary."""
     return lines((*(_headline(one, report.colour) for one in report.diagnostics), *report.closing))
 
 
 def full(report: Report) -> str:
-    """Each with its line, a caret under the place, and the remedy; and a summary."""
+    """Return each with its line, a caret under the place and the remedy, and a summary."""
     return "".join(f"{_block(one, report.colour)}\n" for one in report.diagnostics) + lines(report.closing)
 
 
 def statistics(report: Report) -> str:
-    """How often each rule found something, the most frequent first, and a summary. A star: `--fix` corrects some."""
+    """Return the number of findings per rule, most frequent first, and a summary.
+
+    A star marks rules for which `--fix` corrects some findings.
+    """
     by_code: dict[str, list[Diagnostic]] = defaultdict(list)
     for one in report.diagnostics:
         by_code[one.code].append(one)
@@ -35,7 +38,7 @@ def statistics(report: Report) -> str:
 
 
 def _headline(one: Diagnostic, colour: bool) -> str:
-    """All but the remedy."""
+    """Return everything except the remedy."""
     line, column = one.place.start
     place = _paint(f"{visible(one.place.file)}:{line}:{column}:", _BOLD, colour)
     rule = _paint(f"{one.code} {one.name}:", _STYLES[one.severity], colour)
@@ -63,7 +66,7 @@ def _source(one: Diagnostic) -> tuple[str, str]:
 
 
 def _line(text: str, at: int) -> tuple[int, int]:
-    """Return where the line around `at` starts and ends. A line is not searched beyond what can be shown of it."""
+    """Return the start and end of the line around `at`. The line is not searched beyond what can be shown of it."""
     start, end = max(at - _WIDTH - 1, 0), min(at + _WIDTH + 1, len(text))
     before, behind = text.rfind("\n", start, at), text.find("\n", at, end)
     return before + 1 if before >= 0 else start, behind if behind >= 0 else end
@@ -80,12 +83,12 @@ def _paint(text: str, style: str, colour: bool) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` on one line, without characters that move the cursor or turn text around."""
+    """Return `text` on one line, without characters that move the cursor or change the direction of text."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _blank(text: str) -> str:
-    """White space as wide as `text`."""
+    """Return white space as wide as `text`."""
     return "".join(
         "\t" if char == "\t" else "  " if unicodedata.east_asian_width(char) in "WF" else " " for char in text
     )

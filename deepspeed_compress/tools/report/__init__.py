@@ -1,4 +1,4 @@
-"""`ds-compress report`: a run as a page and a picture, alone or next to a baseline."""
+"""`ds-compress report`: an HTML page and a picture of a run, optionally compared with a baseline."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ __all__ = ["load_runs", "print_table", "run", "write_report"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and the picture, print the table and where they are."""
+    """Write the page and the picture, then print the table of figures and the paths of both files."""
     runs = load_runs(options.run_dir, options.baseline)
     written = write_report(runs, options.output or options.run_dir)
     print_table(runs)
@@ -24,9 +24,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write_report(runs: list[Run], output: Path) -> list[Path]:
-    """Write report.html and report.png on `runs`, of `load_runs`, into the directory `output`; return their paths.
+    """Write `report.html` and `report.png` for `runs` into the directory `output`.
 
-    The page needs no other file and no network. Without matplotlib there is no picture, and stderr says so.
+    The page needs no other file and no network. Without matplotlib there is no picture, and a note on stderr says so.
+
+    Args:
+        runs: The result of `load_runs`.
+        output: Directory to write into. It is created if necessary.
+
+    Returns:
+        The paths of the files that were written.
     """
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "report.html"]
@@ -40,7 +47,7 @@ def write_report(runs: list[Run], output: Path) -> list[Path]:
 
 
 def print_table(runs: list[Run]) -> None:
-    """Print the table of figures on the terminal."""
+    """Print the table of figures to the terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

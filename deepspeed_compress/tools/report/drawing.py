@@ -1,4 +1,4 @@
-"""Charts and their axes: as SVG for the page, and with matplotlib for the picture."""
+"""Charts and their axes, drawn as SVG for the page and with matplotlib for the picture."""
 
 import html
 import json
@@ -20,7 +20,7 @@ __all__ = ["Scale", "draw_picture", "step_scale", "svg_chart", "value_scale"]
 
 @dataclass(frozen=True)
 class Scale:
-    """From `low` to `high`; `ticks` lie between. `decades`: distances are those of logarithms."""
+    """Axis from `low` to `high` with `ticks` in between. It is logarithmic if `decades` is set."""
 
     low: float
     high: float
@@ -28,19 +28,19 @@ class Scale:
     decades: bool = False
 
     def share(self, value: float) -> float:
-        """Where `value` lies: 0 at `low`, 1 at `high`."""
+        """Return the position of `value` on the axis: 0 at `low`, 1 at `high`."""
         low, high, at = (math.log(x) if self.decades else x for x in (self.low, self.high, value))
         return (at - low) / (high - low)
 
 
 def step_scale(chart: Chart) -> Scale:
-    """Of the optimizer steps; a run of a single step has some room, too."""
+    """Return the scale of optimizer steps. It spans at least one step, so that a run of a single step can be drawn."""
     low, high = chart.first, max(chart.last, chart.first + 1)
     return Scale(low, high, tuple(tick for tick in _between(low, high, 5) if tick == int(tick)))
 
 
 def value_scale(chart: Chart) -> Scale:
-    """With room around the lines, and from zero where the chart says so."""
+    """Return the scale of the values, with a margin around the lines. It includes zero if the chart asks for it."""
     values = [value for line in chart.lines for value in line.values]
     low, high = min(values), max(values)
     if chart.decades:
@@ -59,7 +59,7 @@ def _stride(powers: range) -> int:
 
 
 def _between(low: float, high: float, count: int) -> Iterable[float]:
-    """About `count` round numbers from `low` to `high`."""
+    """Return about `count` round numbers between `low` and `high`."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)
@@ -69,11 +69,11 @@ def _between(low: float, high: float, count: int) -> Iterable[float]:
 
 WIDTH, HEIGHT = 360, 214
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 352.0, 14.0, 182.0
-"""Of the plot, in units of the view box, about a pixel each."""
+"""Edges of the plot in units of the SVG view box, each about a pixel."""
 
 
 def svg_chart(chart: Chart) -> str:
-    """A <figure> of HTML."""
+    """Return the chart as an HTML `<figure>`."""
     across, up = step_scale(chart), value_scale(chart)
     parts = [_grid(across, up), *(_path(line, across, up) for line in chart.lines), _marks(chart, across)]
     drawing = (
@@ -112,7 +112,7 @@ def _grid(across: Scale, up: Scale) -> str:
 
 def _path(line: Line, across: Scale, up: Scale) -> str:
     points = [f"{_x(step, across)} {_y(value, up)}" for step, value in zip(line.steps, line.values, strict=True)]
-    # A single point is a line without length, which a round cap makes visible.
+    # A single point is a path of length zero. The round line cap makes it visible.
     outline = f"M{' '.join(points)}" + ("h0" if len(points) == 1 else "")
     return f'<path class="{_classes(line)}" style="stroke:var(--{line.colour})" d="{outline}"/>'
 
@@ -149,7 +149,10 @@ def _legend(chart: Chart) -> str:
 
 
 def _data(chart: Chart, across: Scale) -> dict[str, Any]:
-    """What the script needs to show figures: where the plot begins and ends, in steps and in shares of the width."""
+    """Return the values for the script that shows figures under the pointer.
+
+    `low` and `high` are the first and last step of the axis. `left` and `right` are its ends as fractions of the width.
+    """
     lines = [
         {
             "name": line.name + (" (training)" if line.faint else ""),
@@ -163,14 +166,14 @@ def _data(chart: Chart, across: Scale) -> dict[str, Any]:
 
 COLUMNS = 3
 PANEL = (4.4, 3.1)
-"""Inches."""
+"""Width and height of a panel in inches."""
 
 
 def draw_picture(runs: Sequence[Run], file: Path) -> None:
     """Write the charts and the table of `runs` to the PNG `file`."""
     from matplotlib import rc_context
 
-    # A name with "$" is not a formula.
+    # Keep matplotlib from parsing "$" in names as formulas.
     with rc_context({"text.parse_math": False}):
         _draw(runs, file)
 
@@ -229,7 +232,7 @@ def _draw_bars(axes: Any, shown: Bars) -> None:
         axes.barh(range(len(shown.runs)), values, 0.5, left=left, color=light(colour), label=title)
         left = [before + value for before, value in zip(left, values, strict=True)]
     axes.set_yticks(range(len(shown.runs)), shown.runs)
-    # Room for the legend above the bars.
+    # Leave room for the legend above the bars.
     axes.set_ylim(-0.6, len(shown.runs) + 0.2 + 0.3 * len(shown.parts))
     style_axes(axes, shown.title, grid=None)
 

@@ -11,19 +11,22 @@ _EXCHANGE, _VOID = "islands_exchange", "islands_void"
 
 
 def count(run: Run) -> float | None:
-    """Return the number of exchanges, from the events of elastic islands or else the measured steps; None without."""
+    """Return the number of exchanges, or None if there are none.
+
+    Counts the events of elastic islands if there are any, otherwise the measured steps with an exchange.
+    """
     told = len(_events(run, _EXCHANGE))
     return told or len(_sizes(run)) or None
 
 
 def sent(run: Run) -> float | None:
-    """Return the mean bytes that a rank sends in an exchange; None without exchanges."""
+    """Return the mean number of bytes that a rank sends in an exchange, or None if there are no exchanges."""
     sizes = _sizes(run)
     return statistics.fmean(sizes.values()) if sizes else None
 
 
 def extra_milliseconds(run: Run) -> float | None:
-    """Return by how much a step after an exchange is slower than the others, as a difference of medians."""
+    """Return how many milliseconds longer a step after an exchange takes, as a difference of medians."""
     after = _sizes(run).keys()
     with_exchange: list[float] = []
     without: list[float] = []
@@ -33,12 +36,12 @@ def extra_milliseconds(run: Run) -> float | None:
 
 
 def void(run: Run) -> float | None:
-    """Return the number of exchanges that were discarded; None for islands that do not record it."""
+    """Return the number of exchanges that were discarded, or None for islands that do not record it."""
     return float(len(_events(run, _VOID))) if _events(run, _EXCHANGE) or _events(run, _VOID) else None
 
 
 def waited_seconds(run: Run) -> float | None:
-    """Return the seconds for which training stood still in exchanges; None for islands that do not record it."""
+    """Return the seconds for which exchanges blocked training, or None for islands that do not record it."""
     told = [event.get("evidence") or {} for event in run.events if str(event["kind"]).startswith("islands_")]
     return sum(evidence.get("seconds") or 0.0 for evidence in told) if told else None
 

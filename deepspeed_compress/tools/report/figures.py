@@ -1,4 +1,4 @@
-"""The final figures of runs: a table with the change against the baseline."""
+"""Final figures of runs: a table with the change relative to the baseline."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ __all__ = ["TRAFFIC", "Metric", "TrafficKind", "table_head", "table_rows", "tile
 
 @dataclass(frozen=True)
 class TrafficKind:
-    """A kind of traffic: the column `key`, less what the column `part` has of it, if any."""
+    """Kind of traffic: the bytes in column `key`, minus those in column `part`, if any."""
 
     title: str
     colour: str
@@ -22,7 +22,7 @@ class TrafficKind:
     part: str = ""
 
     def size(self, run: Run) -> float | None:
-        """Mean bytes of a step; None where they were not counted."""
+        """Return the mean bytes per step, or None if they were not counted."""
         whole, part = _mean(run, self.key), _mean(run, self.part) if self.part else 0.0
         return None if whole is None or part is None else whole - part
 
@@ -40,7 +40,16 @@ TRAFFIC = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A row. `compared`: the change against the baseline means something. `optional`: left out where all are zero."""
+    """Row of the table of figures.
+
+    Attributes:
+        title: Label of the row.
+        of: Function that computes the figure of a run, or None if it is unknown.
+        form: Function that formats the figure.
+        compared: Whether the change relative to the baseline is meaningful.
+        optional: Whether the row is left out if all figures are zero.
+        tile: Whether the figure is also shown as a tile at the top of the page.
+    """
 
     title: str
     of: Callable[[Run], float | None]
@@ -60,7 +69,7 @@ def _last(run: Run, key: str) -> float | None:
 
 
 def _recent_loss(run: Run) -> float | None:
-    """A single step says little: the mean of the last tenth."""
+    """Return the mean loss of the last tenth of the steps, because a single step is too noisy."""
     values = list(run.column("train_loss").values())
     return statistics.fmean(values[-max(1, len(values) // 10) :]) if values else None
 
@@ -71,19 +80,22 @@ def _step_time(run: Run) -> float | None:
 
 
 def _wall_time(run: Run) -> float | None:
-    """Return the mean time of a step from Trainer's time of the whole training."""
+    """Return the mean milliseconds per step from Trainer's total runtime."""
     runtime = _last(run, "train_runtime")
     return 1e3 * runtime / run.last_step if runtime is not None and run.last_step else None
 
 
 def _ratio(run: Run) -> float | None:
     sent, alone = _mean(run, "bytes_sent"), _mean(run, "bytes_uncompressed")
-    # Trainer's log has the ratio, and not what it is made from.
+    # Trainer's log holds the ratio itself but not the bytes that it is computed from.
     return alone / sent if sent and alone is not None else _mean(run, "ratio")
 
 
 def _total_ratio(run: Run) -> float | None:
-    """Of the bytes of all steps; Trainer's log has the ratio, and not what it is made from."""
+    """Return the ratio over the bytes of all steps, weighted by the bytes sent.
+
+    Trainer's log holds only the ratio, so its mean is used there.
+    """
     ratios, columns = run.column("total_ratio"), [run.column(kind.key) for kind in TRAFFIC if kind.key != "bytes_raw"]
     sent = {step: sum(column.get(step, 0) for column in columns) for step in ratios}
     whole = sum(sent.values())
@@ -128,17 +140,21 @@ METRICS = (
 
 
 def table_head(runs: list[Run]) -> list[str]:
-    """Column titles of `table_rows`."""
+    """Return the column titles of `table_rows`."""
     return ["", *[run.name for run in runs], *(["change"] if len(runs) > 1 else [])]
 
 
 def table_rows(runs: list[Run]) -> list[list[str]]:
-    """Rows of text: name, one figure a run, and with a baseline the change from it."""
+    """Return rows of text: the name, one figure per run, and with a baseline the relative change."""
     return _rows(runs, METRICS)
 
 
 def tiles(runs: list[Run]) -> list[tuple[str, str, str]]:
-    """The figures that matter most, of the run alone: title, value, what the baseline has (empty without)."""
+    """Return the most important figures of the run.
+
+    Returns:
+        Tuples of title, value, and the baseline's value (empty without a baseline).
+    """
     found = _rows(runs, (metric for metric in METRICS if metric.tile))
     return [
         (title, cells[-2] if len(runs) > 1 else cells[0], _against(runs, cells))

@@ -1,4 +1,4 @@
-"""The page of a report: figures, charts, settings, events, and what the runs were made with. It needs no other file."""
+"""HTML page of a report: figures, charts, settings, events and configuration of each run. It needs no other file."""
 
 import html
 import json
@@ -27,7 +27,7 @@ _escape = html.escape
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML of a report on the baseline, if any, and the run."""
+    """Return the HTML page of a report on `runs`: the baseline, if any, and the run."""
     found, settings = [*runs], settings_timelines(runs)
     sections = [
         _tiles(found),
@@ -101,7 +101,8 @@ def _timelines(shown: Sequence[SettingsTimeline]) -> list[str]:
 
 
 def _timeline(timeline: SettingsTimeline, colours: Mapping[str, str], last: int) -> str:
-    # Between two measured steps nobody knows when it changed: at the first that shows the new setting.
+    # The exact step of a change between two measured steps is unknown. Draw it at the first one that has the new
+    # setting.
     begins = [1, *(interval.first for interval in timeline.intervals[1:])]
     ends = [*begins[1:], timeline.intervals[-1].last + 1]
     pieces = "".join(
@@ -138,7 +139,7 @@ def _missing(parts: Sequence[Missing]) -> str:
 
 
 def _details(run: Run) -> Iterable[str]:
-    """What the run was made with, and what its model writes."""
+    """Yield the configuration of a run and the sample that its model wrote, as HTML."""
     summary, name = run.files.summary or {}, _escape(run.name)
     if summary:
         config, model, seed = (summary.get(key) for key in ("config", "model", "seed"))

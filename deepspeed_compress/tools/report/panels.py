@@ -1,4 +1,4 @@
-"""What a report shows of runs, before anybody draws it: charts over steps, and bars of means."""
+"""Data of the panels in a report, before they are drawn: charts over steps, and bars of medians."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from deepspeed_compress.tools.report.timeline import Marker, markers, settings_t
 __all__ = ["Bars", "Chart", "Line", "Missing", "bars", "charts", "missing"]
 
 POINTS = 360
-"""Of a line; more are not seen."""
+"""Maximum number of points of a line, roughly. More would not be visible."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """`colour`: a name of the palette. Steps ascend."""
+    """Line of a chart. `colour` is a name of the palette. `steps` ascend."""
 
     name: str
     colour: str
@@ -27,13 +27,23 @@ class Line:
 
     @property
     def wide(self) -> bool:
-        """A baseline shows below the run where they are equal."""
+        """Return True if the line is drawn wider, so that a baseline stays visible under a run with equal values."""
         return self.colour == "baseline" and not self.faint and not self.dashed
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Values against optimizer steps, `first` to `last` in all charts of a report. `decades`: on a logarithmic axis."""
+    """Values over optimizer steps.
+
+    Attributes:
+        title: Title above the chart.
+        first: First step of the axis. All charts of a report share the same axis.
+        last: Last step of the axis.
+        lines: Lines to draw, at least one.
+        from_zero: Whether the vertical axis includes zero.
+        decades: Whether the vertical axis is logarithmic.
+        markers: Events to mark on the step axis.
+    """
 
     title: str
     first: int
@@ -46,7 +56,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar a run, of parts: title, colour, and one value a run."""
+    """Stacked bars, one per run. Each entry of `parts` is a title, a color and one value per run."""
 
     title: str
     unit: str
@@ -56,7 +66,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Missing:
-    """A part of the report for which there are no data, and where they would come from."""
+    """Part of the report that has no data, and the source that would provide them."""
 
     title: str
     source: str
@@ -64,7 +74,16 @@ class Missing:
 
 @dataclass(frozen=True)
 class Curve:
-    """A column on a chart. `name`: in place of the run's; `run_only`: not of the baseline."""
+    """Column of a run that is drawn as a line.
+
+    Attributes:
+        key: Name of the column.
+        name: Label of the line. Defaults to the name of the run.
+        colour: Color of the line. Defaults to the color of the run.
+        run_only: Whether the line is left out for the baseline.
+        faint: Whether the line is drawn faintly.
+        dashed: Whether the line is dashed.
+    """
 
     key: str
     name: str = ""
@@ -76,7 +95,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """Specification of a chart. Values are divided by `unit`. An `optional` chart is not missed in runs without it."""
+    """Specification of a chart. Values are divided by `unit`. An `optional` chart is not reported as missing."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -134,7 +153,7 @@ _TIMES = (
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Those for which there are data."""
+    """Return the charts that have data."""
     first, last = min(run.first_step for run in runs), max(run.last_step for run in runs)
     return [
         Chart(
@@ -152,7 +171,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def missing(runs: Sequence[Run]) -> list[Missing]:
-    """What the report has no data for."""
+    """Return the parts of the report that have no data."""
     specs = [
         Missing(spec.title, spec.source)
         for spec in CHARTS
@@ -167,12 +186,15 @@ def missing(runs: Sequence[Run]) -> list[Missing]:
 def _lines(spec: ChartSpec, runs: Sequence[Run]) -> list[Line]:
     curves = [(curve, run) for run in runs for curve in spec.curves if run.role == "run" or not curve.run_only]
     lines = [_line(curve, run, spec.unit) for curve, run in curves if _has_figures(curve, run)]
-    # Without held-out loss the training loss is all there is, and needs no fainter line beside it.
+    # Without a held-out loss, the training loss is the only line, so there is no reason to draw it faintly.
     return lines if any(not line.faint for line in lines) else [_strong(line) for line in lines]
 
 
 def _has_figures(curve: Curve, run: Run) -> bool:
-    """Return False for traffic that the run does not have; the zeros of all other figures mean something."""
+    """Return True if the run has values to draw.
+
+    Traffic that is always zero is left out. Zeros in other columns are meaningful and stay.
+    """
     values = run.column(curve.key).values()
     return any(values) if curve.key.startswith("bytes_") else bool(values)
 
@@ -194,7 +216,10 @@ def _line(curve: Curve, run: Run, unit: float) -> Line:
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """At most about `POINTS`: the smallest and the largest of every group of neighbours, so that spikes stay."""
+    """Return at most about `POINTS` points.
+
+    Keeps the smallest and the largest point of each group of neighbors, so that spikes remain visible.
+    """
     size = -(-2 * len(points) // POINTS)
     groups = [points[begin : begin + size] for begin in range(0, len(points), size)] if size > 2 else []
     ends = [{min(group, key=_value), max(group, key=_value)} for group in groups]
@@ -211,7 +236,7 @@ def _spans_decades(spec: ChartSpec, lines: Sequence[Line]) -> bool:
 
 
 def bars(runs: Sequence[Run]) -> list[Bars]:
-    """Where the time of a step goes, and what is sent in it; of the runs whose files tell."""
+    """Return the bars of step time and of traffic per step, for the runs that recorded them."""
     return [one for one in (_time_bars(runs), _traffic_bars(runs)) if one is not None]
 
 
@@ -237,7 +262,7 @@ def _median(run: Run, key: str) -> float:
 
 
 def _traffic_bars(runs: Sequence[Run]) -> Bars | None:
-    """Without runs whose statistics do not tell what is compressed."""
+    """Return the bars of traffic. Runs whose statistics do not distinguish uncompressed gradients are left out."""
     told = [run for run in runs if run.column("bytes_raw")]
     found = [(kind, tuple((kind.size(run) or 0.0) / 1e6 for run in told)) for kind in TRAFFIC]
     parts = tuple((kind.title, kind.colour, sizes) for kind, sizes in found if any(sizes))

@@ -1,4 +1,4 @@
-"""Runs as reports see them: one table of columns a run, by optimizer step, whoever wrote the files that it left."""
+"""Runs as reports see them: one table of columns by optimizer step per run, whichever program wrote its files."""
 
 import csv
 import math
@@ -21,12 +21,15 @@ __all__ = ["SOURCES", "Columns", "Run", "load_runs"]
 Columns = dict[str, dict[int, Any]]
 
 _LOGGED = "compression_"
-"""In front of our names in the logs of Trainer and of DeepSpeed's monitors."""
+"""Prefix of this package's metrics in the logs of Trainer and of DeepSpeed's monitors."""
 _CSV = "Train_Samples_"
 
 
 def _columns(lines: Iterable[Mapping[str, Any]], names: Mapping[str, str] = MappingProxyType({})) -> Columns:
-    """Values of `lines` by step, renamed by `names`."""
+    """Return the values of `lines` by step, with columns renamed by `names`.
+
+    Values that are null or not finite are left out.
+    """
     columns: Columns = {}
     for line in lines:
         for key, value in line.items():
@@ -48,33 +51,36 @@ def _trainer_log(files: RunDirectory) -> Columns:
 
 def _statistics(files: RunDirectory) -> Columns:
     columns = _columns(files.statistics)
-    # Older lines name the method alone.
+    # Older versions wrote only the name of the method.
     columns.setdefault("settings", columns.get("method", {}))
     return columns
 
 
 def _guarded_loss(files: RunDirectory) -> Columns:
-    """Of single steps, where nobody has logged anything better."""
+    """Return the losses that the guard recorded.
+
+    They are losses of single steps and are used only if no preferred source in `SOURCES` has a training loss.
+    """
     return {"train_loss": _statistics(files).get("loss", {})}
 
 
 def _trainer_statistics(files: RunDirectory) -> Columns:
-    """Means over the steps between two logs, for runs without statistics of every step."""
+    """Return means over the steps between two logs, for runs that have no statistics per step."""
     return _stripped(_trainer_log(files))
 
 
 def _csv_monitor(files: RunDirectory) -> Columns:
-    """Return the columns of DeepSpeed's CSV monitor, which has one file per name, by samples seen."""
+    """Return the columns of DeepSpeed's CSV monitor, which writes one file per metric, indexed by samples seen."""
     tables = {path.stem.removeprefix(_CSV): _read_csv(path) for path in _csv_files(files)}
     gaps = [after - before for rows in tables.values() for before, after in pairwise([0, *sorted(rows)])]
-    # The learning rate is there for every step, so the smallest distance is one step.
+    # The learning rate is logged at every step, so the smallest difference is one step.
     batch = min((gap for gap in gaps if gap > 0), default=1)
     by_step = {name: {samples // batch: value for samples, value in rows.items()} for name, rows in tables.items()}
     return by_step | _stripped(by_step)
 
 
 def _csv_files(files: RunDirectory) -> set[Path]:
-    """In the directory that the configuration names, and up to two below that of the run."""
+    """Return CSV files in the directory that the configuration names, in that of the run and up to two levels below."""
     settings = (files.ds_config or {}).get("csv_monitor")
     place = [settings.get(key) for key in ("output_path", "job_name")] if isinstance(settings, Mapping) else []
     named = Path(files.directory, *(part for part in place if isinstance(part, str)))
@@ -83,9 +89,12 @@ def _csv_files(files: RunDirectory) -> set[Path]:
 
 
 def _read_csv(path: Path) -> dict[int, float]:
-    """Return values by samples; a sample of them if there are many.
+    """Return values by samples seen, or a subset of them if there are many.
 
-    Every start of the program writes the heading again and continues from its checkpoint.
+    A restarted program writes the header again and continues from its checkpoint, so later rows replace earlier ones.
+
+    Raises:
+        DataError: A row does not hold an integer and a number.
     """
     samples, values = array("q"), array("d")
     try:
@@ -118,13 +127,20 @@ SOURCES: tuple[Callable[[RunDirectory], Columns], ...] = (
     _guarded_loss,
     _csv_monitor,
 )
-"""In order of preference: a column comes whole from the first that has it."""
+"""Sources in order of preference. Each column is taken as a whole from the first source that has it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """`role`: "run" or "baseline", which is the name of its colour too. `columns`: values by step, named as in
-    `StepStatistics`."""
+    """Run with its columns and events.
+
+    Attributes:
+        name: Name to display.
+        role: "run" or "baseline". This is also the name of its color.
+        files: Files of the run.
+        columns: Values by step. Columns are named as in `StepStatistics`.
+        events: Events in order of their steps.
+    """
 
     name: str
     role: str
@@ -133,7 +149,7 @@ class Run:
     events: tuple[Mapping[str, Any], ...]
 
     def column(self, key: str) -> dict[int, Any]:
-        """Values by step, in order of steps; empty when no file of the run has them."""
+        """Return the values of a column by step, in ascending order; empty if no file of the run has them."""
         return dict(sorted(self.columns.get(key, {}).items()))
 
     @property
@@ -146,13 +162,13 @@ class Run:
 
     @property
     def _steps(self) -> set[int]:
-        """At least one."""
+        """Return the steps of all values and events. There is at least one."""
         written = {step for values in self.columns.values() for step in values}
         return written | {int(event["step"]) for event in self.events}
 
     @property
     def status(self) -> str:
-        """Return whether the run has ended, as far as its files tell, and whether figures are from a sample."""
+        """Return whether the run has finished, as far as its files show, and whether its figures come from a sample."""
         trainer, steps = self.files.trainer, self.last_step
         measured, kept = self.files.measured, len(self.files.statistics)
         sample = f"; figures from a sample of {kept:,} of {measured:,} measured steps" if kept < measured else ""
@@ -167,7 +183,11 @@ class Run:
 
 
 def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:
-    """The baseline, if any, then the run; finished or not. Raises DataError when a directory holds no run."""
+    """Return the baseline, if any, and then the run. Neither has to be finished.
+
+    Raises:
+        DataError: A directory does not hold a run.
+    """
     if baseline is None:
         return [_load(run_dir, run_dir.resolve().name, "run")]
     former, name = _distinct_names(baseline.resolve(), run_dir.resolve())
@@ -175,7 +195,7 @@ def load_runs(run_dir: Path, baseline: Path | None) -> list[Run]:
 
 
 def _distinct_names(first: Path, second: Path) -> tuple[str, str]:
-    """The last parts of two paths, as many as tell them apart: none/seed0 and int4/seed0."""
+    """Return the shortest trailing parts of two paths that differ, such as `none/seed0` and `int4/seed0`."""
     for count in range(1, min(len(first.parts), len(second.parts))):
         names = "/".join(first.parts[-count:]), "/".join(second.parts[-count:])
         if names[0] != names[1]:

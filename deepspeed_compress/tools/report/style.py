@@ -1,4 +1,4 @@
-"""How a report looks: its colours, the skeleton of the page, and the script that shows figures under the pointer."""
+"""Appearance of a report: colors, the page skeleton, and the script that shows figures under the pointer."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,12 +25,12 @@ COLOURS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def light(name: str) -> str:
-    """The colour on white paper, for the picture."""
+    """Return the color for a white background, as used in the picture."""
     return COLOURS[name][0]
 
 
 def css_variables(dark: bool) -> str:
-    """All colours as CSS variables: --NAME."""
+    """Return all colors as CSS variables named `--NAME`."""
     return " ".join(f"--{name}: {pair[dark]};" for name, pair in COLOURS.items())
 
 

@@ -1,4 +1,4 @@
-"""What happens over the steps of a run: its events, and the settings that are in force."""
+"""Events of a run over its steps, and the settings in force."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 SHOWN = 300
-"""Rows of the table of events: the last ones."""
+"""Maximum number of events in the table. The last ones are shown."""
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """`outline`: of a symbol around (0, 0), as an SVG path; `marker`: the same in matplotlib."""
+    """Symbol of an event. `outline` is an SVG path around (0, 0), `marker` the equivalent matplotlib marker."""
 
     title: str
     colour: str
@@ -40,7 +40,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Marker:
-    """An event at `step`; `text` is what a pointer on it shows."""
+    """Event at `step`. `text` is shown when the pointer is over it."""
 
     step: int
     symbol: Symbol
@@ -77,12 +77,12 @@ def markers(run: Run) -> tuple[Marker, ...]:
 
 
 def event_head() -> list[str]:
-    """Column titles of `event_rows`."""
+    """Return the column titles of `event_rows`."""
     return ["step", "event", "why", "settings"]
 
 
 def event_rows(run: Run) -> list[list[str]]:
-    """The last events as rows of text."""
+    """Return the last `SHOWN` events as rows of text."""
     return [
         [f"{event['step']:,}", _kind(event), str(event.get("reason", "")), _settings(event)]
         for event in run.events[-SHOWN:]
@@ -105,7 +105,7 @@ def _settings(event: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SettingsInterval:
-    """Steps `first` to `last` with one setting."""
+    """Interval from step `first` to step `last` with a single setting."""
 
     setting: str
     first: int
@@ -114,26 +114,29 @@ class SettingsInterval:
 
 @dataclass(frozen=True)
 class SettingsTimeline:
-    """The settings in force over the steps of a run."""
+    """Settings of a run over its steps."""
 
     run: str
     intervals: tuple[SettingsInterval, ...]
 
 
 def settings_timelines(runs: Sequence[Run]) -> list[SettingsTimeline]:
-    """Return the timeline of each run that records its settings and sends gradients, which they apply to."""
+    """Return the timeline of each run that records its settings and sends gradients, to which they apply."""
     told = [(run, list(run.column("settings").items())) for run in runs if _sends_gradients(run)]
     return [SettingsTimeline(run.name, _intervals(settings)) for run, settings in told if settings]
 
 
 def _sends_gradients(run: Run) -> bool:
-    """Return False for a run whose ranks are islands of their own; its settings of gradients have no effect."""
+    """Return False if the run sends no gradients because each rank is an island.
+
+    Gradient settings have no effect in such a run.
+    """
     sent = run.column("bytes_sent")
     return not sent or any(sent.values())
 
 
 def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
-    """A setting lasts from the measured step that shows it first to the last one in a row."""
+    """Return the intervals of equal settings, each from its first to its last measured step."""
     groups = [(setting, [step for step, _ in some]) for setting, some in groupby(settings, key=lambda entry: entry[1])]
     return tuple(SettingsInterval(setting, steps[0], steps[-1]) for setting, steps in groups)
 
@@ -141,18 +144,18 @@ def _intervals(settings: list[tuple[int, str]]) -> tuple[SettingsInterval, ...]:
 UNCOMPRESSED = "none"
 _COLOURS = ("run", "purple", "green", "yellow", "orange", "run-soft", "red")
 _RANGES = 6
-"""Named of one setting; more are counted."""
+"""Maximum number of step ranges listed for a setting. The others are only counted."""
 
 
 def setting_colours(timelines: Sequence[SettingsTimeline]) -> dict[str, str]:
-    """The same setting has the same colour in every run; without compression it is that of baselines."""
+    """Return a color for each setting, the same in every run. Uncompressed steps have the color of the baseline."""
     settings = dict.fromkeys(interval.setting for timeline in reversed(timelines) for interval in timeline.intervals)
     chosen = zip((setting for setting in settings if setting != UNCOMPRESSED), cycle(_COLOURS), strict=False)
     return ({UNCOMPRESSED: "baseline"} if UNCOMPRESSED in settings else {}) | dict(chosen)
 
 
 def steps_by_setting(timeline: SettingsTimeline) -> dict[str, str]:
-    """Every setting, with the measured steps that had it."""
+    """Return the measured steps of each setting, as text."""
     found: dict[str, list[str]] = {}
     for interval in timeline.intervals:
         found.setdefault(interval.setting, []).append(span(interval.first, interval.last))

@@ -1,1 +1,1 @@
-"""`ds-compress tune`: short real trials of methods and settings, and the fastest that does not cost loss."""
+"""`ds-compress tune`: short real trials of methods and settings, to find the fastest that does not harm the loss."""

@@ -39,15 +39,16 @@ __all__ = ["run"]
 
 IDENTITY, OPTIMAL = "tuning.json", "ds_config_optimal.json"
 WIDTH = 160
-"""Columns where there is no terminal."""
+"""Width of the output in columns if stdout is not a terminal."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tune, and give the exit code: 0, or 1 when uncompressed training fails.
+    """Tune, and return the exit code: 0, or 1 if uncompressed training fails.
 
-    Raises ConfigError for what is wrong with the files or the command, before anything is started.
+    Raises:
+        ConfigError: The files or the command are wrong. Raised before any trial starts.
     """
-    options.arguments = options.arguments[1:]  # without the "--" of the command line
+    options.arguments = options.arguments[1:]  # drop the "--" of the command line
     print_locks(options.clear_locks)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     ds_config = read_ds_config(options.config)
@@ -79,7 +80,7 @@ def _tune(
 
 
 def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_out: Sequence[Excluded]) -> None:
-    """What would otherwise show after the first trial."""
+    """Check what would otherwise fail only after the first trial: the command, and that there is a candidate."""
     from deepspeed_compress.integrations.launch import launch_command
 
     launch_command(options.launcher, with_config(options.arguments, options.config, options.config.resolve()))
@@ -89,7 +90,11 @@ def _check(options: argparse.Namespace, candidates: Sequence[Candidate], left_ou
 
 
 def _claim(output: Path, identity: Mapping[str, Any]) -> None:
-    """Begin in `output`, or go on. Raises ConfigError when it holds the trials of another command or file."""
+    """Start tuning in `output`, or continue there.
+
+    Raises:
+        ConfigError: `output` holds the trials of another command or file, or something else.
+    """
     file = output / IDENTITY
     if not file.is_file():
         if output.is_dir() and any(output.iterdir()):
@@ -132,7 +137,7 @@ def _search(
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """What ends this program, as batch systems do, must reach the trial that runs: it is in a session of its own."""
+    """Turn SIGTERM into SystemExit, so that the running trial, which is in a session of its own, is ended too."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

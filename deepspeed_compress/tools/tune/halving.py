@@ -1,8 +1,8 @@
-"""Successive halving: which candidates go on to a longer trial, and which one is the best. Pure functions.
+"""Successive halving: choose the candidates for longer trials, and finally the best one. Pure functions.
 
 Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (2016): a budget is spent
-on short trials of all, and on longer ones of the best third. Here a trial is good when it is fast, as long as its loss
-stays by the one of uncompressed training at equal steps.
+on short trials of all candidates and on longer trials of the best third. Here, a trial is good if it is fast and its
+loss stays close to that of uncompressed training after the same number of steps.
 """
 
 import math
@@ -28,16 +28,23 @@ __all__ = [
 ]
 
 FACTOR = 3
-"""So many times the steps in the next rung, for one in so many candidates, but two at least."""
+"""Factor between the steps of consecutive rungs. One in as many candidates is promoted, but at least two."""
 NARROWING = 2.0
-"""So many times the loss gap in the rung before: gaps are larger early in training."""
+"""Factor between the allowed loss gaps of consecutive rungs. Gaps are larger early in training."""
 SLACK = 0.02
-"""How much slower than uncompressed a candidate may look, for each rung that is to come: short trials are noisy."""
+"""Fraction by which a candidate may appear slower than the baseline, per remaining rung. Short trials are noisy."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Trials of `steps` optimizer steps. `gap`, `slack`: how far loss and metric may be above the baseline's."""
+    """Trials of equal length.
+
+    Attributes:
+        number: Number of the rung, from 1.
+        steps: Optimizer steps of each trial.
+        gap: Largest allowed loss gap to the baseline, as a fraction.
+        slack: Fraction by which the metric may be above the baseline's.
+    """
 
     number: int
     steps: int
@@ -47,11 +54,18 @@ class Rung:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial came to; figures are nan when it did not finish.
+    """Result of a trial. Figures are NaN if it did not finish.
 
-    `loss`: mean over the last part; `step_ms`: median; `bytes`: mean that one rank sends in a step, of all kinds;
-    `cosine`: between decoded and true gradients, None when not sampled; `seconds`: of the whole trial. `error`: why it
-    failed; `tail`: the last lines of its log.
+    Attributes:
+        name: Name of the candidate.
+        status: Whether the trial finished, failed, or was stopped because time was up.
+        loss: Mean loss over the last part of the steps.
+        step_ms: Median milliseconds per step.
+        bytes: Mean bytes of all kinds that one rank sends per step.
+        cosine: Mean cosine between decoded and true gradients, or None if it was not sampled.
+        seconds: Duration of the whole trial.
+        error: Reason for a failure.
+        tail: Last lines of the log.
     """
 
     name: str
@@ -71,14 +85,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Round:
-    """A rung, and the results by name of what was tried in it."""
+    """Rung with the results of its trials, by name of the candidate."""
 
     rung: Rung
     results: Mapping[str, Result]
 
     @property
     def baseline(self) -> Result | None:
-        """Of uncompressed training, if it finished."""
+        """Return the result of uncompressed training, or None if it did not finish."""
         found = self.results.get(BASELINE)
         return found if found is not None and found.finished else None
 
@@ -86,11 +100,11 @@ class Round:
 METRICS: Mapping[str, Callable[[Result], float]] = MappingProxyType(
     {"step_time": lambda result: result.step_ms, "bytes": lambda result: result.bytes}
 )
-"""What is to be small, by the name that --metric gives it."""
+"""Functions of a result to minimize, by the value of --metric."""
 
 
 def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
-    """`count` rungs: the first of `steps`, the last with the loss gap `target` and without slack."""
+    """Return `count` rungs. The first has `steps` steps, and the last has the loss gap `target` and no slack."""
     left = range(count - 1, -1, -1)
     return [
         Rung(index + 1, steps * FACTOR**index, target * NARROWING**later, SLACK * later)
@@ -99,7 +113,12 @@ def make_rungs(steps: int, count: int, target: float) -> list[Rung]:
 
 
 def trials_left(candidates: int, rungs: Sequence[Rung]) -> list[tuple[Rung, int]]:
-    """How many trials each of `rungs` has at most, the baseline's among them, from `candidates` without it."""
+    """Return each of `rungs` with the largest number of its trials, including the baseline's.
+
+    Args:
+        candidates: Number of candidates, not counting the baseline.
+        rungs: Rungs to hold.
+    """
     counts: list[tuple[Rung, int]] = []
     for rung in rungs:
         counts.append((rung, candidates + 1))
@@ -112,16 +131,17 @@ def _kept(candidates: int) -> int:
 
 
 def loss_gap(result: Result, baseline: Result) -> float:
-    """How far the loss is above the baseline's, as a fraction of it; infinite where a loss is not finite."""
+    """Return the loss above the baseline's as a fraction of the latter, or infinity if a loss is not finite."""
     gap = (result.loss - baseline.loss) / abs(baseline.loss) if baseline.loss else math.inf
     return gap if math.isfinite(gap) else math.inf
 
 
 def reasons(found: Round, metric: str) -> dict[str, str]:
-    """Why each candidate of `found` does not go on, "" for those that do, in the order of the metric.
+    """Return for each candidate of `found` why it is not promoted, or "" if it is.
 
-    Out are what failed, what is beyond the loss gap or slower than the baseline, what another one dominates, and of
-    the rest all but the best third. The baseline has finished.
+    Candidates are dropped if they failed, exceed the loss gap, are worse than the baseline by `metric`, or are
+    dominated by another one. Of the rest, all but the best third by `metric` are dropped. The baseline must have
+    finished.
     """
     baseline = found.baseline
     assert baseline is not None, "a rung is judged against its baseline"
@@ -135,15 +155,16 @@ def reasons(found: Round, metric: str) -> dict[str, str]:
 
 
 def promoted(found: Round, metric: str) -> list[str]:
-    """The candidates that go on, best first."""
+    """Return the promoted candidates, best first."""
     kept = [name for name, reason in reasons(found, metric).items() if not reason]
     return sorted(kept, key=lambda name: METRICS[metric](found.results[name]))
 
 
 def reserve(rounds: Sequence[Round], tried: Collection[str], metric: str) -> list[str]:
-    """Candidates that had no fault in `rounds`, only no place, best first: a third of those that are not in `tried`.
+    """Return a third of the candidates that were dropped from `rounds` only for lack of places, best first.
 
-    Short trials promote what sends least, and that may be just what loses in longer ones.
+    Short trials promote the candidates that send least, and these may lose in longer trials. Candidates in `tried` are
+    left out.
     """
     waiting: list[str] = []
     for found in reversed(rounds):
@@ -168,7 +189,7 @@ def _own_fault(result: Result, baseline: Result, rung: Rung, metric: str) -> str
 
 
 def _dominated(result: Result, others: Iterable[Result], baseline: Result) -> str:
-    """Whether another one is nowhere worse and somewhere better."""
+    """Return which candidate is at least as good in all figures and better in one, or "" if there is none."""
     own = _figures(result, baseline)
     for other in others:
         theirs = _figures(other, baseline)
@@ -182,9 +203,10 @@ def _figures(result: Result, baseline: Result) -> tuple[float, float, float]:
 
 
 def best(rounds: Sequence[Round], target: float, metric: str) -> tuple[Round, Result] | None:
-    """The best by `metric` of what is within `target` and better than the baseline, with the round that shows it.
+    """Return the best result by `metric` within the loss gap `target` and better than the baseline, with its round.
 
-    The longest trials count: who fails there is not taken for what shorter ones say. None when nothing is better.
+    Longer trials take precedence: a candidate that fails in one is not chosen for its result in a shorter one. Returns
+    None if nothing is better than the baseline.
     """
     measure, lost = METRICS[metric], set[str]()
     for found in reversed(rounds):

@@ -1,4 +1,4 @@
-"""`ds-compress tune`: its command line."""
+"""Command-line options of `ds-compress tune`."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `tune`, and what it passes on."""
+    """Add the options of `tune`, and the arguments that it passes on, to `parser`."""
     for name, settings in _OPTIONS.items():
         parser.add_argument(name, **settings)
     passed = "options of the launcher, SCRIPT, arguments of SCRIPT, the file of --config among them"
@@ -25,12 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def own_options() -> dict[str, int]:
-    """How many values each option of `tune` takes: what begins with another word is passed on."""
+    """Return the number of values of each option of `tune`, to tell them from the arguments that are passed on."""
     return {name: 0 if settings.get("action") == "store_true" else 1 for name, settings in _OPTIONS.items()}
 
 
 def share(text: str) -> float:
-    """ "0.5%" and "0.005" as 0.005. Raises ArgumentTypeError."""
+    """Parse a fraction such as "0.5%" or "0.005".
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not a fraction between 0 and 1.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
     value = float(found[1]) / (100 if found[2] else 1) if found else 0.0
     if not 0 < value < 1:
@@ -39,7 +43,11 @@ def share(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """ "2h", "1h30m" and "90s" in seconds. Raises ArgumentTypeError."""
+    """Parse a duration such as "2h", "1h30m" or "90s" and return it in seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not a duration of at least one second.
+    """
     parts = re.findall(r"(\d+)([smhd])", text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration (allowed: such as 90s, 30m, 2h or 1h30m)")

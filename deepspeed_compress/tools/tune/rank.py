@@ -1,8 +1,8 @@
-"""`python -m deepspeed_compress.tools.tune.rank [--local_rank=N] SCRIPT ...`: ends after some optimizer steps.
+"""`python -m deepspeed_compress.tools.tune.rank [--local_rank=N] SCRIPT ...`: end a script after some optimizer steps.
 
-What the processes of a trial do: what those of `ds-compress run` do, and besides they follow the first engine that is
-trained, and end the program when it has made the steps that its configuration asks for. All ranks count the same steps,
-so they end together. As there, no library is imported before the program does it.
+Each process of a trial runs this. It does what the processes of `ds-compress run` do. In addition, it follows the first
+engine that is trained and ends the program after the number of steps in the trial's configuration. All ranks count the
+same steps, so they end together. As in `ds-compress run`, no library is imported before the program imports it.
 """
 
 import os
@@ -22,9 +22,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program that `arguments` name, as `integrations.run` does, until the trial is over.
+    """Run the program named by `arguments`, as `integrations.run` does, until the trial is over.
 
-    Raises ConfigError when the program ends before, or DeepSpeed gets another configuration than the trial's.
+    Raises:
+        ConfigError: The program ended early, or DeepSpeed received a configuration other than the trial's.
     """
     watchers: list[EngineWatcher] = []
     after_import("deepspeed", partial(_watch, watchers))
@@ -48,6 +49,6 @@ if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # The script was left in the middle: threads of its communication may still run, and an ordinary end of the
-    # interpreter would make a crash of that ("terminate called without an active exception").
+    # The script was interrupted, so communication threads may still be running. A regular exit of the interpreter would
+    # then crash ("terminate called without an active exception").
     os._exit(0)

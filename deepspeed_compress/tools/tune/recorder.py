@@ -1,4 +1,4 @@
-"""The optimizer steps of a trial, followed in each of its processes."""
+"""Recording of the optimizer steps of a trial, in each of its processes."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ __all__ = ["EngineWatcher"]
 
 
 class Recorder:
-    """Losses and times of the optimizer steps of a trial, on this rank, and the statistics on the one that has them."""
+    """Recorder of the losses and times of optimizer steps on this rank, and of statistics on the rank that has them."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.task = task
@@ -41,11 +41,16 @@ class Recorder:
         return len(self._losses)
 
     def add(self, loss: Tensor) -> None:
-        """`loss`, (), is this rank's part of the loss of the step that is under way: the parts add up to it."""
+        """Record this rank's part of the current step's loss, a tensor of shape (). The parts of a step are summed."""
         self._parts.append(loss.detach().float().reshape(()))
 
     def end_step(self) -> None:
-        """An optimizer step is over. Raises SystemExit after the last one, ConfigError when no loss was seen."""
+        """End an optimizer step.
+
+        Raises:
+            SystemExit: This was the last step of the trial.
+            ConfigError: No loss was recorded for the step.
+        """
         if not self._parts:
             raise ConfigError(
                 "a trial takes the loss from engine.backward(loss), or from engine.train_batch of a pipeline, and "
@@ -63,7 +68,7 @@ class Recorder:
         dist.all_reduce(losses)
         if dist.get_rank() == 0:
             self._write((losses / dist.get_world_size()).tolist())
-        # Nobody leaves, and takes the means of communication along, before all have got here.
+        # No rank may leave before all have arrived here, because communication ends with it.
         dist.barrier()
         raise SystemExit(0)
 
@@ -81,14 +86,14 @@ class Recorder:
 
 
 class EngineWatcher:
-    """Follows the first engine that is trained, however it was made; `recorder` is None before that."""
+    """Watcher of the first engine that is trained, however it was created. `recorder` is None until then."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self._engine: Any = None
 
     def follow(self) -> Undo:
-        """Follow the engines of DeepSpeed from now on."""
+        """Follow DeepSpeed engines from now on, and return the function that undoes it."""
         with ExitStack() as undo:
             for owner, name, wrap in (
                 (DeepSpeedEngine, "backward", _with_loss),
@@ -100,11 +105,14 @@ class EngineWatcher:
 
     @property
     def steps(self) -> tuple[int, int | None]:
-        """Optimizer steps that were followed, and how many the trial wants; None if no engine was trained."""
+        """Return the number of steps recorded and the number wanted, which is None if no engine was trained."""
         return (0, None) if self.recorder is None else (self.recorder.steps, self.recorder.task.steps)
 
     def of(self, engine: Any) -> Recorder | None:
-        """The recorder if `engine` is the one that is followed."""
+        """Return the recorder if `engine` is the one being followed, else None.
+
+        The first engine that is passed here becomes the one being followed.
+        """
         if self.recorder is None:
             task = _task(engine.config)
             self.recorder, self._engine = Recorder(task, engine.device), engine
@@ -129,7 +137,7 @@ Method = Callable[..., Any]
 
 
 def _with_loss(watcher: EngineWatcher, backward: Method) -> Method:
-    """DeepSpeedEngine.backward returns the loss of a micro-step as it enters the one of the step."""
+    """Wrap DeepSpeedEngine.backward, which returns the loss of a micro-step as it enters the loss of the step."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
         scaled = backward(engine, *args, **options)
@@ -142,7 +150,7 @@ def _with_loss(watcher: EngineWatcher, backward: Method) -> Method:
 
 
 def _with_end(watcher: EngineWatcher, step: Method) -> Method:
-    """DeepSpeedEngine.step is called for every micro-step; the engine counts those that are optimizer steps."""
+    """Wrap DeepSpeedEngine.step, which is called for every micro-step. The engine counts the optimizer steps."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
         before = engine.global_steps
@@ -156,10 +164,10 @@ def _with_end(watcher: EngineWatcher, step: Method) -> Method:
 
 
 def _with_both(watcher: EngineWatcher, train_batch: Method) -> Method:
-    """PipelineEngine.train_batch is an optimizer step, and returns the mean loss on every rank."""
+    """Wrap PipelineEngine.train_batch, which is an optimizer step and returns the mean loss on every rank."""
 
     def watched(engine: Any, *args: Any, **options: Any) -> Any:
-        # Before the step: its statistics are wanted too.
+        # The recorder must exist before the step, to receive its statistics.
         recorder = watcher.of(engine)
         loss = train_batch(engine, *args, **options)
         if recorder is not None:

@@ -1,4 +1,4 @@
-"""The search: rung after rung, until rungs, candidates or time are used up; and what the terminal shows of it."""
+"""Search rung after rung until rungs, candidates or time are used up, and its display on the terminal."""
 
 import math
 import time
@@ -19,12 +19,18 @@ from deepspeed_compress.tools.tune.trials import LOG, Trials
 __all__ = ["Budget", "Display", "Outcome", "search"]
 
 AS_LONG, STARTUP = 3.0, 60.0
-"""A trial may take so many times the seconds of the baseline's, and these besides; a step that slow is no gain."""
+"""Longest trial relative to the baseline's, and seconds added to it. A candidate that slow is no gain."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds that may still pass by `clock`; None is without end. `trial`: seconds that one trial may take."""
+    """Time left for the search.
+
+    Attributes:
+        seconds: Seconds that the search may take, or None for no limit.
+        clock: Clock that returns seconds.
+        trial: Seconds that a single trial may take.
+    """
 
     seconds: float | None
     clock: Callable[[], float] = time.monotonic
@@ -40,8 +46,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rounds that were held, the last one perhaps in part. `stopped`: why before the end; `failure`: the trial of
-    the baseline that failed."""
+    """Outcome of a search.
+
+    Attributes:
+        rounds: Rounds that were held. The last one may be incomplete.
+        stopped: Reason for an early end, or "".
+        failure: Trial of the baseline, if it failed.
+    """
 
     rounds: tuple[Round, ...]
     stopped: str = ""
@@ -49,14 +60,14 @@ class Outcome:
 
 
 SILENT = 30.0
-"""Seconds without a word about a running trial, after which a line tells how far it is."""
+"""Seconds without output after which a line reports the progress of the running trial."""
 
 
 class Display:
-    """Counts optimizer steps, those of all rungs that are still to come among them, and tells of the trial that runs.
+    """Progress of the search on the terminal, counted in optimizer steps including those of later rungs.
 
-    `look`: looks for what a trial may be waiting for, such as abandoned locks, and tells it to the function that it is
-    given. It is called while a trial has not made its first measured step.
+    `look` searches for causes of a stalled trial, such as abandoned locks, and passes a text for each to its argument.
+    It is called until the trial has made its first measured step.
     """
 
     def __init__(
@@ -69,18 +80,18 @@ class Display:
     ) -> None:
         self._console, self._rungs, self._budget, self._look = console, rungs, budget, look
         self._number, self._count = 0, sum(count for _, count in trials_left(candidates, rungs))
-        """Of the trial that runs, and how many there may be."""
+        """Number of the running trial, and the maximum number of trials."""
         self._running = ("", 0)
-        """Name and steps of the trial that runs."""
+        """Name and number of steps of the running trial."""
         self._begun = self._told = budget.clock()
         self._pace: float | None = None
-        """Seconds of a step, those of starting included, in the last trial that finished."""
+        """Seconds per step, including startup, in the last trial that finished."""
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
         text = TextColumn("{task.fields[budget]}")
         self._progress = Progress(*columns, TimeRemainingColumn(), text, console=console, transient=True)
         self._task = self._progress.add_task("", total=_steps(candidates, rungs), budget="")
         self._before = 0
-        """Steps of the trials that are over."""
+        """Steps of the trials that have ended."""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -123,7 +134,7 @@ class Display:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def rung_over(self, rung: Rung, left: int) -> None:
-        """`left` candidates go on, fewer than were counted on perhaps."""
+        """Adjust the total after a rung. `left` candidates are promoted, perhaps fewer than expected."""
         self._count = self._number + sum(count for _, count in trials_left(left, self._rungs[rung.number :]) if left)
         total = self._before + _steps(left, self._rungs[rung.number :]) if left else self._before
         self._progress.update(self._task, total=total)
@@ -149,10 +160,11 @@ def search(
     budget: Budget,
     display: Display,
 ) -> Outcome:
-    """Try all `candidates`, the baseline first, in the first of `rungs`, and in each further one those that survive.
+    """Try all `candidates`, baseline first, in the first of `rungs`, and the promoted ones in each further rung.
 
-    Where nobody survives, those come in that had no place before. The search ends when there is nobody left, when time
-    is up (the trial that runs is ended), and when the baseline fails, without which nothing can be compared.
+    If no candidate is promoted, ones that were dropped earlier for lack of places return. The search ends if no
+    candidate remains, if time is up (the running trial is then ended), or if the baseline fails, because nothing can be
+    compared without it.
     """
     known = {candidate.name: candidate for candidate in candidates}
     names, rounds = list(known), list[Round]()
@@ -183,7 +195,10 @@ def _trials(
     display: Display,
     baseline: Result | None,
 ) -> Iterator[Result]:
-    """Results in order, until the baseline fails or time is up. `baseline`: of this rung, if it has been tried."""
+    """Yield results in order until the baseline fails or time is up.
+
+    `baseline` is the result of the baseline in this rung, if it has been tried already.
+    """
     for candidate in candidates:
         found = trials.find(candidate, rung)
         if found is None and budget.left() <= 0:
@@ -203,7 +218,7 @@ def _longest(baseline: Result | None) -> float:
 
 
 def _timely(result: Result, budget: Budget) -> Result:
-    """Return a trial that was ended before the budget is used up as one that was too slow by itself."""
+    """Return the result as failed if the trial was stopped for its own slowness, with budget left."""
     limit = f"took more than {AS_LONG:g} times as long as uncompressed training"
     if result.seconds >= budget.trial:
         limit = f"took longer than --trial-timeout, {_duration(budget.trial)}"
@@ -219,7 +234,7 @@ def _timely(result: Result, budget: Budget) -> Result:
 
 
 def _stopped(results: Mapping[str, Result], names: Sequence[str], rung: Rung) -> tuple[str, Result | None] | None:
-    """Why the search ends with this rung; None when it has tried all it was to try."""
+    """Return why the search ends with this rung and the failed baseline, if any; None if all trials were made."""
     baseline = results.get(BASELINE)
     if baseline is not None and baseline.status == "failed":
         return f"uncompressed training failed in rung {rung.number}", baseline

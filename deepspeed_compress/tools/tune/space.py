@@ -1,4 +1,4 @@
-"""What is tried: methods and settings as sections of the user's file, those that contradict the file left out."""
+"""Candidates to try: methods and settings as variants of the user's section, without those that contradict the file."""
 
 import json
 import re
@@ -19,9 +19,9 @@ __all__ = ["BASELINE", "FILE", "SPACE", "Candidate", "Excluded", "find_candidate
 
 BASELINE = "none"
 FILE = "file"
-"""The section as the user has written it."""
+"""Name of the candidate with the section as the user wrote it."""
 DENSE_START = 100
-"""Uncompressed steps at the start, at least, for methods that lose much: docs/methods.md shows what they gain."""
+"""Minimum number of uncompressed steps at the start for lossy methods. docs/methods.md shows what they gain."""
 
 Patch = Mapping[str, Any]
 
@@ -42,16 +42,19 @@ SPACE: Mapping[str, Patch] = MappingProxyType(
         "demo": {"gradients": {"method": "demo"}, **_MOST},
     }
 )
-"""Patches of the section by name. Those that send least send weights of 4 bits too, where weights are gathered.
-`demo` is for optimizers without a first moment, and is tried where the file says that there is none."""
+"""Patches of the section by name.
+
+The methods that send least also send weights in 4 bits, if weights are gathered. `demo` is for optimizers without a
+first moment and is tried only if the file states that the optimizer has none.
+"""
 
 _OF_COMPRESSION = frozenset({"schedule", "guard", "adaptive", "seed", "on_missing_state"})
-"""Keys of the section that say nothing where nothing is compressed."""
+"""Keys of the section without effect if nothing is compressed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A name, and the whole section of the user's file that it stands for."""
+    """Name of a candidate, and the complete section of the user's file that it stands for."""
 
     name: str
     section: Mapping[str, Any]
@@ -62,14 +65,14 @@ class Candidate:
 
     @property
     def settings(self) -> str:
-        """In short, such as "blockwise bits=4, weights blockwise bits=4"."""
+        """Return a short text of the settings, such as "blockwise bits=4, weights blockwise bits=4"."""
         weights = self.config.weights
         return brief(self.config.gradients) + (f", weights {brief(weights)}" if weights.method != "none" else "")
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A candidate that is not tried, and why."""
+    """Candidate that is not tried, and the reason."""
 
     name: str
     reason: str
@@ -78,11 +81,15 @@ class Excluded:
 def find_candidates(
     ds_config: Mapping[str, Any], patches: Mapping[str, Patch] | None = None, no_momentum: bool = False
 ) -> tuple[list[Candidate], list[Excluded]]:
-    """The baseline first, then the section of the file if it compresses, then `patches` of it, by default those of
-    `SPACE`; and what is left out.
+    """Return the candidates and those that are left out.
 
-    A patch is left out when it contradicts the file, or comes to the same as one before. `ds_config` is the user's
-    file, whose section is valid or missing. `no_momentum`: an optimizer that the file leaves open has none.
+    The baseline comes first, then the section of the file if it compresses, then the patches applied to that section. A
+    patch is left out if it contradicts the file or equals an earlier candidate.
+
+    Args:
+        ds_config: The user's file. Its section is valid or missing.
+        patches: Patches to try. Defaults to those of `SPACE`.
+        no_momentum: Whether the optimizer has no momentum if the file does not specify the optimizer.
     """
     written: Mapping[str, Any] = ds_config.get(SECTION, {})
     sections = {FILE: written} if SECTION in ds_config else {}
@@ -100,13 +107,13 @@ def find_candidates(
 
 
 def _built_in(ds_config: Mapping[str, Any]) -> Mapping[str, Patch]:
-    """`SPACE`, without compressed weights for a file under which nobody gathers any."""
+    """Return `SPACE`, without compressed weights if no weights are gathered under this file."""
     gathered = not _reason(ds_config, _patched(ds_config.get(SECTION, {}), {"weights": _INT4}))
     return SPACE if gathered else {name: {**patch, **_PLAIN} for name, patch in SPACE.items()}
 
 
 def _baseline(written: Mapping[str, Any]) -> Candidate:
-    """The section of the file with everything uncompressed."""
+    """Return the baseline: the section of the file with everything uncompressed."""
     kept = {key: value for key, value in written.items() if key not in _OF_COMPRESSION}
     if "monitor" in kept:
         kept["monitor"] = {key: value for key, value in kept["monitor"].items() if key != "cosine_every"}
@@ -114,7 +121,11 @@ def _baseline(written: Mapping[str, Any]) -> Candidate:
 
 
 def _patched(written: Mapping[str, Any], patch: Patch) -> dict[str, Any]:
-    """`written` with `patch`: gradients as in phases of a schedule, a longer warm-up stays, all else as given."""
+    """Return `written` with `patch` applied.
+
+    Gradient settings are merged as in the phases of a schedule, and a longer warm-up is kept. All other keys of the
+    patch replace those of the section.
+    """
     section = {**written, **patch}
     if isinstance(patch.get("gradients"), Mapping):
         section["gradients"] = merged(CompressConfig.model_validate(written).gradients, patch["gradients"])
@@ -136,21 +147,25 @@ def _same(candidate: Candidate, others: Sequence[Candidate]) -> str:
 
 
 def _methods(candidate: Candidate) -> tuple[Any, ...]:
-    """What trials tell apart."""
+    """Return the settings in which trials differ."""
     config = candidate.config
     return config.gradients, config.weights, config.parallelism
 
 
 def _without_idle_seed(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Another method may have no use for a seed, of which training and the linter would warn."""
+    """Return `section` without a seed that its method does not use, which training and the linter would warn about."""
     idle = {notice.pointer for notice in find_notices(CompressConfig.model_validate(section))}
     return {key: value for key, value in section.items() if key != "seed" or f"/{SECTION}/seed" not in idle}
 
 
 def load_space(file: Path, ds_config: Mapping[str, Any]) -> dict[str, Patch]:
-    """The patches of a JSON file by name: a list of objects with keys of the section, and "name" where wanted.
+    """Read the patches of a JSON file, a list of objects with keys of the section and optionally "name".
 
-    Raises ConfigError for anything else, and for a patch of `ds_config` that is wrong whatever stands beside it.
+    Returns:
+        The patches by name.
+
+    Raises:
+        ConfigError: The file is not such a list, or a patch is invalid on its own when applied to `ds_config`.
     """
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))

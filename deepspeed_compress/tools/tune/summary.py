@@ -1,4 +1,4 @@
-"""What a search has found: a row for each candidate, as JSON, as Markdown, on the terminal and as a picture."""
+"""Result of a search: a row for each candidate, as JSON, as Markdown, on the terminal and as a picture."""
 
 import html
 import io
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search was for: the least `metric`, with a loss gap of at most `target`."""
+    """Objective of the search: the smallest `metric` with a loss gap of at most `target`."""
 
     target: float
     metric: str
@@ -43,9 +43,18 @@ class Objective:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate in the longest of its trials. `gap`, `time`: to the baseline of the same rung, nan where unknown.
+    """Row of the table: a candidate in its longest trial.
 
-    `remark`: why it went no further.
+    Attributes:
+        name: Name of the candidate.
+        settings: Short text of its settings.
+        rung: Number of the rung.
+        steps: Optimizer steps of the trial.
+        result: Result of the trial.
+        gap: Loss gap to the baseline of the same rung, or NaN if unknown.
+        speed: Step time of the baseline divided by the candidate's, or NaN if unknown.
+        fewer: Bytes of the baseline divided by the candidate's, or NaN if unknown.
+        remark: Reason why the candidate was not promoted.
     """
 
     name: str
@@ -61,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Rows in the order of their worth. `chosen`: the best candidate, the baseline when none is better."""
+    """Summary of a search. `rows` are sorted by merit. `chosen` is the best candidate, or else the baseline."""
 
     objective: Objective
     rows: tuple[Row, ...]
@@ -71,14 +80,14 @@ class Summary:
 
     @property
     def row(self) -> Row | None:
-        """Of what was chosen; None when it was not measured."""
+        """Return the row of the chosen candidate, or None if it was not measured."""
         return next((row for row in self.rows if row.name == self.chosen.name and row.result.finished), None)
 
 
 def summarise(
     outcome: Outcome, candidates: Sequence[Candidate], left_out: Sequence[Excluded], objective: Objective
 ) -> Summary:
-    """The rows of all candidates that were tried, and the choice."""
+    """Return the summary: the rows of all candidates that were tried, and the choice."""
     known = {candidate.name: candidate for candidate in candidates}
     found = best(outcome.rounds, objective.target, objective.metric)
     chosen = known[found[1].name if found else BASELINE]
@@ -104,7 +113,7 @@ def _row(candidate: Candidate, last: Round, chosen: str, objective: Objective) -
 
 
 def conclusion(summary: Summary) -> list[str]:
-    """Sentences for people: what to take, on what evidence, and what is missing."""
+    """Return sentences that state the choice, the evidence for it, and what is missing."""
     row, objective = summary.row, summary.objective
     lines = [f"Ended early: {summary.outcome.stopped}."] if summary.outcome.stopped else []
     if row is None:
@@ -119,7 +128,7 @@ def conclusion(summary: Summary) -> list[str]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """Everything, without what JSON cannot express: figures that are not finite are null."""
+    """Return the whole summary for JSON. Figures that are not finite become null."""
     outcome = summary.outcome
     return {
         "target_loss_gap": summary.objective.target,
@@ -141,7 +150,7 @@ HEAD = ("candidate", "settings", "steps", "step, ms", "faster", "MB a step", "fe
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The texts of a row, under `HEAD`."""
+    """Return the texts of a row, in the order of `HEAD`."""
     result = row.result
     return (
         row.name,
@@ -158,7 +167,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def as_table(summary: Summary) -> Table:
-    """The rows, for a terminal."""
+    """Return the rows as a table for the terminal."""
     table = Table(
         title=f"loss gap of at most {summary.objective.target:.2%}, least {summary.objective.metric}",
         title_justify="left",
@@ -172,7 +181,7 @@ def as_table(summary: Summary) -> Table:
 
 
 def as_markdown(summary: Summary, command: str) -> str:
-    """The rows, the conclusion, and what was left out."""
+    """Return the conclusion, the rows, the command and the excluded candidates as Markdown."""
     head = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in summary.rows]
     left = [f"- `{one.name}`: {one.reason}" for one in summary.left_out]
@@ -185,7 +194,7 @@ BEST, OTHER, GREY = "#1f6feb", "#57606a", "#afb8c1"
 
 @dataclass(frozen=True)
 class Axis:
-    """What is drawn from left to right: smaller is better."""
+    """Horizontal axis of a chart. Smaller values are better."""
 
     title: str
     of: Callable[[Row], float]
@@ -199,7 +208,7 @@ GAP = "loss gap to uncompressed training, %"
 
 
 def draw_pareto(summary: Summary, directory: Path) -> None:
-    """Write pareto.png and pareto.html into `directory`: one point for each candidate, in the longest of its trials."""
+    """Write pareto.png and pareto.html into `directory`, with one point per candidate in its longest trial."""
     rows = [row for row in summary.rows if math.isfinite(row.gap) and row.result.bytes > 0]
     figure = _figure(rows, summary)
     figure.savefig(directory / "pareto.png", dpi=120)
@@ -211,7 +220,7 @@ def _colour(row: Row, summary: Summary) -> str:
 
 
 def _limits(rows: Sequence[Row], target: float) -> tuple[float, float]:
-    """Of the gaps in percent, with room around them, and the target among them."""
+    """Return the limits of the loss gap in percent, including zero and the target, with a margin."""
     gaps = [100 * row.gap for row in rows] + [0.0, 100 * target]
     room = 0.12 * (max(gaps) - min(gaps))
     return min(gaps) - room, max(gaps) + room
@@ -226,7 +235,7 @@ def _figure(rows: Sequence[Row], summary: Summary) -> Any:
     for axis, axes in zip(AXES, figure.subplots(1, 2, sharey=True), strict=True):
         _draw_axes(axes, axis, rows, summary)
     figure.axes[0].set_ylabel(GAP, fontsize=9)
-    # Labels find their places where points will be.
+    # Labels are placed relative to the final positions of the points.
     figure.draw_without_rendering()
     for axis, axes in zip(AXES, figure.axes, strict=True):
         label_points(axes, [Label(row.name, axis.of(row), 100 * row.gap) for row in rows])
@@ -247,7 +256,7 @@ def _draw_axes(axes: Any, axis: Axis, rows: Sequence[Row], summary: Summary) -> 
 
 
 def _page(summary: Summary, figure: Any) -> str:
-    """The picture, the conclusion and the table as one page that needs no other file."""
+    """Return an HTML page with the picture, the conclusion and the table. It needs no other file."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     picture = drawn.getvalue()

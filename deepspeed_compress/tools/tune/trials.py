@@ -1,4 +1,4 @@
-"""A trial: its file, its command line, its processes, and the result that it leaves."""
+"""A trial: its configuration file, command line, processes and result."""
 
 import contextlib
 import json
@@ -43,24 +43,26 @@ __all__ = [
 ]
 
 TRIAL = "deepspeed_compress_trial"
-"""Key beside the section, in the file of a trial alone: its `Task`. DeepSpeed keeps top-level keys that it does not
-know. Launchers pass files to other machines more surely than environment variables."""
+"""Key next to the section, in the files of trials only, that holds the `Task`.
+
+DeepSpeed keeps unknown top-level keys. Launchers pass files to other machines more reliably than environment variables.
+"""
 CONFIG, LOG, LINES, RESULT, MONITOR = "ds_config.json", "stdout.log", "trial.jsonl", "result.json", "statistics"
 MEASURED_EVERY = 5
-"""Optimizer steps between statistics, so that taking them does not show in the median time of a step."""
+"""Optimizer steps between statistics, large enough that collecting them does not affect the median step time."""
 LAST_PART, LEAST = 4, 5
-"""The loss counts over the last fourth of the steps, and over five at least."""
+"""The loss is the mean over the last 1/`LAST_PART` of the steps, but over at least `LEAST` steps."""
 FIRST_PART = 5
-"""The first fifth of the steps is for warming up, and not measured; three at least."""
+"""The first 1/`FIRST_PART` of the steps, at least three, is warm-up and not measured."""
 _LOGGERS = ("tensorboard", "wandb", "comet", "csv_monitor")
-"""Loggers of DeepSpeed: a trial is none of the user's runs."""
+"""Loggers of DeepSpeed. They are disabled, because a trial is not one of the user's runs."""
 _LATER = ("guard", "adaptive")
-"""Keys of the section that change settings in mid-run: a trial is to show the settings it is for."""
+"""Keys of the section that change settings during a run. A trial must measure the settings it is for."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the processes of a trial are to do: `steps` optimizer steps, and leave the figures in `directory`."""
+    """Task of the processes of a trial: make `steps` optimizer steps and write the figures to `directory`."""
 
     steps: int
     directory: str
@@ -71,9 +73,9 @@ class Task:
 
 
 def trial_config(ds_config: Mapping[str, Any], candidate: Candidate, task: Task) -> dict[str, Any]:
-    """The file of a trial: `ds_config` with the candidate's section, its schedule fit to so few steps.
+    """Return the configuration of a trial: `ds_config` with the candidate's section, adapted to a short schedule.
 
-    There is no ramp, and there are no phases; warm-up is shortened to a fifth of the steps.
+    Ramps and phases are removed, and the warm-up is limited to a fifth of the steps.
     """
     section = {key: value for key, value in candidate.section.items() if key not in _LATER}
     most = task.steps // FIRST_PART
@@ -92,13 +94,13 @@ def _shortened(settings: Mapping[str, Any], key: str, most: int) -> dict[str, An
 
 
 def steps_done(directory: Path) -> int:
-    """How far a running trial is, to the last measured step."""
+    """Return the last measured step of a running trial, or 0."""
     lines = read_statistics(directory / MONITOR)
     return int(lines[-1]["step"]) if lines else 0
 
 
 def figures(directory: Path) -> dict[str, Any]:
-    """Fields of `Result` that the lines of a trial tell."""
+    """Return the fields of `Result` that the recorded lines of a trial provide."""
     lines = read_lines(directory / LINES)
     late = lines[max(3, len(lines) // FIRST_PART) :]
     cosines = [line["cosine"] for line in late if line["cosine"] is not None]
@@ -111,12 +113,12 @@ def figures(directory: Path) -> dict[str, Any]:
 
 
 def save_result(directory: Path, result: Result) -> None:
-    """Write it down, whole or not at all: that makes the trial one that need not be repeated."""
+    """Save the result atomically. A trial with a saved result need not be repeated."""
     write_json(directory / RESULT, asdict(result))
 
 
 def finished_before(directory: Path, ds_config: Mapping[str, Any]) -> Result | None:
-    """The result of a trial of the same file that has finished, if there is one."""
+    """Return the result of a finished trial with the same configuration, or None."""
     try:
         same = json.loads((directory / CONFIG).read_text(encoding="utf-8")) == ds_config
         fields = json.loads((directory / RESULT).read_text(encoding="utf-8"))
@@ -127,16 +129,19 @@ def finished_before(directory: Path, ds_config: Mapping[str, Any]) -> Result | N
 
 
 PLACEHOLDER = "{trial}"
-"""Stands for the directory of the trial in any argument."""
+"""Placeholder for the directory of the trial in any argument."""
 OUTPUTS = ("--output_dir", "--output-dir", "--save_dir", "--save-dir")
-"""Options by which scripts are told where to write: a trial must neither touch a run nor go on from it."""
+"""Options that tell scripts where to write. A trial must neither change a run nor continue from it."""
 FIRST_MOMENT = ("--adam_beta1", "--adam-beta1")
 
 
 def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> list[str]:
-    """`arguments` with every one that names the file `config`, alone or after "--option=", naming `replacement`.
+    """Return `arguments` with `replacement` in place of each one that names the file `config`.
 
-    Raises ConfigError when there is none.
+    The file may be an argument of its own or follow "--option=".
+
+    Raises:
+        ConfigError: No argument names the file.
     """
     named: list[str] = []
 
@@ -157,7 +162,11 @@ def with_config(arguments: Sequence[str], config: Path, replacement: Path) -> li
 
 
 def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory: Path) -> list[str]:
-    """`arguments` of a trial: it reads `ds_config` for `config`, and writes below `directory`. Raises ConfigError."""
+    """Return the `arguments` of a trial, which reads `ds_config` in place of `config` and writes below `directory`.
+
+    Raises:
+        ConfigError: No argument names `config`.
+    """
     placed = [argument.replace(PLACEHOLDER, str(directory)) for argument in arguments]
     output = str(directory / "output")
     moved = _each_value(placed, lambda option, value: output if option in OUTPUTS else value)
@@ -165,7 +174,7 @@ def for_trial(arguments: Sequence[str], config: Path, ds_config: Path, directory
 
 
 def excludes_momentum(arguments: Sequence[str]) -> bool:
-    """Whether `arguments` tell Trainer's Adam to have no first moment."""
+    """Return True if `arguments` configure Trainer's Adam without a first moment."""
     given: list[str] = []
 
     def note(option: str, value: str) -> str:
@@ -177,7 +186,7 @@ def excludes_momentum(arguments: Sequence[str]) -> bool:
 
 
 def _each_value(arguments: Sequence[str], change: Callable[[str, str], str]) -> list[str]:
-    """`arguments` with `change(option, value)` for each value; `option` is "" for what stands behind none."""
+    """Return `arguments` with each value replaced by `change(option, value)`. `option` is "" for positional values."""
     changed: list[str] = []
     before = ""
     for argument in arguments:
@@ -197,9 +206,9 @@ def _names(value: str, config: Path) -> bool:
 RUNNER = "deepspeed_compress.tools.tune.rank"
 POLL = 0.2
 PATIENCE = 30.0
-"""Seconds between asking the processes to end and ending them."""
+"""Seconds between asking the processes to end and killing them."""
 TAIL = 20
-"""Lines of a log that are kept."""
+"""Number of log lines to keep."""
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -207,7 +216,15 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs trials of `ds_config`, the content of `config`, with `arguments` of `launcher`, below `output`/exps."""
+    """Runner of trials.
+
+    Attributes:
+        ds_config: Content of `config`.
+        config: The user's configuration file.
+        launcher: Name of the launcher.
+        arguments: Arguments of the launcher.
+        output: Directory. Trials are stored below its subdirectory `exps`.
+    """
 
     ds_config: Mapping[str, Any]
     config: Path
@@ -219,13 +236,16 @@ class Trials:
         return self.output.resolve() / "exps" / f"{candidate.name}-{rung.steps}steps"
 
     def find(self, candidate: Candidate, rung: Rung) -> Result | None:
-        """The result of such a trial that has finished, now or in an earlier call of the program."""
+        """Return the result of this trial if it has finished, in this call or an earlier one, else None."""
         directory = self.directory(candidate, rung)
         return finished_before(directory, self._config_of(candidate, rung))
 
     def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
-        """Run one trial for `seconds` at most; `progress` gets the steps that are done. Raises ConfigError for a
-        command that the launcher does not take."""
+        """Run one trial for at most `seconds` and pass the number of steps done to `progress`.
+
+        Raises:
+            ConfigError: The launcher does not accept the command.
+        """
         from deepspeed_compress.integrations.launch import launch_command
 
         directory = self.directory(candidate, rung)
@@ -243,15 +263,15 @@ class Trials:
 
     def _config_of(self, candidate: Candidate, rung: Rung) -> dict[str, Any]:
         task = Task(rung.steps, str(self.directory(candidate, rung)))
-        # As it will be read: tuples of the section are lists in a file.
+        # Compare and pass it as it will be read: tuples of the section become lists in a file.
         found: dict[str, Any] = json.loads(json.dumps(trial_config(self.ds_config, candidate, task)))
         return found
 
 
 def _wait(command: Sequence[str], directory: Path, deadline: float, progress: Callable[[int], None]) -> int | None:
-    """The exit code; None when time was up."""
+    """Wait for `command` and return its exit code, or None if time was up."""
     with (directory / LOG).open("wb") as log:
-        # A session of its own, so that everything that the launcher starts can be ended with it.
+        # The process leads its own session, so that everything the launcher starts can be ended with it.
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while process.poll() is None:
@@ -265,7 +285,7 @@ def _wait(command: Sequence[str], directory: Path, deadline: float, progress: Ca
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends what it has started, and then what is left."""
+    """End the launcher, which ends its own processes, and then kill the remaining ones."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -280,7 +300,11 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def _result(name: str, directory: Path, code: int | None, seconds: float) -> Result:
-    """The figures are written when all ranks have made all steps; how the script ends then is not the candidate's."""
+    """Return the result of a trial from its files.
+
+    The figures are written once all ranks have made all steps. How the script exits after that is not held against the
+    candidate.
+    """
     if (directory / LINES).is_file():
         return Result(name, "finished", seconds=seconds, **figures(directory))
     tail = tuple(_lines(directory)[-TAIL:])
@@ -290,13 +314,13 @@ def _result(name: str, directory: Path, code: int | None, seconds: float) -> Res
 
 
 def _cause(directory: Path, code: int) -> str:
-    """The last error in the log, with the list of problems behind it; launchers add lines of their own."""
+    """Return the last error in the log with the list of problems after it. Lines added by launchers are skipped."""
     lines = [_RANK.sub("", line) for line in _lines(directory)]
     errors = [place for place, line in enumerate(lines) if _ERROR.match(line)]
     if not errors:
         return f"exit code {code}, and no figures"
     problems = takewhile(lambda line: line.lstrip().startswith("- "), lines[errors[-1] + 1 :])
-    # Ranks that write at once write the same problems.
+    # Ranks that write at the same time report the same problems.
     return " ".join([lines[errors[-1]], *dict.fromkeys(line.strip() for line in problems)])
 
 

@@ -1,4 +1,4 @@
-"""The rules: a module for each thing that may hold a run back, in which each check stands below its words."""
+"""Rules of the doctor, one module per topic. Each check follows the texts of its rule."""
 
 from deepspeed_compress.tools.doctor.rule import DoctorRule
 from deepspeed_compress.tools.doctor.rules import effect, guard, islands, learning, memory, ranks, time, traffic
@@ -9,4 +9,4 @@ __all__ = ["RULES"]
 _MODULES = (learning, guard, effect, time, traffic, ranks, memory, islands)
 
 RULES: tuple[DoctorRule, ...] = tuple(rules_of(_MODULES, DoctorRule))
-"""In the order in which findings of equal severity and weight are shown: causes before what follows from them."""
+"""All rules, in the order in which findings of equal severity and weight are shown: causes before consequences."""

@@ -1,4 +1,4 @@
-"""Settings that change nothing: nothing is compressed, or never, or hardly."""
+"""Rules on settings without effect: nothing is compressed, compression is never in force, or it saves nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def nothing_compressed(case: Case) -> Iterator[Diagnostic]:
 
 
 def _exempt(case: Case) -> tuple[str, dict[str, Any] | None]:
-    """What exempts them, in the order in which it is asked."""
+    """Return a remedy for parameters excluded from compression, and its patch, for the first cause that applies."""
     section, config = case.run.section, case.run.config
     if config is None or section is None:
         return "Look at gradients.min_numel and gradients.overrides.", None
@@ -56,7 +56,7 @@ def _exempt(case: Case) -> tuple[str, dict[str, Any] | None]:
     needs=("config",),
 )
 def never_in_force(case: Case) -> Iterator[Diagnostic]:
-    """What was chosen was in force in no measured step, and no guard or adaptive choice decided so."""
+    """Report a method that was in force in no measured step, unless the guard or the adaptive policy decided so."""
     section = case.run.section
     decided = any(event["kind"] not in ("schedule", "full_sync") for event in case.run.events or ())
     if section is None or section.gradients.method == "none" or decided or _was_in_force(case):
@@ -74,7 +74,7 @@ def never_in_force(case: Case) -> Iterator[Diagnostic]:
 
 
 def _was_in_force(case: Case) -> bool:
-    """By the text of the settings where it is recorded, else by the method."""
+    """Return True if the chosen settings were in force, judged by the recorded settings or else by the method."""
     assert case.run.section is not None
     wanted, phases = case.run.section.gradients, case.run.section.schedule.phases
     if phases or not any("settings" in line for line in case.run.steps):
@@ -104,7 +104,11 @@ def _schedule(case: Case, last: int) -> tuple[str, dict[str, Any] | None]:
     needs=("config", "ratio"),
 )
 def no_ratio(case: Case) -> Iterator[Diagnostic]:
-    """Under ZeRO 1 and 2 DeepSpeed sends twice what is needed, so that a ratio of 2 comes without compression."""
+    """Report that the settings save almost no bytes.
+
+    Under ZeRO 1 and 2, DeepSpeed alone sends twice the bytes that are needed, so a ratio of 2 is reached without
+    compression.
+    """
     ratio, base = case.median("ratio"), 2.0 if case.stage in (1, 2) else 1.0
     section = case.run.section
     if (

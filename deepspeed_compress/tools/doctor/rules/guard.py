@@ -1,4 +1,4 @@
-"""What the guard did: too often, for too long; and steps that were skipped."""
+"""Rules on the guard, which may act too often or for too long, and on skipped steps."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.run import Line
 
 _COOLDOWN = 50
-"""Steps without anomaly after which the guard goes back by one, unless the configuration says so."""
+"""Steps without an anomaly after which the guard moves back one level, unless the configuration states otherwise."""
 _SHOWN = 5
 _BOUNDS = ("exploding", "loss_spike", "residual_growth")
 
@@ -24,8 +24,10 @@ _BOUNDS = ("exploding", "loss_spike", "residual_growth")
     needs=("events",),
 )
 def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
-    """So many anomalies that settings cannot come back between two of them, or settings that never came back. What
-    happens in the dense steps at the start is no doing of compression."""
+    """Report anomalies so frequent that settings cannot return between two of them, or settings that never returned.
+
+    Anomalies in the dense steps at the start are ignored, because compression does not cause them.
+    """
     dense = case.run.section.schedule.warmup_steps if case.run.section is not None else 0
     found = [event for event in case.run.events or () if event["kind"] == "anomaly" and event["step"] > dense]
     anomalies = [event for event in found if not _not_finite(event)]
@@ -52,7 +54,7 @@ def guard_fires_often(case: Case) -> Iterator[Diagnostic]:
 
 
 def _away(case: Case, first: int) -> float:
-    """Part of the measured steps from `first` on in which something else than the chosen settings was in force."""
+    """Return the fraction of the measured steps from `first` on in which the chosen settings were not in force."""
     section = case.run.section
     since = [line for line in case.run.steps if line["step"] >= first]
     if section is None or not since:
@@ -67,7 +69,7 @@ def _cooldown(case: Case) -> int:
 
 
 def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
-    """Default bounds where tighter ones are written, else more of the gradient."""
+    """Return a remedy and its patch: default bounds if tighter ones are set, otherwise softer gradient settings."""
     section, config = case.run.section, case.run.config
     tight = _tighter(section.guard) if section is not None and section.guard is not None else []
     if config is not None and tight:
@@ -83,7 +85,7 @@ def _calmer(case: Case) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def _tighter(guard: Guard) -> list[str]:
-    """Bounds that are below their defaults."""
+    """Return the names of the bounds that are below their defaults."""
     written, usual = guard.model_dump(), Guard().model_dump()
     return [key for key in _BOUNDS if written[key] < usual[key]]
 
@@ -119,8 +121,10 @@ def skipped_steps(case: Case) -> Iterator[Diagnostic]:
 
 
 def _skipped_steps(case: Case) -> list[int]:
-    """By events, and by a gradient norm that is missing where others are there. A loss that was not finite is told a
-    step later, and skips none."""
+    """Return the skipped steps, from events and from a null gradient norm in runs that record it.
+
+    A loss that is not finite is reported one step late and skips no step, so it is not counted.
+    """
     anomalies = [event for event in case.run.events or () if event["kind"] == "anomaly"]
     found = {event["step"] for event in anomalies if "grad_norm not finite" in str(event.get("reason", ""))}
     if case.values("grad_norm", case.run.steps):

@@ -1,4 +1,4 @@
-"""Islands: whether they move alike, exchange often enough, and are there when others exchange."""
+"""Rules on islands: whether they move alike, exchange often enough, and take part in exchanges."""
 
 import statistics
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LATE = frozenset({"islands_left_out", "islands_renewed"})
     needs=("islands",),
 )
 def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
-    """In the later half: at the start all move alike."""
+    """Report a low cosine between islands in the later half of the exchanges. At the start all islands move alike."""
     cosines = case.values("islands_cosine", case.run.steps)
     late = cosines[len(cosines) // 2 :]
     if len(cosines) < SAMPLES or statistics.median(late) >= case.limits.alike:
@@ -43,7 +43,10 @@ def islands_drift_apart(case: Case) -> Iterator[Diagnostic]:
     needs=("islands", "losses"),
 )
 def sync_every_too_long(case: Case) -> Iterator[Diagnostic]:
-    """A mean of weights that have gone too far is worse than each, and so is a step beyond it."""
+    """Report a loss that rises at exchanges: the mean of weights that have drifted too far is worse than each of them.
+
+    An outer step beyond the mean has the same effect.
+    """
     rise = rise_at_exchanges(case)
     if rise is None:
         return
@@ -94,7 +97,7 @@ def _more_often(case: Case) -> dict[str, Any] | None:
 
 
 def _smaller_steps(case: Case) -> dict[str, Any] | None:
-    """Between islands, where `outer` goes beyond what they have moved."""
+    """Return a patch that halves the outer learning rate, if `outer` steps beyond the mean of the islands."""
     islands = case.run.section.islands if case.run.section is not None else None
     if islands is None or (islands.outer.optimizer == "average" and islands.outer.lr <= 1):
         return None
@@ -102,7 +105,7 @@ def _smaller_steps(case: Case) -> dict[str, Any] | None:
 
 
 def _patience(case: Case) -> dict[str, Any] | None:
-    """Twice as much of it, where the section says how much there is."""
+    """Return twice the patience of elastic islands, or None if the section sets none or the result is not allowed."""
     islands = case.run.section.islands if case.run.section is not None else None
     if islands is None or islands.elastic is None:
         return None

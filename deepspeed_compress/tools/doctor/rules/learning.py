@@ -1,4 +1,4 @@
-"""Whether the model learns: compression that is too strong, a loss that rises."""
+"""Rules on learning: compression that is too strong, and a loss that rises."""
 
 import math
 import statistics
@@ -18,12 +18,12 @@ from deepspeed_compress.tools.doctor.rule import rule
 from deepspeed_compress.tools.doctor.trends import quarters, turn
 
 _NEAR = 5
-"""Events that are shown."""
+"""Maximum number of events to show."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """One reason to think that too little of the gradient arrives."""
+    """One sign that too little of the gradient arrives."""
 
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def _lost_for_ever(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
 
 
 def _withheld(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
-    """Residuals that many steps' gradients went into. What waits by wish (`every`) waits for that long."""
+    """Yield a sign if residuals hold the gradients of many steps. Intended delays (`every`) are allowed for."""
     if gradients.method in OWN_MOMENTUM:
         return
     lines = [line for line in case.compressed if line.get("residual_norm") and line.get("grad_norm")]
@@ -98,7 +98,7 @@ def _growing(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
 
 
 def _late_growth(values: list[float]) -> float:
-    """The last quarter over the second; the first is left out, where memories fill."""
+    """Return the last quarter's median divided by the second's. Residuals are still filling up in the first quarter."""
     _, second, _, last = quarters(values)
     return last / second if second else 1.0
 
@@ -122,7 +122,12 @@ def _behind(case: Case, gradients: GradientsConfig) -> Iterator[Sign]:
 
 
 def _loss_gap(case: Case) -> float | None:
-    """Mean relative difference over the last quarter of common steps; None without enough, or within its noise."""
+    """Return the mean relative loss difference to the baseline over the last quarter of common steps.
+
+    Returns:
+        The difference, or None if there is no baseline, too few common steps, or the difference of training losses is
+        within their noise.
+    """
     if case.baseline is None:
         return None
     for ours, theirs in ((case.run.held_out, case.baseline.held_out), (case.run.losses, case.baseline.losses)):
@@ -135,7 +140,7 @@ def _loss_gap(case: Case) -> float | None:
 
 
 def _beyond_noise(gaps: list[float]) -> bool:
-    """Three standard errors: losses of single batches differ by more than methods do."""
+    """Return True if the mean gap exceeds three standard errors. Losses of single batches vary more than methods do."""
     return len(gaps) >= 4 and abs(statistics.fmean(gaps)) > 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
@@ -149,7 +154,11 @@ _SIGNS = (_lost_for_ever, _withheld, _growing, _unlike, _behind)
     needs=("losses",),
 )
 def diverging(case: Case) -> Iterator[Diagnostic]:
-    """Where the loss rises at exchanges between islands `sync-every-too-long` says so: another rate is wrong there."""
+    """Report a loss that is not finite or rises.
+
+    If the loss rises at exchanges between islands, `sync-every-too-long` reports it instead, because the inner learning
+    rate is then not the cause.
+    """
     found = _not_finite(case) or (risen(case) if rise_at_exchanges(case) is None else None)
     if found is None:
         return
@@ -165,7 +174,10 @@ def diverging(case: Case) -> Iterator[Diagnostic]:
 
 
 def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
-    """The last losses, if they are not finite."""
+    """Return the first step of the trailing losses that are not finite, a text and figures.
+
+    Returns None if the last loss is finite or no loss is.
+    """
     trailing = 0
     while trailing < len(case.run.losses) and not math.isfinite(case.run.losses[-1 - trailing][1]):
         trailing += 1
@@ -176,7 +188,7 @@ def _not_finite(case: Case) -> tuple[int, str, dict[str, Any]] | None:
 
 
 def risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
-    """From which step on the loss rises for good, in words, and figures; None where it does not."""
+    """Return the step from which the loss rises for good, a text and figures, or None if it does not."""
     points = [(step, loss) for step, loss in case.run.losses if math.isfinite(loss)]
     if len(points) < case.limits.lines:
         return None
@@ -190,7 +202,7 @@ def risen(case: Case) -> tuple[int, str, dict[str, Any]] | None:
 
 
 def _events_around(case: Case, began: int) -> dict[str, Any]:
-    """The events nearest to the beginning, in their order."""
+    """Return the events nearest to step `began`, in order of steps."""
     nearest = sorted(case.run.events or (), key=lambda event: abs(event["step"] - began))[:_NEAR]
     nearest.sort(key=lambda event: event["step"])
     shown = [f"step {event['step']}: {event['kind']}, {event.get('reason', '')}" for event in nearest]

@@ -1,4 +1,4 @@
-"""Memory: what residuals take, and whether the peak grows."""
+"""Rules on memory: the size of residuals, and a growing peak."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -51,9 +51,11 @@ def _with_memory(config: Mapping[str, Any], key: str, change: Mapping[str, str])
 
 
 def _residual_bytes(case: Case, method: str, element: float) -> float:
-    """Of the elements that a rank sends, or of all where it keeps its own too: without ZeRO, and with a momentum.
+    """Return the bytes of residuals.
 
-    Twice where a step may be skipped, which all optimizers but those of ZeRO 0 in fp32 may do, and twice for dgc.
+    They cover the elements that a rank sends. They cover all elements if the rank also keeps a residual for its own
+    part: without ZeRO, and for methods with their own momentum. A second copy is kept if a step may be skipped, which
+    is the case for every optimizer except that of ZeRO 0 in fp32. Method dgc doubles the total.
     """
     ranks, whole = case.replicas or 1, case.stage == 0 or method in OWN_MOMENTUM
     elements = case.sent_elements * (ranks / (ranks - 1) if whole and ranks > 1 else 1)

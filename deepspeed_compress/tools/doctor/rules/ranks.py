@@ -1,4 +1,4 @@
-"""Ranks that are not equally fast."""
+"""Rules on ranks that are not equally fast."""
 
 import statistics
 from collections.abc import Iterator

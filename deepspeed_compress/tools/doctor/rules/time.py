@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for messages, encoding and decoding, kernels that are not compiled."""
+"""Rules on step time: waiting for messages, encoding and decoding, and kernels that are not compiled."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def communication_bound(case: Case) -> Iterator[Diagnostic]:
 
 
 def _less_communication(case: Case) -> Remedy:
-    """The first of these that fits: reduce once a step, send less, or reduce less often."""
+    """Return the first remedy that fits: reduce once per step, send less, or reduce less often."""
     section = case.run.section
     if section is None:
         return (
@@ -95,7 +95,7 @@ def slow_kernels(case: Case) -> Iterator[Diagnostic]:
 
 
 def _slow_rate(case: Case) -> float | None:
-    """Bytes a second, if they are too few for C++ and encoding takes time that matters."""
+    """Return the bytes encoded per second, or None if the rate is normal or encoding takes too little time."""
     times, limits, section = case.times, case.limits, case.run.section
     size = case.encoded_bytes
     if times is None or section is None or section.gradients.method not in BLOCKS or size < limits.kernel_bytes:
@@ -116,7 +116,7 @@ def _cost_figures(times: Times) -> dict[str, Any]:
     needs=("times",),
 )
 def compression_bound(case: Case) -> Iterator[Diagnostic]:
-    """Encoding takes long, but for all that is known it saves more than it takes."""
+    """Report that encoding takes long although, as far as is known, it saves more time than it takes."""
     times, section = case.times, case.run.section
     assert times is not None, "the rule needs times"
     share = times.cost / times.step
@@ -134,7 +134,7 @@ def compression_bound(case: Case) -> Iterator[Diagnostic]:
 
 
 def _cheaper(gradients: GradientsConfig | None) -> tuple[str, dict[str, Any] | None]:
-    """What takes time in encoding, in the order of what it takes."""
+    """Return the remedy that removes the most expensive part of encoding, and its change of the gradient settings."""
     if gradients is None or gradients.method not in BLOCKS:
         return "Use a method that goes through memory once: blockwise, 4 bits.", {"method": "blockwise", "bits": 4}
     if isinstance(gradients, FeedbackGradients) and gradients.rotation is not None:
@@ -145,10 +145,13 @@ def _cheaper(gradients: GradientsConfig | None) -> tuple[str, dict[str, Any] | N
 
 
 def _loss_of_time(case: Case) -> float | None:
-    """Milliseconds of a step that encoding and decoding take beyond what fewer bytes save, at least; negative where
-    they pay. None where messages overlap with backward: what more of them would take is not known then.
+    """Return a lower bound for the milliseconds per step that compression costs beyond what it saves.
 
-    The network carries at least what was sent in the time that was waited for it: a wait may have other reasons.
+    Negative if compression pays off. The network carries at least the bytes sent in the time spent waiting for them,
+    since a wait may have other reasons.
+
+    Returns:
+        The milliseconds, or None if messages overlap with backward, because the time for larger ones is then unknown.
     """
     times = case.times
     if times is None or case.overlaps or not case.waited_bytes:
@@ -158,13 +161,15 @@ def _loss_of_time(case: Case) -> float | None:
 
 
 def _wasted(case: Case) -> float:
-    """The part of a step that is lost by compressing, by figures of this run or beside the baseline; 0 for less than
-    matters, or than can be told. Slow kernels are no fault of the method."""
+    """Return the fraction of a step that is lost by compressing, from this run's figures or compared with the baseline.
+
+    Returns 0 if the loss is too small to matter or unknown. Slow kernels are not attributed to the method.
+    """
     times, limits = case.times, case.limits
     if times is None or _slow_rate(case) is not None:
         return 0.0
     estimated = (_loss_of_time(case) or 0.0) / times.step
-    # What neither encoding nor waiting explains is no doing of compression.
+    # Compression does not cause more extra time than encoding and waiting take.
     measured = min(_slower_than_baseline(case), (times.cost + times.wait) / times.step)
     return max(estimated, measured) if estimated > limits.gain or measured > limits.own_gain else 0.0
 
@@ -197,7 +202,7 @@ def compression_does_not_pay(case: Case) -> Iterator[Diagnostic]:
 
 
 def _slower_than_baseline(case: Case) -> float:
-    """By what part of the baseline's step this one is longer; 0 where that is not known."""
+    """Return by which fraction of the baseline's step time this run's is longer, or 0 if that is unknown."""
     times = case.times
     theirs = Case(case.baseline).step_ms if case.baseline is not None else None
     return times.step / theirs - 1 if times is not None and theirs else 0.0

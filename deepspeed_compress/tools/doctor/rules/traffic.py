@@ -1,4 +1,4 @@
-"""What else a rank sends than compressed gradients."""
+"""Rules on traffic other than compressed gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ _TITLES = {
     needs=("times", "config"),
 )
 def weights_uncompressed(case: Case) -> Iterator[Diagnostic]:
-    """Uncompressed weights outweigh the rest, and take time that matters at the rate seen with gradients."""
+    """Report uncompressed weights that outweigh other traffic and take significant time at the gradients' rate."""
     size, taken = case.traffic.get("bytes_weights", 0.0), _part_of_step(case, ("bytes_weights",))
     share = size / (sum(case.traffic.values()) or 1.0)
     if case.weights_compressed or share < case.limits.weights or taken < case.limits.own_gain:
@@ -64,7 +64,7 @@ def other_traffic(case: Case) -> Iterator[Diagnostic]:
 
 
 def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
-    """Of what is most of it."""
+    """Return a remedy for the largest of the other kinds of traffic, and its patch."""
     islands = case.run.section.islands if case.run.section is not None else None
     sizes = {kind: case.traffic.get(kind, 0.0) for kind in OTHER_KINDS}
     if islands is None or max(sizes, key=sizes.__getitem__) != "bytes_islands":
@@ -81,10 +81,10 @@ def _less_of_it(case: Case) -> tuple[str, dict[str, Any] | None]:
 
 
 def _part_of_step(case: Case, kinds: tuple[str, ...]) -> float:
-    """How much of a step the bytes of `kinds` take at the rate of the gradients, all of it at most.
+    """Return the fraction of a step, at most 1, that the bytes of `kinds` take at the rate of the gradients.
 
-    Who waits for a message may wait for its encoding, so that much is no time of the network. 0 where gradients are
-    so few that they say nothing of the rate.
+    Part of the waiting time may be another rank's encoding, so that much is not counted as network time. Returns 0 if
+    the gradients are too small to estimate the rate.
     """
     times = case.times
     if times is None or times.wait <= times.cost or case.waited_bytes < case.limits.small_message:

@@ -1,4 +1,4 @@
-"""The rules: a module for each family, in which each check stands below its words."""
+"""Rules of the linter, one module per family. Each check follows the texts of its rule."""
 
 from deepspeed_compress.tools.lint.rule import LintRule
 from deepspeed_compress.tools.lint.rules import (

@@ -1,4 +1,4 @@
-"""Configurations of Accelerate: what of them never reaches DeepSpeed."""
+"""Rules on configurations of Accelerate: settings that never reach DeepSpeed."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _PATHS = frozenset(key for key in PLACES if key.endswith("nvme_path"))
 
 
 def _launch(mixed_precision: str | None = None, distributed_type: str = "DEEPSPEED", **section: object) -> str:
-    """Text of a configuration of Accelerate, as JSON, which it reads too."""
+    """Return the text of a configuration of Accelerate, as JSON, which Accelerate also reads."""
     precision = {} if mixed_precision is None else {_PRECISION: mixed_precision}
     keys = {_TYPE: distributed_type, "num_processes": 1, **precision, SECTION: section}
     return json.dumps(keys, indent=2) + "\n"
@@ -56,7 +56,7 @@ def _launch(mixed_precision: str | None = None, distributed_type: str = "DEEPSPE
     context={"framework": "accelerate"},
 )
 def accelerate_settings_beside_file(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """One finding for all of them: it is one mistake."""
+    """Report all such settings in one finding, because they are a single mistake."""
     if document.origin is None or file_name(document) is None or not is_used(document):
         return
     beside = [member for member in settings(document) if member.key in PLACES]
@@ -88,7 +88,7 @@ def accelerate_settings_beside_file(document: Document, context: Context) -> Ite
     context={"framework": "accelerate"},
 )
 def accelerate_key_dropped(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """One finding for all of them: a configuration of DeepSpeed that was put into that of Accelerate."""
+    """Report all such keys in one finding: a DeepSpeed configuration was placed inside Accelerate's."""
     dropped = [member for member in settings(document) if _is_dropped(document, member)]
     if dropped and is_used(document):
         several = len(dropped) > 1

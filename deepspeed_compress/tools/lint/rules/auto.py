@@ -1,4 +1,4 @@
-"""The word "auto", which Hugging Face replaces and DeepSpeed does not."""
+"""Rules on the value "auto", which Hugging Face replaces and DeepSpeed does not."""
 
 from collections.abc import Iterator
 
@@ -45,18 +45,18 @@ _BY_BOTH: frozenset[Path] = frozenset(
         ),
     }
 )
-"""What Accelerate fills in, and so the Trainer of Transformers, which uses it."""
+"""Keys that Accelerate fills in, and therefore also the Trainer of Transformers, which uses it."""
 _BY_TRAINER = _BY_BOTH | {("optimizer", "params", "betas"), ("optimizer", "params", "eps")}
-# "auto" is a value of these.
+# Keys of which "auto" is a regular value.
 _ITS_OWN = frozenset({"keep_in_fp32_modules", "stages"})
-# What users name themselves.
+# Keys whose values are names chosen by users.
 _NAMES = frozenset({"job_name", "group", "team", "project", "workspace", "experiment_name"})
 _OF_INFERENCE: Path = ("replace_method",)
 _OWN_SECTIONS = frozenset({"autotuning", "expert_parallel"})
 
 
 def _meant_for_deepspeed(document: Document, context: Context) -> bool:
-    """Whether nobody fills in "auto". The autotuner of DeepSpeed does."""
+    """Return True if nothing fills in "auto". DeepSpeed's autotuner does."""
     return context.framework == "deepspeed" and document.get("autotuning", "enabled") is not True
 
 
@@ -131,7 +131,7 @@ def auto_means_default(document: Document, context: Context) -> Iterator[Diagnos
     context={"framework": "accelerate"},
 )
 def auto_not_filled(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """One finding for all of them: a block of keys at the wrong place has many."""
+    """Report all keys in one finding, because a block of keys at the wrong place has many."""
     filled = _BY_TRAINER if context.framework == "hf" else _BY_BOTH
     everything = leaves(document.data) if hugging_face(context) else ()
     left = [path for path, value in everything if value == AUTO and path not in filled]

@@ -1,4 +1,4 @@
-"""Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size."""
+"""Rules on batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _KEYS = (_TRAIN, _MICRO, _STEPS)
 _BY_PROGRAM = frozenset({"lightning"})
-"""Frameworks that write the sizes into a configuration that has none."""
+"""Frameworks that add the batch sizes to a configuration without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The three sizes; None is left out."""
+    """The three batch sizes. A size that is left out is None."""
 
     train: int | None
     micro: int | None
@@ -30,7 +30,7 @@ class _Sizes:
 
 
 def _sizes(document: Document) -> _Sizes | None:
-    """The sizes, if all that are given are whole and positive: the rest has rules of its own."""
+    """Return the sizes if all that are given are positive integers. Other values have rules of their own."""
     values = [document.get(key) for key in _KEYS]
     whole = [integer(number(value)) for value in values]
     given = [size for value, size in zip(values, whole, strict=True) if value is not None]
@@ -38,7 +38,10 @@ def _sizes(document: Document) -> _Sizes | None:
 
 
 def _counted_ranks(document: Document, context: Context) -> int | None:
-    """The ranks by which DeepSpeed divides: tensor parallelism is not known to it when it does."""
+    """Return the number of ranks by which DeepSpeed divides the batch, or None if unknown.
+
+    DeepSpeed does not yet know of tensor parallelism when it divides.
+    """
     world = context.world_size
     if world is None or (document.has("pipeline") and stages(document) == 1):
         return None
@@ -153,7 +156,7 @@ def batch_indivisible(document: Document, context: Context) -> Iterator[Diagnost
 
 
 def _multiple(size: int, unit: int) -> str:
-    """The multiples of `unit` next to `size`."""
+    """Return the multiples of `unit` next to `size`, as text."""
     below = size // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
@@ -215,7 +218,7 @@ def _fitting(sizes: _Sizes, ranks: int) -> str:
 
 
 def _whole_world(sizes: _Sizes, ranks: int, context: Context) -> bool:
-    """Whether all ranks were counted, where only the data-parallel ones do."""
+    """Return True if the batch size was computed with all ranks, although only data-parallel ones count."""
     return ranks != context.world_size and sizes.train == sizes.product * (context.world_size or 0)
 
 

@@ -1,4 +1,4 @@
-"""What rules ask of a document, and how examples are written."""
+"""Functions with which rules read a document, and functions that write examples."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from deepspeed_compress.tools.lint.strings import to_json
 AUTO = "auto"
 TRUE_WORDS = frozenset({"true", "t", "yes", "y", "on", "1"})
 FALSE_WORDS = frozenset({"false", "f", "no", "n", "off", "0"})
-"""Texts that pydantic reads as booleans."""
+"""Strings that pydantic reads as booleans."""
 HUGGING_FACE = frozenset({"hf", "accelerate"})
 ZERO = "zero_optimization"
 OFFLOADS = frozenset({"cpu", "nvme"})
@@ -22,30 +22,30 @@ _ADAMW = {"type": "AdamW", "params": {"lr": 0.0001}}
 
 
 def show(value: object) -> str:
-    """A value as JSON, shortened to fit into a sentence."""
+    """Return a value as JSON, shortened to fit into a sentence."""
     text = to_json(value)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 
 
 def listed(values: object) -> str:
-    """Values as JSON, separated by commas."""
+    """Return values as JSON, separated by commas."""
     return ", ".join(show(value) for value in values) if isinstance(values, list | tuple | frozenset) else show(values)
 
 
 def name(path: Path) -> str:
-    """A place as DeepSpeed's messages have it: zero_optimization.stage."""
+    """Return a path in the form of DeepSpeed's messages, such as zero_optimization.stage."""
     return ".".join(str(part) for part in path)
 
 
 def number(value: object) -> float | None:
-    """A finite number, booleans left out."""
+    """Return a finite number, or None for anything else, including booleans."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if float("-inf") < value < float("inf") else None
 
 
 def integer(value: object) -> int | None:
-    """A whole number as DeepSpeed's models read it: 2, 2.0 and "2"."""
+    """Return an integer as DeepSpeed's models read it (2, 2.0 or "2"), or None."""
     if isinstance(value, str) and len(value) < 20 and value.isascii() and value.isdigit():
         return int(value)
     found = number(value)
@@ -53,7 +53,7 @@ def integer(value: object) -> int | None:
 
 
 def truth(value: object) -> bool | None:
-    """A boolean as DeepSpeed's models read it; None for what is none."""
+    """Return a boolean as DeepSpeed's models read it, or None if the value is not one."""
     if isinstance(value, str):
         word = value.lower()
         return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
@@ -61,18 +61,18 @@ def truth(value: object) -> bool | None:
 
 
 def is_true(document: Document, *path: str) -> bool:
-    """Whether a boolean of a strict section is set."""
+    """Return True if a boolean of a strict section is set."""
     return truth(document.get(*path)) is True
 
 
 def section(document: Document, *path: str) -> Mapping[str, Any]:
-    """An object of the configuration; empty where there is none."""
+    """Return an object of the configuration, or an empty dict if there is none."""
     value = document.get(*path)
     return value if isinstance(value, dict) else {}
 
 
 def stage(document: Document) -> int | None:
-    """The ZeRO stage; None where it is left to another ("auto"), or cannot be read."""
+    """Return the ZeRO stage, or None if it is left to another program ("auto") or cannot be read."""
     ours = integer(document.get("deepspeed_compress", "parallelism", "zero_stage"))
     if ours is not None:
         return ours
@@ -84,13 +84,13 @@ def stage(document: Document) -> int | None:
 
 
 def offload(document: Document, what: str) -> str | None:
-    """The device of `offload_optimizer` or `offload_param`, if it is one."""
+    """Return the device of `offload_optimizer` or `offload_param`, or None if it is not a valid one."""
     device = document.get(ZERO, what, "device")
     return device if isinstance(device, str) and device in OFFLOADS else None
 
 
 def bf16(document: Document) -> bool:
-    """Whether the model is in bf16; the old name of the section counts where the new one is missing."""
+    """Return True if the model is in bf16. The old name of the section is used if the new one is missing."""
     return is_true(document, "bf16" if document.get("bf16") is not None else "bfloat16", "enabled")
 
 
@@ -99,24 +99,24 @@ def fp16(document: Document) -> bool:
 
 
 def optimizer(document: Document) -> str:
-    """The optimizer's type as DeepSpeed compares it, in lower case; empty where there is none."""
+    """Return the optimizer's type in lower case, as DeepSpeed compares it, or an empty string."""
     value = document.get("optimizer", "type")
     return value.lower() if isinstance(value, str) else ""
 
 
 def params(document: Document, what: str) -> Mapping[str, Any]:
-    """Parameters of the optimizer or the scheduler."""
+    """Return the parameters of the optimizer or the scheduler."""
     return section(document, what, "params")
 
 
 def stages(document: Document) -> int:
-    """Pipeline stages that the configuration tells of; 1 where it does not."""
+    """Return the number of pipeline stages in the configuration, or 1."""
     ours = integer(document.get("deepspeed_compress", "parallelism", "pipeline"))
     return max(ours or integer(document.get("pipeline", "stages")) or 1, 1)
 
 
 def tensor_size(document: Document) -> int:
-    """Ranks that share each layer."""
+    """Return the number of tensor-parallel ranks in the configuration, or 1."""
     ours = integer(document.get("deepspeed_compress", "parallelism", "tensor"))
     return max(ours or integer(document.get("tensor_parallel", "autotp_size")) or 1, 1)
 
@@ -126,12 +126,12 @@ def hugging_face(context: Context) -> bool:
 
 
 def means_auto(value: object) -> bool:
-    """Whether a value is "auto" or another spelling of it."""
+    """Return True if a value is "auto" or another spelling of it."""
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Every value that is not an object, with its path; arrays are one value."""
+    """Yield every value that is not an object, with its path. An array is a single value."""
     if isinstance(value, dict):
         for key, child in value.items():
             yield from leaves(child, (*path, key))
@@ -140,16 +140,16 @@ def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
 
 
 def config(**keys: object) -> str:
-    """Text of an example with these keys, and a batch size unless one is given."""
+    """Return the text of an example with these keys, and with a batch size unless one is given."""
     given = keys if any(key in keys for key in ("train_batch_size", "train_micro_batch_size_per_gpu")) else None
     return json.dumps(given or {"train_batch_size": 8, **keys}, indent=2) + "\n"
 
 
 def trained(**keys: object) -> str:
-    """Text of an example with an optimizer."""
+    """Return the text of an example with an optimizer."""
     return config(**{"optimizer": _ADAMW, **keys})
 
 
 def zero(stage: object, *, also: Mapping[str, object] | None = None, **keys: object) -> str:
-    """Text of an example with ZeRO and an optimizer; `also`: keys outside of `zero_optimization`."""
+    """Return the text of an example with ZeRO and an optimizer. `also` holds keys outside `zero_optimization`."""
     return trained(**{ZERO: {"stage": stage, **keys}, **(also or {})})

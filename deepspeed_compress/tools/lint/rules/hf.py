@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer and Accelerate demand of a configuration."""
+"""Rules on the requirements of Hugging Face's Trainer and Accelerate."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,14 +28,14 @@ _CALCULATED: Mapping[Path, str] = {
     ("train_batch_size",): "per_device_train_batch_size x gradient_accumulation_steps x ranks",
     ("scheduler", "params", "total_num_steps"): "the number of steps of the run",
 }
-"""Settings that the Trainer compares with what it calculates; its other arguments are given, and so meant."""
+"""Settings that the Trainer compares with values it computes. All others it compares with arguments that users give."""
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _STAGE3 = {"stage": 3, _GATHER: True}
 _INSTALLED = {"lint": {"ignore": ["compress-needs-install"]}}
 
 
 def _hf(**keys: object) -> str:
-    """Text of an example for Hugging Face."""
+    """Return the text of an example for Hugging Face."""
     usual = {"train_micro_batch_size_per_gpu": AUTO, "gradient_clipping": AUTO, ZERO: {"stage": 0}}
     return config(**{**usual, **keys})
 
@@ -53,14 +53,14 @@ def _hf(**keys: object) -> str:
     context={"framework": "accelerate"},
 )
 def hf_needs_zero_section(document: Document, context: Context) -> Iterator[Diagnostic]:
-    # The autotuner of DeepSpeed adds the section to the configurations that it tries.
+    # DeepSpeed's autotuner adds the section to the configurations that it tries.
     if hugging_face(context) and not document.has(ZERO) and document.get("autotuning", "enabled") is not True:
         what = "zero_optimization is missing, without which Accelerate stops"
         yield Diagnostic(at(ZERO), what, write(f'"{ZERO}": {{"stage": 0}}, or another stage'))
 
 
 def _hidden_size(model: Mapping[str, Any], framework: str | None) -> bool:
-    """Whether the size of the model is where Hugging Face looks for it."""
+    """Return True if the hidden size of the model is where Hugging Face looks for it."""
     text = model.get("text_config")
     places = [model, text] if framework == "hf" and isinstance(text, dict) else [model]
     return any(key in place for place in places for key in ("hidden_size", "hidden_sizes", "n_embd"))
@@ -209,7 +209,7 @@ _CLIPPING: tuple[tuple[object, str], tuple[object, str]] = (
     (1.0, ' or the number that clip_grad_norm_ is given ("auto" is 1.0 with Accelerate, whatever it is given)'),
     (AUTO, ""),
 )
-"""Value to write, and a word about it: with Accelerate, and with the Trainer."""
+"""Value to write and a remark on it: with Accelerate, and with the Trainer."""
 
 
 _UNUSED: Mapping[str, str] = {
@@ -260,7 +260,7 @@ def hf_section_unused(document: Document, context: Context) -> Iterator[Diagnost
     context=_HF,
 )
 def hf_scheduler_replaced(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """WarmupDecayLR decays as the Trainer's own does unless told otherwise."""
+    """Report a scheduler that replaces the Trainer's. WarmupDecayLR decays like the default and is left out."""
     value = document.get("scheduler", "type")
     if context.framework == "hf" and isinstance(value, str) and value != "WarmupDecayLR":
         what = f"{show(value)} is taken in place of the Trainer's lr_scheduler_type, without a word"
@@ -316,7 +316,7 @@ def hf_stage_3_batch_on_cpu(document: Document, context: Context) -> Iterator[Di
     context=_HF,
 )
 def hf_momentum_twice(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """What the file gives as betas is compared with the method by the rules of that section."""
+    """Report a second momentum if the file leaves the betas open. The section's rules check betas in the file."""
     left_open = not document.has("optimizer") or document.get("optimizer", "params", "betas") == AUTO
     path = (OUR_SECTION, "gradients", "method")
     if context.framework == "hf" and document.get(*path) in ("demo", "dgc") and left_open:

@@ -1,4 +1,4 @@
-"""Keys that DeepSpeed does not know, or knows at another place."""
+"""Rules on keys that DeepSpeed does not know, or knows at another place."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ _SAME_AS = {
     "learning_rate": '"optimizer": {"params": {"lr": ...}}',
     "lr": '"optimizer": {"params": {"lr": ...}}',
 }
-"""Names that other programs, or DeepSpeed before, have for a key."""
+"""Names that other programs or older versions of DeepSpeed use for a key, with what to write instead."""
 _NAMES_OF_OURS = frozenset(
     {
         OUR_SECTION,
@@ -55,7 +55,7 @@ _INFERENCE = frozenset(
         "use_triton",
     }
 )
-"""Keys of deepspeed.init_inference, which has a configuration of its own."""
+"""Keys of deepspeed.init_inference, which has a separate configuration."""
 _SHARED_WITH_INFERENCE = frozenset({"tensor_parallel", "dtype", "moe"})
 _NEARLY = 0.9
 _MANY, _SHOWN = 10, 8
@@ -84,7 +84,7 @@ _KEYS_OF_PARTS = frozenset(
 
 
 def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[Diagnostic]:
-    """One finding for all keys of a section that are like none of it; one for each that is probably misspelled."""
+    """Report each key that is probably misspelled, and all other unknown keys of a section in one finding."""
     strange: dict[Path, list[str]] = {}
     if others := _of_another_program(document, strict):
         yield _strange((), others)
@@ -105,8 +105,10 @@ def _unknown(document: Document, context: Context, *, strict: bool) -> Iterator[
 
 
 def _unknown_keys(document: Document, strict: bool) -> Iterator[tuple[Path, Section]]:
-    """Unknown keys that are meant for training: not those of inference, nor any in the outermost object of a file of
-    another program."""
+    """Yield the unknown keys that are meant for training.
+
+    Keys of inference are left out. So are the keys of the outermost object if the file belongs to another program.
+    """
     others, inference = bool(_of_another_program(document, strict)), bool(_for_inference(document))
     for path, section in unknown_keys(document, strict=strict):
         inferring = inference and path[0] in _INFERENCE | _SHARED_WITH_INFERENCE
@@ -144,13 +146,13 @@ def inference_keys(document: Document, context: Context) -> Iterator[Diagnostic]
 
 
 def _of_another_program(document: Document, strict: bool) -> list[str]:
-    """Unknown keys of the outermost object, if there are many: some look like one of DeepSpeed's, others do not."""
+    """Return the unknown keys of the outermost object if they are many, whether or not some resemble DeepSpeed's."""
     found = [str(path[-1]) for path, section in unknown_keys(document, strict=strict) if not section.path]
     return found if len(found) > _MANY else []
 
 
 def _unread(section: Section, context: Context) -> bool:
-    """Whether another rule says that nobody reads the whole section."""
+    """Return True if another rule reports that the whole section is not read."""
     return hugging_face(context) and section.path in (("pipeline",), ("activation_checkpointing",))
 
 
@@ -159,7 +161,7 @@ def _title(section: Path) -> str:
 
 
 def _close(key: str, section: Section) -> str | None:
-    # Our own section is a key that DeepSpeed leaves alone.
+    # Our own section is a key that DeepSpeed ignores.
     return closest(key, section.keys if section.path else {**section.keys, OUR_SECTION: None})
 
 
@@ -177,14 +179,14 @@ def _strange(section: Path, keys: list[str]) -> Diagnostic:
 
 
 def _renamed(document: Document, path: Path, to: str) -> Fix | None:
-    """Return a fix that renames a key: a guess, however close, so that the user decides."""
+    """Return a fix that renames a key. It is not safe, because the new name is a guess that the user has to confirm."""
     foreign = to == OUR_SECTION and not _is_section(document.get(*path)) and _ours(document, path) is None
     free = not document.has(*path[:-1], to) and not foreign
     return fix(f'Rename to "{to}"', rename(document, path, to), safe=False) if free else None
 
 
 def _ours(document: Document, path: Path) -> Path | None:
-    """The place of what belongs to our section and stands under another name, or elsewhere."""
+    """Return the right place of a part of our section that has another name or place, else None."""
     key, value = str(path[-1]).lower().replace("-", "_"), document.get(*path)
     if not isinstance(value, dict):
         return None
@@ -195,7 +197,7 @@ def _ours(document: Document, path: Path) -> Path | None:
 
 
 def _is_section(value: object) -> bool:
-    """Return whether `value` may be our section: other programs have sections of the same names."""
+    """Return True if `value` may be our section. Other programs have sections of the same names."""
     return isinstance(value, dict) and value.keys() <= _KEYS_OF_OURS
 
 
@@ -211,7 +213,7 @@ def _ours_by_another_name(document: Document, path: Path) -> Diagnostic:
 
 
 def _misplaced(document: Document, *, strict: bool) -> Iterator[Diagnostic]:
-    """One finding for all keys of a section that belong into the same other one: a block that was copied."""
+    """Report all keys of a section that belong into the same other one in one finding: such a block was copied."""
     groups: dict[tuple[Path, ...], list[Path]] = {}
     for path, section in _unknown_keys(document, strict):
         place = _ours(document, path)
@@ -225,7 +227,7 @@ def _misplaced(document: Document, *, strict: bool) -> Iterator[Diagnostic]:
 
 
 def _elsewhere(path: Path, section: Section) -> list[tuple[str, ...]]:
-    """Other sections that have the key; none if it is nearly one of its own, as "stages" in zero_optimization."""
+    """Return other sections that have the key, or none if it resembles a key of its own section."""
     return [] if closest(str(path[-1]), section.keys, _NEARLY) else places(path)
 
 

@@ -1,4 +1,4 @@
-"""What Lightning's DeepSpeedStrategy demands of a configuration (lightning 2.6)."""
+"""Rules on the requirements of Lightning's DeepSpeedStrategy (Lightning 2.6)."""
 
 from collections.abc import Iterator
 
@@ -66,7 +66,7 @@ def lightning_accumulation(document: Document, context: Context) -> Iterator[Dia
     context=_LIGHTNING,
 )
 def lightning_auto(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """Yield one finding for all of them: such a file was written for Hugging Face."""
+    """Report all keys in one finding, because such a file was written for Hugging Face."""
     found = [path for path, value in leaves(document.data) if value == AUTO and path[0] != OUR_SECTION]
     if found and _reads(context):
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

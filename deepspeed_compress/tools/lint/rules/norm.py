@@ -1,4 +1,4 @@
-"""What the reduction leaves out: the norm of gradients, managed accumulation, full precision."""
+"""Rules on what the reduction leaves out: the gradient norm, managed accumulation, full precision."""
 
 from collections.abc import Iterator
 
@@ -44,7 +44,7 @@ def no_grad_norm_stage(document: Document, context: Context) -> Iterator[Diagnos
 
 
 def _norm_with_others(document: Document) -> bool:
-    """Whether the norm is left out, where that is possible."""
+    """Return True if the norm is left out with a stage that allows it."""
     return _no_norm(document) and stage(document) in (1, 2)
 
 

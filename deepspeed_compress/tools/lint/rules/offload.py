@@ -1,4 +1,4 @@
-"""Offloading and ZenFlow: settings that contradict the stage, or each other."""
+"""Rules on offloading and ZenFlow: settings that contradict the stage or each other."""
 
 from collections.abc import Iterator
 
@@ -159,7 +159,7 @@ def nvme_path_unused(document: Document, context: Context) -> Iterator[Diagnosti
                 'has no effect with device "cpu"',
                 write('"device": "nvme", or remove the key'),
             )
-            return  # the other was copied with it
+            return  # the other one was copied together with it
 
 
 @rule(

@@ -1,4 +1,4 @@
-"""The optimizer: its type and its parameters."""
+"""Rules on the optimizer: its type and its parameters."""
 
 from collections.abc import Iterator
 
@@ -23,12 +23,12 @@ from deepspeed_compress.tools.lint.rules.common import (
 _PARAMS = ("optimizer", "params")
 _TYPE = ("optimizer", "type")
 _FELT = 0.05
-"""Weight decay from which its kind makes a difference; examples have 3e-7 to 0.01."""
+"""Weight decay from which its kind makes a difference. Examples have 3e-7 to 0.01."""
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 def _known(document: Document) -> str | None:
-    """The row of the key table for the optimizer: DeepSpeed's names in lower case, else torch's as they are."""
+    """Return the entry of the key table for the optimizer: DeepSpeed's names in lower case, torch's as they are."""
     value = document.get(*_TYPE)
     if not isinstance(value, str):
         return None
@@ -104,7 +104,7 @@ def optimizer_without_type(document: Document, context: Context) -> Iterator[Dia
 def unknown_optimizer_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
     known = _known(document)
     names = keys().optimizers.get(known or "", frozenset())
-    # Of some optimizers the parameters are not known, and Muon takes what it knows.
+    # The parameters of some optimizers are not known, and Muon ignores those that it does not know.
     for key in params(document, "optimizer") if names and known != "muon" else ():
         if key not in names and key != "max_grad_norm":
             close = closest(key, names)
@@ -276,7 +276,7 @@ def adamw_mode_ignored(document: Document, context: Context) -> Iterator[Diagnos
 def adam_is_adamw(document: Document, context: Context) -> Iterator[Diagnostic]:
     decay = number(document.get(*_PARAMS, "weight_decay"))
     given = document.has(*_PARAMS, "adam_w_mode")
-    # The Trainer's own optimizer is AdamW, whose weight decay it writes here.
+    # The Trainer's own optimizer is AdamW, and it writes its weight decay here.
     meant = given or context.framework == "hf"
     if optimizer(document) == "adam" and decay is not None and decay >= _FELT and not meant:
         what = '"Adam" means AdamW in DeepSpeed: the weight decay is decoupled'

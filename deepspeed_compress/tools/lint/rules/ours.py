@@ -1,6 +1,6 @@
-"""Our own section. What `config` finds is reported here; `run` has what needs to be known of the run.
+"""Rules on our own section that report what `config` finds. Rules that need facts about the run are in `run`.
 
-`config` loads pydantic, which takes a third of the time that the linter has: only for files with the section.
+`config` imports pydantic, which takes a third of the linter's time, so it is imported only for files with the section.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _wrong(document: Document, context: Context) -> dict[str, list[Diagnostic]]:
-    """What `config` finds, by the rule that reports it."""
+    """Return the problems that `config` finds, by the rule that reports them."""
     if OUR_SECTION not in document.data:
         return {"invalid": [], "parallelism": [], "file": [], "unsupported": []}
     from deepspeed_compress.config import find_problems
@@ -47,7 +47,7 @@ def _wrong(document: Document, context: Context) -> dict[str, list[Diagnostic]]:
 
 
 def with_section(**keys: object) -> dict[str, object]:
-    """Our section as an example has it."""
+    """Return the keys of an example with our section."""
     return {OUR_SECTION: keys}
 
 
@@ -68,7 +68,7 @@ def compress_invalid(document: Document, context: Context) -> Iterator[Diagnosti
 
 
 def _correction(document: Document, problem: Diagnostic) -> Fix | None:
-    """Return the fix of a misspelled key or value. It is a guess, which the user decides."""
+    """Return the fix of a misspelled key or value. It is a guess that the user has to confirm."""
     path, meant = problem.place.path, problem.meant
     if meant is None or (problem.place.on == "key" and document.has(*path[:-1], meant)):
         return None
@@ -121,7 +121,7 @@ def _parsed_parallelism(document: Document) -> "Parallelism | None":
 
 
 def parsed_section(document: Document) -> "CompressConfig | None":
-    """The section, if there is one and it is valid."""
+    """Return the section if there is one and it is valid, else None."""
     if OUR_SECTION not in document.data:
         return None
     from pydantic import ValidationError
@@ -186,4 +186,4 @@ def compress_scaled_autocast(document: Document, context: Context) -> Iterator[D
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
-"""`config.unsupported` finds it; it has a rule of its own."""
+"""Path of a problem that `config.unsupported` also finds. It has its own rule here."""

@@ -1,4 +1,4 @@
-"""Pipelines: a `pipeline` section, or stages in ours, tell that the model is a PipelineModule."""
+"""Rules on pipelines. A `pipeline` section, or stages in ours, indicate that the model is a PipelineModule."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def _pipelined(document: Document) -> bool:
 
 
 def _ignored(document: Document, context: Context) -> bool:
-    """Whether what reads the file gives the section `pipeline` no effect."""
+    """Return True if the program that reads the file ignores the section `pipeline`."""
     return hugging_face(context) and document.has("pipeline")
 
 
@@ -52,7 +52,7 @@ _MICRO = {"train_micro_batch_size_per_gpu": 1}
 def pipeline_with_zero_2_or_3(document: Document, context: Context) -> Iterator[Diagnostic]:
     if _ignored(document, context):
         return
-    # Stages of our own section are compared with ZeRO by that section's rules.
+    # Our own section's rules compare its stages with ZeRO.
     if document.has("pipeline") and stage(document) in (2, 3):
         what = f"stage {stage(document)} does not work with pipelines (allowed: 0, 1)"
         correction = fix("Write stage 1", replace(document, (ZERO, "stage"), 1), safe=False)

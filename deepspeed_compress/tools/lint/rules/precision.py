@@ -1,4 +1,4 @@
-"""Precision: number formats of parameters, gradients and master weights."""
+"""Rules on precision: dtypes of parameters, gradients and master weights."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ _DTYPES = {
     "int8": "int8",
     "torch.int8": "int8",
 }
-"""Names of number formats that DeepSpeed knows, and the short one of each."""
+"""Names of dtypes that DeepSpeed knows, with their short names."""
 _MASTER = (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads"))
 
 
@@ -44,13 +44,13 @@ def model_dtype(document: Document) -> str:
 
 
 def _dtype(document: Document, key: str) -> str | None:
-    """The short name of a format under `data_types`; None if there is none, or none that is known."""
+    """Return the short name of a dtype under `data_types`, or None if it is missing or unknown."""
     value = document.get("data_types", key)
     return _DTYPES.get(value) if isinstance(value, str) else None
 
 
 def _left_open(document: Document) -> bool:
-    """Whether Hugging Face fills in the precision."""
+    """Return True if Hugging Face fills in the precision."""
     return AUTO in (document.get("fp16", "enabled"), document.get("bf16", "enabled"))
 
 
@@ -171,7 +171,7 @@ _AUTOCAST = ("torch_autocast", "dtype")
 def keep_in_fp32_not_a_list(document: Document, context: Context) -> Iterator[Diagnostic]:
     value = document.get("data_types", "keep_in_fp32_modules")
     fine = value in (None, AUTO) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-    # A missing key and an explicit null differ here.
+    # A missing key is accepted here, but an explicit null is not.
     if document.has("data_types", "keep_in_fp32_modules") and (not fine or value is None):
         what = f'{show(value)} is refused (allowed: "auto", or a list of name patterns)'
         instead = f"[{show(value)}]" if isinstance(value, str) else '"auto"'

@@ -1,4 +1,4 @@
-"""Reduction of gradients: scaling, operation, format."""
+"""Rules on the reduction of gradients: scaling, operation, dtype."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ _FACTOR = "gradient_predivide_factor"
 
 
 def _scatters(document: Document) -> bool:
-    """Whether gradients are reduce-scattered, as stages 2 and 3 do unless told otherwise."""
+    """Return True if gradients are reduce-scattered, which stages 2 and 3 do by default."""
     return stage(document) in (2, 3) and truth(document.get(ZERO, "reduce_scatter", default=True)) is True
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed had once: removed keys are refused, deprecated ones convert or are ignored."""
+"""Rules on former keys of DeepSpeed. Removed keys are refused; deprecated ones are converted or ignored."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,12 @@ _REFUSED = "DeepSpeed 0.19 refuses the key wherever it stands, disabled or not (
 
 
 def _off(value: object) -> bool:
-    """Whether a removed feature was not used, so that nothing is lost with its key."""
+    """Return True if a removed feature was not used, so that removing its key changes nothing."""
     return value is False or value is None or (isinstance(value, dict) and value.get("enabled") is False)
 
 
 def _without(document: Document, *path: str) -> Fix | None:
-    """Remove a key that has no effect; unsafe where the user had asked for something."""
+    """Return a fix that removes a key without effect. It is unsafe if the key asks for something."""
     return fix(f'Remove "{path[-1]}"', remove(document, path), safe=_off(document.get(*path)))
 
 
@@ -262,7 +262,7 @@ def deprecated_key(document: Document, context: Context) -> Iterator[Diagnostic]
 
 
 def _modern(document: Document, key: str) -> Fix | None:
-    """The key by its new name."""
+    """Return a fix that replaces a deprecated key by its new name, or None."""
     path, new = (ZERO, key), _OFFLOADS.get(key)
     if key == "stage3_gather_fp16_weights_on_model_save":
         return fix("Use the new name", rename(document, path, "stage3_gather_16bit_weights_on_model_save"))

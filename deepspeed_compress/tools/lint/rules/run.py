@@ -1,4 +1,4 @@
-"""Our own section against what the user says about the run: ranks, network, memory, framework."""
+"""Rules on our own section and what the user states about the run: ranks, network, memory, framework."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from deepspeed_compress.config import CompressConfig, MemoryConfig
 
 _FASTEST = 1000
-"""Gbit/s at which sending gradients takes about as long as a GPU needs to compress them: links inside a node."""
+"""Bandwidth in Gbit/s at which sending gradients takes about as long as compressing them: links inside a node."""
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def _active(document: Document) -> bool:
-    """Whether gradients are to be compressed, whatever the method is."""
+    """Return True if gradients are compressed, by whichever method."""
     ours = document.get(OUR_SECTION)
     return isinstance(ours, dict) and section(document, OUR_SECTION, "gradients").get("method") != "none"
 
@@ -201,7 +201,7 @@ def compress_residual_memory(document: Document, context: Context) -> Iterator[D
 
 
 def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
-    """The memory of the method for gradients, and its key."""
+    """Return the key of the gradient method's residuals, and their settings."""
     from deepspeed_compress.config import CompressedGradients
     from deepspeed_compress.config.schedules import OWN_MOMENTUM
 
@@ -211,7 +211,7 @@ def _memory(parsed: "CompressConfig") -> tuple[str, "MemoryConfig | None"]:
 
 
 def _elements(model: Mapping[str, Any] | None) -> int | None:
-    """About how many parameters a decoder has that is described so; None if too little is known."""
+    """Return about how many parameters a decoder with this configuration has, or None if too little is known."""
     model = model or {}
     text = model.get("text_config")
     model = text if isinstance(text, dict) else model
@@ -223,14 +223,14 @@ def _elements(model: Mapping[str, Any] | None) -> int | None:
     heads = integer(model.get("num_attention_heads", model.get("n_head"))) or 1
     kv_heads = integer(model.get("num_key_value_heads")) or heads
     inner = integer(model.get("intermediate_size")) or 4 * hidden
-    # Models with their own intermediate size have three matrices in the MLP, those of GPT-2's kind two.
+    # Models that specify an intermediate size have three matrices in the MLP; those like GPT-2 have two.
     matrices = 3 if model.get("intermediate_size") else 2
     layer = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads + matrices * hidden * inner
     return layers * layer + vocabulary * hidden * (1 if model.get("tie_word_embeddings", True) else 2)
 
 
 def _training_bytes(document: Document, context: Context, elements: int) -> int:
-    """What weights, gradients and Adam take on a rank at least, in mixed precision."""
+    """Return the least bytes that weights, gradients and Adam take on a rank in mixed precision."""
     share = elements // (stages(document) * tensor_size(document))
     ranks = _data_parallel(document, context)
     partitioned = share // ranks if ranks else 0

@@ -1,4 +1,4 @@
-"""Precision: the loss scale of fp16, and autocast."""
+"""Rules on precision: the loss scale of fp16, and autocast."""
 
 from collections.abc import Iterator
 
@@ -72,7 +72,7 @@ _DYNAMIC_ONLY = {
     "consecutive_hysteresis": False,
     "min_loss_scale": 1,
 }
-"""Keys of a dynamic scale, and their defaults, which tell nothing."""
+"""Keys of a dynamic scale with their defaults. A default value does not show what the user wants."""
 
 
 @rule(

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers."""
+"""Rules on learning rate schedulers."""
 
 from collections.abc import Iterator, Mapping
 
@@ -37,7 +37,7 @@ def _value(document: Document, key: str) -> float | None:
 
 
 def _runs(document: Document) -> bool:
-    """Whether the scheduler is made: not without an optimizer in the file, unless the program has one."""
+    """Return True if the scheduler's type is known."""
     return _name(document) in keys().schedulers
 
 
@@ -147,7 +147,7 @@ def unknown_scheduler_parameter(document: Document, context: Context) -> Iterato
 )
 def missing_scheduler_parameter(document: Document, context: Context) -> Iterator[Diagnostic]:
     known, given = keys().schedulers.get(_name(document), {}), params(document, "scheduler")
-    # A mistyped name is reported as such.
+    # A misspelled name is reported as such.
     meant = {closest(key, known) for key in given if key not in known}
     for key, required in known.items():
         if required and key not in given and key not in meant and document.get(*_PARAMS) is not None:
@@ -241,7 +241,7 @@ def decay_at_default_rate(document: Document, context: Context) -> Iterator[Diag
 
 
 _DEFAULTED = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-"""Parameters that are 0.001 if they are not given, whatever the optimizer's rate is."""
+"""Parameters that default to 0.001, whatever the optimizer's learning rate is."""
 
 
 @rule(
@@ -276,7 +276,7 @@ _RATES: Mapping[str, tuple[str, ...]] = {
     "CyclicLR": ("base_lr", "max_lr"),
     "OneCycleLR": ("max_lr",),
 }
-"""Parameters that hold the rates of schedulers that do not use the optimizer's."""
+"""Parameters with the learning rates of schedulers that do not use the optimizer's."""
 
 
 def _numbers(value: object) -> list[float]:
@@ -358,7 +358,7 @@ def no_steps_to_decay(document: Document, context: Context) -> Iterator[Diagnost
     proof=raises("is not an Optimizer"),
 )
 def torch_scheduler_with_zero(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """DeepSpeed gives a scheduler its own optimizer, and those of torch want one of torch."""
+    """Report schedulers of torch that would receive DeepSpeed's wrapped optimizer, although they need one of torch."""
     wrapped = stage(document) in (1, 2, 3) or fp16(document) or bf16(document)
     if _runs(document) and _name(document) not in _OWN and wrapped:
         what = f"{show(_name(document))} is of torch, which refuses an optimizer of ZeRO, fp16 or bf16"

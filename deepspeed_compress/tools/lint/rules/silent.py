@@ -1,4 +1,4 @@
-"""Settings without effect, and those of monitors, checkpoints, profilers and data."""
+"""Rules on settings without effect, and on settings of monitors, checkpoints, profilers and data."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ _OPTIONAL = (
     "data_efficiency",
     "expert_parallel",
 )
-"""Sections that do nothing unless "enabled" is true."""
+"""Sections without effect unless "enabled" is true."""
 
 
 @rule(
@@ -56,7 +56,7 @@ _OPTIONAL = (
 def section_not_enabled(document: Document, context: Context) -> Iterator[Diagnostic]:
     for part in _OPTIONAL:
         settings = section(document, part)
-        # A misspelled "enabled" has a finding of its own.
+        # A misspelled "enabled" has its own finding.
         if settings and "enabled" not in settings and not any(closest(key, {"enabled": None}) for key in settings):
             what = f'{part} is off without "enabled", and its other settings have no effect'
             yield Diagnostic(at_key(part), what, write('"enabled": true besides'))
@@ -121,7 +121,7 @@ _INERT: tuple[tuple[Path, str], ...] = (
 )
 def inert_key(document: Document, context: Context) -> Iterator[Diagnostic]:
     for path, instead in _INERT:
-        # Hugging Face reads nothing of the whole section, which another rule says.
+        # Hugging Face does not read this section at all, which another rule reports.
         if document.has(*path) and not (path[0] == "pipeline" and hugging_face(context)):
             yield Diagnostic(at_key(*path), f'DeepSpeed accepts "{path[-1]}" and never looks at it', write(instead))
 

@@ -1,4 +1,4 @@
-"""Syntax: what cannot be read, or is read by one program and not by the other."""
+"""Rules on syntax that cannot be read, or that only some programs can read."""
 
 from collections.abc import Iterator, Sequence
 
@@ -69,7 +69,7 @@ def _duplicates_in(document: Document, node: Node, path: Path) -> Iterator[Diagn
     for member in node.members:
         place = (*path, member.key)
         if member.key in first:
-            # Which of two different values was meant, only the user knows.
+            # Only the user knows which of two different values was meant.
             removal = remove(document, place, member) if member.value.value == first[member.key] else ()
             what = f'key "{member.key}" stands here a second time (allowed: once)'
             correction = fix("Remove the second of two equal keys", removal)
@@ -99,7 +99,7 @@ _NAMES = {"byte-order-mark": "a byte order mark", "missing-braces": "no braces a
     context={"framework": "accelerate"},
 )
 def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """One finding for each kind of syntax, at the first place of it."""
+    """Report each kind of syntax once, at its first place."""
     if not (hugging_face(context) or context.framework == "lightning"):
         return
     reader = "Lightning" if context.framework == "lightning" else "Hugging Face"
@@ -112,7 +112,7 @@ def hjson_only_syntax(document: Document, context: Context) -> Iterator[Diagnost
 
 
 def _as_json(extensions: Sequence[Extension]) -> Fix | None:
-    """All that can be said in JSON without losing anything."""
+    """Return a fix with all extensions that can be written as JSON without losing anything, or None."""
     fixes = [extension.fix for extension in extensions if extension.fix is not None]
     return fix(fixes[0].title, *(one.edits for one in fixes)) if fixes else None
 
@@ -129,7 +129,7 @@ def _as_json(extensions: Sequence[Extension]) -> Fix | None:
     proof=accepts("the group would be named with the comma"),
 )
 def unquoted_string_takes_line(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """HJSON takes a string without quotes to the end of its line."""
+    """Report unquoted strings with punctuation. HJSON ends an unquoted string at the end of its line."""
     for extension in document.extensions:
         text = document.text[extension.span.start : extension.span.end]
         if extension.kind == "unquoted-string" and any(mark in text for mark in (",", "}", "]", "#", "//")):

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism."""
+"""Rules on tensor and expert parallelism."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -109,7 +109,7 @@ def tensor_size_ignored(document: Document, context: Context) -> Iterator[Diagno
 
 
 def _heads(model: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
-    """Attention heads and key-value heads."""
+    """Return the numbers of attention heads and of key-value heads."""
     config = model or {}
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config

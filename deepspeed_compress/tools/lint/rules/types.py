@@ -1,4 +1,4 @@
-"""Types: values that are refused, converted in silence, or taken for something else."""
+"""Rules on types: values that are refused, silently converted, or misinterpreted."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ from deepspeed_compress.tools.lint.rules.common import (
 
 _NUMERIC = frozenset({"integer", "number"})
 _JSON_KINDS = {"object": "object", "array": "array", "string": "string", "bool": "boolean", "null": "null"}
-# Kinds that have a rule of their own.
+# Kinds that have their own rules.
 _SECTIONS = frozenset({"object"})
 _STAGE: Path = (ZERO, "stage")
 
@@ -37,7 +37,7 @@ def _kind(member: Member) -> str:
 
 
 def _misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, Member]]:
-    """Known keys whose value has another kind than DeepSpeed expects; "auto" is a matter of other rules."""
+    """Yield known keys whose value is not of the expected kind. "auto" is left to other rules."""
     for path, key, member in known_values(document, strict=strict):
         expected = {*key.kinds, *(("integer",) if "number" in key.kinds else ())}
         if key.kinds and "any" not in expected and _kind(member) not in expected and not means_auto(member.value.value):
@@ -45,13 +45,13 @@ def _misfits(document: Document, *, strict: bool) -> Iterator[tuple[Path, Key, M
 
 
 def _boolean_text(path: Path, key: Key, member: Member) -> bool | None:
-    """What a text in the place of a boolean says."""
+    """Return the boolean that a string in place of a boolean stands for, or None."""
     is_text = member.value.kind == "string" and "boolean" in key.kinds
     return truth(member.value.value) if is_text else None
 
 
 def _numeric_text(value: object) -> float | None:
-    """The number that a text says."""
+    """Return the number that a string stands for, or None."""
     if not isinstance(value, str) or len(value) > 40:
         return None
     try:
@@ -77,7 +77,7 @@ def _numeric_text(value: object) -> float | None:
 def string_boolean(document: Document, context: Context) -> Iterator[Diagnostic]:
     for path, key, member in _misfits(document, strict=True):
         meant = _boolean_text(path, key, member)
-        # The Trainer stops at these.
+        # The Trainer refuses these, which another rule reports.
         compared = context.framework == "hf" and path in (("fp16", "enabled"), ("bf16", "enabled"))
         if meant is not None and not compared:
             what = f"{show(member.value.value)} is text (allowed: true, false)"
@@ -204,7 +204,7 @@ def _has_own_rule(path: Path, key: Key, member: Member) -> bool:
         meant = _numeric_text(value) if "number" in key.kinds else integer(value)
         return _boolean_text(path, key, member) is not None or bool(_NUMERIC & {*key.kinds} and meant is not None)
     boolean_number = kind == "number" and "boolean" in key.kinds and value in (0, 1)
-    # True and false are 1 and 0 where a number is expected, but for fp16, which has a rule of its own.
+    # True and false count as 1 and 0 if a number is expected, except in fp16, which has its own rule.
     return boolean_number or (kind in ("bool", "number") and bool(_NUMERIC & {*key.kinds}))
 
 
@@ -234,13 +234,13 @@ def not_a_section(document: Document, context: Context) -> Iterator[Diagnostic]:
 
 _ACCEPTED: frozenset[tuple[Path, str]] = frozenset(
     {
-        ((ZERO,), "bool"),  # has a rule of its own
+        ((ZERO,), "bool"),  # has its own rule
         (("bf16",), "null"),
         (("aio",), "null"),
         (("optimizer", "params"), "null"),
     }
 )
-"""Sections that DeepSpeed takes a plain value for, and the kind of value."""
+"""Sections for which DeepSpeed accepts a plain value, with the kind of that value."""
 _NEVER_READ: frozenset[Path] = frozenset({("inference",), ("msamp",)})
 _MEANT_KEYS = {
     ZERO: "stage",
@@ -249,7 +249,7 @@ _MEANT_KEYS = {
     "offload_optimizer": "device",
     "offload_param": "device",
 }
-"""Keys of sections that a plain value in the place of the section is probably meant for."""
+"""Keys that a plain value in place of a section is probably meant for, by section."""
 
 
 def _plain_values(document: Document) -> Iterator[tuple[Path, Member]]:
@@ -260,7 +260,7 @@ def _plain_values(document: Document) -> Iterator[tuple[Path, Member]]:
 
 
 def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[Path, Member]]:
-    """Yield the sections that are "auto" where nothing drops the word. With a framework, DSC700 and DSC702 tell."""
+    """Yield sections that are "auto" if nothing drops the value. With a framework, DSC700 and DSC702 report them."""
     if context.framework in (None, "lightning"):
         for path, key, member in known_values(document, strict=False):
             if key.kinds == ("object",) and means_auto(member.value.value) and path in keys().sections:
@@ -268,7 +268,7 @@ def _automatic_sections(document: Document, context: Context) -> Iterator[tuple[
 
 
 def _in_full(path: Path, value: object) -> dict[str, object] | None:
-    """Return the section that a plain value probably stands for."""
+    """Return the section that a plain value probably stands for, or None."""
     key = _MEANT_KEYS.get(str(path[-1]))
     if isinstance(value, bool):
         has_switch = any(section.path == path and "enabled" in section.keys for section in keys().sections.values())

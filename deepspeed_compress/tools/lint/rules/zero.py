@@ -1,4 +1,4 @@
-"""ZeRO: settings that contradict the stage, the optimizer, or the number of ranks."""
+"""Rules on ZeRO: settings that contradict the stage, the optimizer or the number of ranks."""
 
 import sys
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from deepspeed_compress.tools.lint.rules.common import (
 def stage_range(document: Document, context: Context) -> Iterator[Diagnostic]:
     value = document.get(ZERO, "stage", default=0)
     if isinstance(value, list) and document.get("autotuning", "enabled") is True:
-        return  # the stages that the autotuner tries
+        return  # stages for the autotuner to try
     if not means_auto(value) and not isinstance(value, bool) and integer(value) not in (0, 1, 2, 3):
         yield Diagnostic(
             at(ZERO, "stage"), f"{show(value)} is no stage of ZeRO (allowed: 0, 1, 2, 3)", write("0, 1, 2 or 3")
@@ -62,7 +62,7 @@ def stage_range(document: Document, context: Context) -> Iterator[Diagnostic]:
 def zero_without_stage(document: Document, context: Context) -> Iterator[Diagnostic]:
     settings = section(document, ZERO)
     ours = document.get("deepspeed_compress", "parallelism", "zero_stage")
-    # A key that is probably the stage, misspelled, has a finding of its own.
+    # A misspelled "stage" has its own finding.
     meant = any(closest(key, {"stage": None}) for key in settings if key not in keys().sections[(ZERO,)].keys)
     if settings and "stage" not in settings and ours is None and not meant:
         yield Diagnostic(
@@ -166,7 +166,7 @@ def hpz_without_stage_3(document: Document, context: Context) -> Iterator[Diagno
 def untested_optimizer(document: Document, context: Context) -> Iterator[Diagnostic]:
     name = document.get("optimizer", "type")
     untested = {optimizer.lower() for optimizer in keys().untested_optimizers}
-    # Inside zero_optimization it is refused, which another rule says.
+    # Inside zero_optimization the key is refused, which another rule reports.
     allowed = document.get("zero_allow_untested_optimizer") or document.has(ZERO, "zero_allow_untested_optimizer")
     if isinstance(name, str) and name.lower() in untested and stage(document) in (1, 2, 3) and not allowed:
         what = f"{show(name)} is not tested with ZeRO, which refuses it"
@@ -248,7 +248,7 @@ _ONLY_STAGE_3 = {
     "stage3_use_all_reduce_for_fetch_params": False,
     "stage3_allgather_sequential": False,
 }
-"""Keys of stage 3, and their defaults. How a model is saved is no matter of the stage: nothing is in parts below 3."""
+"""Keys of stage 3 with their defaults. Keys about saving a model are not included: below 3 nothing is partitioned."""
 
 
 @rule(
@@ -263,7 +263,7 @@ _ONLY_STAGE_3 = {
     proof=accepts("the keys have no effect"),
 )
 def stage_3_keys_below_stage_3(document: Document, context: Context) -> Iterator[Diagnostic]:
-    """One finding for all keys of stage 3 that ask for something: configurations for several stages are common."""
+    """Report all non-default keys of stage 3 in one finding, because configurations for several stages are common."""
     given = section(document, ZERO).items()
     found = [key for key, value in given if value not in (_ONLY_STAGE_3.get(key, value), AUTO)]
     if found and stage(document) in (1, 2):
@@ -304,7 +304,7 @@ def overlap_buffers(document: Document, context: Context) -> Iterator[Diagnostic
 
 
 def _less(size: int, needed: int, memory: int) -> int:
-    """A round number of elements that takes a twentieth of the memory at most."""
+    """Return a round number of elements that takes at most a twentieth of the memory."""
     wanted = size * memory // (20 * needed)
     return next((step for step in (200_000_000, 100_000_000, 50_000_000, 20_000_000) if step <= wanted), 10_000_000)
 
