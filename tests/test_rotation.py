@@ -39,6 +39,5 @@ def test_torch_computes_as_it_is_told() -> None:
 
 def test_processors_share_no_compiled_code() -> None:
     """Code that torch generated for AVX-512 fails to build without vector instructions."""
-    caches = [environment_of(name).get("TORCHINDUCTOR_CACHE_DIR") for name in PROCESSORS]
-    assert caches[0] is None
+    caches = [environment_of(name)["TORCHINDUCTOR_CACHE_DIR"] for name in PROCESSORS]
     assert len(set(caches)) == len(PROCESSORS)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_compress.compression.compressors import Blockwise
-from deepspeed_compress.session.observer import BusyTimes
+from deepspeed_compress.session.observer import BusyTimes, largest_of_all
 from deepspeed_compress.tools.run_directory import read_statistics
 from tests.support.forks import run_forks
 from tests.support.jobs import Job, data, run, start, statistics_lines
@@ -201,3 +201,13 @@ def test_the_ratio_of_all_traffic_has_weights_in_it(stage, tmp_path):
         )
         assert last["total_ratio"] < last["ratio"]
     assert alone[0] == pytest.approx(alone[1], rel=0.02)
+
+
+def largest(rank: int) -> list[float]:
+    deepspeed.init_distributed("gloo", verbose=False)
+    return [largest_of_all(value if rank else 1.0, "cpu") for value in (math.inf, math.nan, 2.0, -math.inf)]
+
+
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all() -> None:
+    """An infinite norm must not become the largest finite number, which passes for a norm."""
+    assert run_forks(2, largest) == [[math.inf, math.inf, 2.0, 1.0]] * 2

@@ -45,11 +45,9 @@ def processor_of(asked: str, features: Iterable[str]) -> str:
 def environment_of(processor: str) -> dict[str, str]:
     """Return what to set to compute as one of `PROCESSORS`.
 
-    Each but the native one has a cache of its own for what torch compiles: torch looks code up without regard to the
-    instruction set that it was generated for, and cannot build that of another one.
+    Each has a cache of its own for what torch compiles: torch looks code up without regard to the instruction set that
+    it was generated for. It cannot build the code of another one, and code that was built for another one crashes.
     """
-    if processor == "native":
-        return {}
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{processor}"
     return {**PROCESSORS[processor], "TORCHINDUCTOR_CACHE_DIR": str(cache)}
 
