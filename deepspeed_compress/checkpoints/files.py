@@ -285,9 +285,13 @@ def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tag directory. `step`, `world`: None where no list tells. `complete`: all ranks have listed their files."""
+    """A tag directory. `step`, `world`: None where no list tells. `complete`: all ranks have listed their files.
+
+    `tag`: path below the directory of checkpoints, such as "global_step10" or "epoch/1".
+    """
 
     place: Path
+    tag: str
     step: int | None
     world: int | None
     size: int
@@ -298,19 +302,38 @@ class Checkpoint:
     """Why its lists cannot be read."""
 
     @property
-    def tag(self) -> str:
-        return self.place.name
+    def is_universal(self) -> bool:
+        """True if DeepSpeed loads it with `checkpoint.load_universal` only."""
+        return (self.place / "zero").is_dir()
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints in `directory`, the oldest first; those without lists are DeepSpeed's own, and complete.
+    """Return the checkpoints in `directory`, the oldest first. Those without lists are DeepSpeed's own, and complete.
 
-    A link is another name of what it leads to, and no checkpoint.
+    A tag may have several parts ("epoch/1"). A link is another name of its target, and not a checkpoint.
     """
-    places = (place for place in directory.iterdir() if not place.is_symlink() and not _is_removed(place))
-    tags = map(_checkpoint, filter(_holds_states, places))
+    tags = (_checkpoint(place, place.relative_to(directory).as_posix()) for place in _tag_directories(directory))
     found = [one for one in tags if one is not None]
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.time))
+
+
+def _tag_directories(directory: Path) -> Iterator[Path]:
+    """Yield the directories below `directory` that hold states. Nothing below such a directory is searched, nor below
+    hidden ones and those with a `latest` of their own, whose checkpoints are not of `directory`."""
+    for place in _subdirectories(directory):
+        if _holds_states(place):
+            yield place
+        elif not place.name.startswith(".") and not (place / LATEST).exists():
+            yield from _tag_directories(place)
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    """Return [] if another process has removed `directory`, or it cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False) and not _is_removed(one)]
+    except OSError:
+        return []
 
 
 def _holds_states(place: Path) -> bool:
@@ -328,8 +351,8 @@ def _files(place: Path) -> Iterator[os.stat_result]:
                 yield os.stat(os.path.join(top, name))
 
 
-def _checkpoint(place: Path) -> Checkpoint | None:
-    """None where it was removed meanwhile."""
+def _checkpoint(place: Path, tag: str) -> Checkpoint | None:
+    """Return None if another process has removed it."""
     files = list(_files(place))
     if not files:
         return None
@@ -337,23 +360,24 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     try:
         lists = read_lists(place)
     except StateError as error:
-        return Checkpoint(place, None, None, size, time, automatic=False, complete=False, problem=str(error))
+        return Checkpoint(place, tag, None, None, size, time, automatic=False, complete=False, problem=str(error))
     if not lists:
-        return Checkpoint(place, None, None, size, time, automatic=False, complete=True)
+        return Checkpoint(place, tag, None, None, size, time, automatic=False, complete=True)
     first = lists[0]
     alike = all(
         (one.run, one.number, one.world, one.problem) == (first.run, first.number, first.world, "") for one in lists
     )
     complete = alike and len(lists) == first.world
-    return Checkpoint(place, first.step, first.world, size, time, first.automatic, complete)
+    return Checkpoint(place, tag, first.step, first.world, size, time, first.automatic, complete)
 
 
 def tags_to_try(directory: Path) -> list[str]:
-    """What to load: what `latest` names, then those before it that are complete, the newest first; [] without any."""
+    """Return the tags to load: the one that `latest` names, then complete ones before it, the newest first; [] without
+    `latest`. Universal checkpoints are not among those before it, because they are loaded in another way."""
     named = latest_tag(directory)
     if named is None:
         return []
-    tags = [found.tag for found in checkpoints(directory) if found.complete or found.tag == named]
+    tags = [one.tag for one in checkpoints(directory) if one.tag == named or (one.complete and not one.is_universal)]
     before = tags[: tags.index(named)] if named in tags else tags
     return [named, *reversed(before)]
 
@@ -403,7 +427,8 @@ def prune(directory: Path, keep: int) -> list[str]:
 def protected(directory: Path) -> frozenset[str]:
     """Return the tags in `directory` that are not removed: what `latest` or a link there names."""
     linked = (place.resolve() for place in directory.iterdir() if place.is_symlink())
-    tags = {place.name for place in linked if place.parent == directory.resolve()}
+    top = directory.resolve()
+    tags = {place.relative_to(top).as_posix() for place in linked if place.is_relative_to(top)}
     latest = latest_tag(directory)
     return frozenset(tags if latest is None else {*tags, latest})
 
@@ -417,13 +442,13 @@ def superfluous(found: Sequence[Checkpoint], keep: int, kept: Collection[str]) -
 def remove(found: Checkpoint) -> None:
     """By another name first: what is left if that is interrupted is not taken for a whole one. OSError where nothing
     was removed."""
-    gone = found.place.with_name(f"{_REMOVED}{found.tag}")
+    gone = found.place.with_name(f"{_REMOVED}{found.place.name}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(found.place, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _is_removed(place: Path) -> bool:
+def _is_removed(place: Path | os.DirEntry[str]) -> bool:
     return place.name.startswith(_REMOVED)
 
 

@@ -60,18 +60,22 @@ def go_on(engine: Any, session: Session) -> None:
     elif settings.resume or (settings.resume is None and again):
         path, client_state = engine.load_checkpoint(settings.directory)
         if path is not None and started and engine.global_rank == 0:
-            print(_continuing(Path(path), int(engine.global_steps)), file=sys.stderr, flush=True)
+            print(
+                _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
+            )
         session.resumed = None if path is None else client_state or {}
     elif settings.resume is None and started:
         _refuse_others(Path(settings.directory))
 
 
-def _continuing(path: Path, steps: int) -> str:
+def _continuing(path: Path, directory: Path, steps: int) -> str:
     """Return the line that says where this start goes on, and how many steps of those before it are made again."""
     ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
     made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
     repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
-    tag = path.parent.name if path.is_file() else path.name
+    place = path.parent if path.is_file() else path
+    # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
+    tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name
     return f"ds-compress: continuing from {tag} ({repeated} steps repeated)"
 
 

@@ -525,3 +525,31 @@ def test_relative_directories_are_those_of_the_program(tmp_path):
         (tmp_path / name).mkdir()
     expected = ["first/own/latest", "second/asked for/latest"]
     assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]
+
+
+def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[str]]:
+    """The step, and what was said: the program's tags have several parts, beside those of `every`."""
+    os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
+    one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(one)
+        step = int(engine.global_steps)
+        if not resumed:
+            for epoch, batch in enumerate(data(rank, one)[:3]):
+                run(engine, [batch])
+                engine.save_checkpoint(directory, tag=f"epoch/{epoch}")
+        engine.compression.saving.wait()
+    engine.destroy()
+    return step, [str(found.message) for found in caught if "is loaded" in str(found.message)]
+
+
+def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
+    """What is in memory has tags of one part alone, since only `every` saves there."""
+    run_forks(2, save_by_epoch, str(tmp_path), False)
+    shutil.rmtree(tmp_path / "memory")
+    assert (tmp_path / "latest").read_text() == "epoch/2"
+    next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
+    for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
+        assert step == 2
+        assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
