@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from deepspeed_compress.checkpoints.files import checkpoints, find_problems
 from deepspeed_compress.checkpoints.snapshot import Memory
 from deepspeed_compress.engine.checkpoints import background
 from deepspeed_compress.engine.checkpoints.recovery import find_whole
+from deepspeed_compress.tools.universal import convert
 from tests.engine.test_checkpoint import resume, save_and_go_on
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
@@ -553,3 +555,42 @@ def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
     for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
         assert step == 2
         assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
+
+
+def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
+    """Steps before and after training with `load_universal` next to `resume`, and whether the setting has survived."""
+    one = job(1, directory=directory, every=1, resume=True)
+    engine = start(replace(one, extra={"checkpoint": {"load_universal": True}}))
+    first = int(engine.global_steps)
+    run(engine, data(rank, one)[first : first + steps])
+    engine.compression.saving.wait()
+    found = first, int(engine.global_steps), engine.load_universal_checkpoint()
+    engine.destroy()
+    return found
+
+
+def save_and_convert(rank: int, directory: str, steps: int) -> None:
+    one = job(1)
+    engine = start(one)
+    run(engine, data(rank, one)[:steps])
+    engine.save_checkpoint(directory, client_state={"universal_checkpoint_info": {}, "iteration": steps})
+    engine.destroy()
+    dist.barrier()
+    if rank == 0:
+        convert(Path(directory), None, None, None)
+
+
+def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
+    """In an empty directory it begins anew."""
+    assert run_forks(2, resume_universal, str(tmp_path / "empty"), 1) == [(0, 1, True)] * 2
+    run_forks(2, save_and_convert, str(tmp_path / "full"), 2)
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 0) == [(2, 2, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 2) == [(2, 4, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 1) == [(4, 5, True)] * 2
+
+
+def test_a_universal_checkpoint_that_is_gone_is_told_on_all_ranks(tmp_path):
+    (tmp_path / "latest_universal").write_text("gone")
+    with pytest.raises(RankError, match=r"gone, which .*latest_universal names, has no mp_rank") as error:
+        run_forks(2, resume_universal, str(tmp_path), 1)
+    assert str(error.value).count("StateError: ") >= 2
