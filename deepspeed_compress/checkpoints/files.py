@@ -324,10 +324,11 @@ def find_damaged(place: Path, listed: FileList) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tag directory.
+    """A checkpoint: a tag directory.
 
     Attributes:
-        place: path.
+        place: path of the tag directory.
+        tag: path below the directory of checkpoints, such as "global_step10" or "epoch/1".
         step: optimizer step; None without readable lists.
         world: number of ranks; None without readable lists.
         size: total size of the files in bytes.
@@ -337,6 +338,7 @@ class Checkpoint:
     """
 
     place: Path
+    tag: str
     step: int | None
     world: int | None
     size: int
@@ -347,19 +349,39 @@ class Checkpoint:
     """Reason why the lists cannot be read; empty if they can."""
 
     @property
-    def tag(self) -> str:
-        return self.place.name
+    def is_universal(self) -> bool:
+        """True if DeepSpeed loads it with `checkpoint.load_universal` only."""
+        return (self.place / "zero").is_dir()
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
     """Return the checkpoints in `directory`, oldest first.
 
-    Checkpoints without lists were written by DeepSpeed alone, and are treated as complete. Symbolic links are ignored.
+    Checkpoints without lists were written by DeepSpeed alone, and are treated as complete. A tag may have several parts
+    ("epoch/1"). Symbolic links are ignored.
     """
-    places = (place for place in directory.iterdir() if not place.is_symlink() and not _is_removed(place))
-    tags = map(_checkpoint, filter(_holds_states, places))
+    tags = (_checkpoint(place, place.relative_to(directory).as_posix()) for place in _tag_directories(directory))
     found = [one for one in tags if one is not None]
     return sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.time))
+
+
+def _tag_directories(directory: Path) -> Iterator[Path]:
+    """Yield the directories below `directory` that hold states. Nothing below such a directory is searched, nor below
+    hidden ones and those with a `latest` of their own, whose checkpoints are not of `directory`."""
+    for place in _subdirectories(directory):
+        if _holds_states(place):
+            yield place
+        elif not place.name.startswith(".") and not (place / LATEST).exists():
+            yield from _tag_directories(place)
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    """Return [] if another process has removed `directory`, or it cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(one.path) for one in entries if one.is_dir(follow_symlinks=False) and not _is_removed(one)]
+    except OSError:
+        return []
 
 
 def _holds_states(place: Path) -> bool:
@@ -377,7 +399,7 @@ def _files(place: Path) -> Iterator[os.stat_result]:
                 yield os.stat(os.path.join(top, name))
 
 
-def _checkpoint(place: Path) -> Checkpoint | None:
+def _checkpoint(place: Path, tag: str) -> Checkpoint | None:
     """Return the checkpoint in `place`, or None if it was removed meanwhile."""
     files = list(_files(place))
     if not files:
@@ -386,26 +408,26 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     try:
         lists = read_lists(place)
     except StateError as error:
-        return Checkpoint(place, None, None, size, time, automatic=False, complete=False, problem=str(error))
+        return Checkpoint(place, tag, None, None, size, time, automatic=False, complete=False, problem=str(error))
     if not lists:
-        return Checkpoint(place, None, None, size, time, automatic=False, complete=True)
+        return Checkpoint(place, tag, None, None, size, time, automatic=False, complete=True)
     first = lists[0]
     alike = all(
         (one.run, one.number, one.world, one.problem) == (first.run, first.number, first.world, "") for one in lists
     )
     complete = alike and len(lists) == first.world
-    return Checkpoint(place, first.step, first.world, size, time, first.automatic, complete)
+    return Checkpoint(place, tag, first.step, first.world, size, time, first.automatic, complete)
 
 
 def tags_to_try(directory: Path) -> list[str]:
     """Return the tags to load: the one that `latest` names, then older complete ones, newest first.
 
-    Empty without `latest`.
+    Empty without `latest`. Universal checkpoints are not among the older ones, because they are loaded in another way.
     """
     named = latest_tag(directory)
     if named is None:
         return []
-    tags = [found.tag for found in checkpoints(directory) if found.complete or found.tag == named]
+    tags = [one.tag for one in checkpoints(directory) if one.tag == named or (one.complete and not one.is_universal)]
     before = tags[: tags.index(named)] if named in tags else tags
     return [named, *reversed(before)]
 
@@ -460,7 +482,8 @@ def prune(directory: Path, keep: int) -> list[str]:
 def protected(directory: Path) -> frozenset[str]:
     """Return the tags in `directory` that must not be removed: those that `latest` or a symbolic link names."""
     linked = (place.resolve() for place in directory.iterdir() if place.is_symlink())
-    tags = {place.name for place in linked if place.parent == directory.resolve()}
+    top = directory.resolve()
+    tags = {place.relative_to(top).as_posix() for place in linked if place.is_relative_to(top)}
     latest = latest_tag(directory)
     return frozenset(tags if latest is None else {*tags, latest})
 
@@ -477,13 +500,13 @@ def remove(found: Checkpoint) -> None:
     Raises:
         OSError: nothing was removed.
     """
-    gone = found.place.with_name(f"{_REMOVED}{found.tag}")
+    gone = found.place.with_name(f"{_REMOVED}{found.place.name}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(found.place, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _is_removed(place: Path) -> bool:
+def _is_removed(place: Path | os.DirEntry[str]) -> bool:
     return place.name.startswith(_REMOVED)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_compress.checkpoints.files import LATEST
+from deepspeed_compress.engine.checkpoints.universal import universal_if_newest
 from deepspeed_compress.errors import CompressWarning, ConfigError
 from deepspeed_compress.services.agent.signs import AGENT, RESUME, Signs, read_sign
+from deepspeed_compress.session.beside import Saving
 from deepspeed_compress.session.session import Session
 
 __all__ = ["give_signs", "go_on"]
@@ -46,6 +48,8 @@ def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **opt
 def go_on(engine: Any, session: Session) -> None:
     """Load the newest checkpoint of an engine that was just made, where that is asked for. Collective.
 
+    With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
+
     Raises ConfigError where the directory has checkpoints of others, and StateError where none is whole.
     """
     settings = session.config.checkpointing
@@ -58,20 +62,32 @@ def go_on(engine: Any, session: Session) -> None:
             )
             warnings.warn(text, CompressWarning, stacklevel=3)
     elif settings.resume or (settings.resume is None and again):
-        path, client_state = engine.load_checkpoint(settings.directory)
+        path, client_state = _load_newest(engine, session.saving, settings.directory)
         if path is not None and started and engine.global_rank == 0:
-            print(_continuing(Path(path), int(engine.global_steps)), file=sys.stderr, flush=True)
+            print(
+                _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
+            )
         session.resumed = None if path is None else client_state or {}
     elif settings.resume is None and started:
         _refuse_others(Path(settings.directory))
 
 
-def _continuing(path: Path, steps: int) -> str:
+def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
+    """Return what `load_checkpoint` returns."""
+    if not engine.load_universal_checkpoint():
+        return engine.load_checkpoint(directory)
+    with universal_if_newest(engine, Path(directory), saving.newest_step(directory)):
+        return engine.load_checkpoint(directory)
+
+
+def _continuing(path: Path, directory: Path, steps: int) -> str:
     """Return the line that says where this start goes on, and how many steps of those before it are made again."""
     ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
     made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
     repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
-    tag = path.parent.name if path.is_file() else path.name
+    place = path.parent if path.is_file() else path
+    # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
+    tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name
     return f"ds-compress: continuing from {tag} ({repeated} steps repeated)"
 
 

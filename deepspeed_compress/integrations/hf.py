@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from deepspeed_compress.checkpoints.files import checkpoints, latest_tag
@@ -163,6 +164,33 @@ def _refuse_pipeline(model: object) -> None:
         )
 
 
+def _refuse_untrained(trainer: Trainer) -> None:
+    """Raise UnsupportedError unless `trainer` is about to train a compressed engine, which Accelerate holds."""
+    model = trainer.model_wrapped
+    if not isinstance(model, DeepSpeedEngine):
+        raise UnsupportedError(
+            f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine but a "
+            f"{type(model).__name__} (allowed: DeepSpeedEngine). On the CPU write "
+            "TrainingArguments(use_cpu=True), and leave out ACCELERATE_USE_CPU and --cpu: with these Accelerate "
+            "ignores DeepSpeed"
+        )
+    if trainer.accelerator.deepspeed_engine_wrapped is None:
+        raise UnsupportedError(
+            f"/{SECTION}: train() would go on with the DeepSpeed engine of an earlier evaluate(), predict() or train() "
+            "of this Trainer, which Accelerate no longer holds, so that backward() fails, with or without this section "
+            "(allowed: one train() for each Trainer, before evaluate() and predict()). Make a new Trainer, or pass it "
+            "model_init instead of model; to evaluate before the first step, write "
+            "TrainingArguments(eval_on_start=True)"
+        )
+    # The engine hands unknown names on to the model, so getattr would not tell.
+    if "compression" not in vars(model):
+        raise UnsupportedError(
+            f"/{SECTION}: has no effect, because the DeepSpeed engine of this Trainer was made before "
+            "deepspeed_compress.install(), or has no optimizer (allowed: an engine made for training, after "
+            "install()); call install() before the engine is made"
+        )
+
+
 def _add_callback(trainer: Trainer) -> None:
     """Add the callback in front of all others, because reporters send what they find in the logs."""
     callbacks = trainer.callback_handler.callbacks
@@ -199,16 +227,13 @@ class CompressionCallback(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_training_stop = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Subscribe to the engine's figures. The engine exists now, and a checkpoint has been loaded."""
-        # The engine forwards unknown attributes to the model, so getattr would be ambiguous.
-        session = vars(self._trainer.model_wrapped).get("compression")
-        if session is None:
-            raise UnsupportedError(
-                f"/{SECTION}: has no effect, because Trainer does not train a DeepSpeed engine but a "
-                f"{type(self._trainer.model_wrapped).__name__} (allowed: DeepSpeedEngine). On the CPU write "
-                "TrainingArguments(use_cpu=True), and leave out ACCELERATE_USE_CPU and --cpu: with these Accelerate "
-                "ignores DeepSpeed"
-            )
+        """Follow the engine that Trainer is about to train. A checkpoint has been loaded by now.
+
+        Raises:
+            UnsupportedError: there is no engine that can be trained and compressed.
+        """
+        _refuse_untrained(self._trainer)
+        session = self._trainer.model_wrapped.compression
         if session is not self._session:
             read_by_itself(session, self._trainer.callback_handler.train_dataloader)
             session.subscribe(self._measured.append)

@@ -40,6 +40,9 @@ class Saving(Protocol):
     def add(self, call: Call) -> None:
         """Have `call` write files of the checkpoint that is being saved."""
 
+    def newest_step(self, directory: str) -> int | None:
+        """Return the step of the newest checkpoint in `directory`; None without any. Collective."""
+
     def before_step(self) -> None:
         """Prepare for a change of the fp32 master weights."""
 

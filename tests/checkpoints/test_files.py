@@ -159,3 +159,48 @@ def test_a_checkpoint_without_lists_is_deepspeeds_own(tmp_path):
     assert list(find_problems(tmp_path / "old")) == []
     [found] = checkpoints(tmp_path)
     assert (found.step, found.complete, found.automatic) == (None, True, False)
+
+
+def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path):
+    nested = [replace(save(tmp_path, step), tag=f"epoch/{step}") for step in (1, 3)]
+    for one in (nested[0], save(tmp_path, 2, automatic=True), nested[1]):
+        files.publish(write(one))
+    assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1", "global_step2", "epoch/3"]
+    assert tags_to_try(tmp_path) == ["epoch/3", "global_step2", "epoch/1"]
+    assert find_missing(nested[1]) == []
+    [first, *_] = files.superfluous(checkpoints(tmp_path), 1, files.protected(tmp_path))
+    files.remove(first)
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2", "epoch/3"]
+
+
+def test_a_link_protects_a_tag_of_several_parts(tmp_path):
+    one = write(replace(save(tmp_path, 1), tag="epoch/1"))
+    (tmp_path / "best").symlink_to(one.place)
+    assert files.protected(tmp_path) == {"epoch/1"}
+    assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1"]
+
+
+def test_a_removal_that_was_interrupted_leaves_no_checkpoint_whatever_the_tag(tmp_path, monkeypatch):
+    one = write(replace(save(tmp_path, 1), tag="epoch/1"))
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    files.remove(checkpoints(tmp_path)[0])
+    assert not one.place.exists()
+    assert checkpoints(tmp_path) == []
+
+
+def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
+    """Those of islands, and of Trainer: their `latest` says so."""
+    files.publish(write(save(tmp_path / "island_0001", 4)))
+    write(save(tmp_path / ".hidden", 4))
+    files.publish(write(save(tmp_path, 2)))
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
+
+
+def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
+    """DeepSpeed loads it in another way."""
+    universal = tmp_path / "global_step8_universal"
+    (universal / "zero").mkdir(parents=True)
+    (universal / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    files.publish(write(save(tmp_path, 16)))
+    assert tags_to_try(tmp_path) == ["global_step16"]
+    assert [found.is_universal for found in checkpoints(tmp_path)] == [True, False]

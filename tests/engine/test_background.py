@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from deepspeed_compress.checkpoints.files import checkpoints, find_problems
 from deepspeed_compress.checkpoints.snapshot import Memory
 from deepspeed_compress.engine.checkpoints import background
 from deepspeed_compress.engine.checkpoints.recovery import find_whole
+from deepspeed_compress.tools.universal import convert
 from tests.engine.test_checkpoint import resume, save_and_go_on
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, run_pipeline, start, weights
@@ -525,3 +527,70 @@ def test_relative_directories_are_those_of_the_program(tmp_path):
         (tmp_path / name).mkdir()
     expected = ["first/own/latest", "second/asked for/latest"]
     assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]
+
+
+def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[str]]:
+    """The step, and what was said: the program's tags have several parts, beside those of `every`."""
+    os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
+    one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(one)
+        step = int(engine.global_steps)
+        if not resumed:
+            for epoch, batch in enumerate(data(rank, one)[:3]):
+                run(engine, [batch])
+                engine.save_checkpoint(directory, tag=f"epoch/{epoch}")
+        engine.compression.saving.wait()
+    engine.destroy()
+    return step, [str(found.message) for found in caught if "is loaded" in str(found.message)]
+
+
+def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
+    """What is in memory has tags of one part alone, since only `every` saves there."""
+    run_forks(2, save_by_epoch, str(tmp_path), False)
+    shutil.rmtree(tmp_path / "memory")
+    assert (tmp_path / "latest").read_text() == "epoch/2"
+    next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
+    for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
+        assert step == 2
+        assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
+
+
+def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
+    """Steps before and after training with `load_universal` next to `resume`, and whether the setting has survived."""
+    one = job(1, directory=directory, every=1, resume=True)
+    engine = start(replace(one, extra={"checkpoint": {"load_universal": True}}))
+    first = int(engine.global_steps)
+    run(engine, data(rank, one)[first : first + steps])
+    engine.compression.saving.wait()
+    found = first, int(engine.global_steps), engine.load_universal_checkpoint()
+    engine.destroy()
+    return found
+
+
+def save_and_convert(rank: int, directory: str, steps: int) -> None:
+    one = job(1)
+    engine = start(one)
+    run(engine, data(rank, one)[:steps])
+    engine.save_checkpoint(directory, client_state={"universal_checkpoint_info": {}, "iteration": steps})
+    engine.destroy()
+    dist.barrier()
+    if rank == 0:
+        convert(Path(directory), None, None, None)
+
+
+def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
+    """In an empty directory it begins anew."""
+    assert run_forks(2, resume_universal, str(tmp_path / "empty"), 1) == [(0, 1, True)] * 2
+    run_forks(2, save_and_convert, str(tmp_path / "full"), 2)
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 0) == [(2, 2, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 2) == [(2, 4, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 1) == [(4, 5, True)] * 2
+
+
+def test_a_universal_checkpoint_that_is_gone_is_told_on_all_ranks(tmp_path):
+    (tmp_path / "latest_universal").write_text("gone")
+    with pytest.raises(RankError, match=r"gone, which .*latest_universal names, has no mp_rank") as error:
+        run_forks(2, resume_universal, str(tmp_path), 1)
+    assert str(error.value).count("StateError: ") >= 2

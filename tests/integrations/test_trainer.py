@@ -4,9 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 import deepspeed_compress
-from tests.integrations.trainers import INT4, Job, Outcome, forget_accelerate, train, trainer_of
+from deepspeed_compress import UnsupportedError
+from tests.integrations.trainers import (
+    INT4,
+    Job,
+    Outcome,
+    collate,
+    forget_accelerate,
+    network,
+    sentences,
+    train,
+    trainer_of,
+)
 from tests.support.forks import run_forks
 
 NONE = {"gradients": {"method": "none"}}
@@ -75,3 +87,72 @@ def evaluate(rank: int, *jobs: Job) -> list[float]:
 def test_evaluation_without_training(tmp_path: Path) -> None:
     for alone, int4 in run_forks(2, evaluate, Job(str(tmp_path), 3), Job(str(tmp_path), 3, INT4)):
         assert int4 == alone
+
+
+CONSTANT = {"scheduler": {"type": "WarmupLR", "params": {}}}
+"""Nothing of it is "auto": `evaluate()` fills in steps of training that `train()` refuses later."""
+
+
+def trainer_again(job: Job, initialized: bool = False) -> Trainer:
+    """Return a Trainer with `model_init` if `initialized`, else with a model."""
+    given = {"model_init": lambda: network(job.model)} if initialized else {"model": network(job.model)}
+    return Trainer(
+        args=job.arguments(),
+        data_collator=collate,
+        train_dataset=sentences(48),
+        eval_dataset=sentences(8),
+        **given,
+    )
+
+
+def use_before(trainer: Trainer, before: str) -> None:
+    actions = {"evaluate": trainer.evaluate, "predict": lambda: trainer.predict(sentences(8)), "train": trainer.train}
+    actions[before]()
+
+
+def train_again(rank: int, job: Job, before: str) -> str:
+    """Return the error of `train()` after another use of the same Trainer; "" if it trains."""
+    if job.section is not None:
+        deepspeed_compress.install()
+    trainer = trainer_again(job)
+    use_before(trainer, before)
+    try:
+        trainer.train()
+    except (AttributeError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(("stage", "before"), [(3, "evaluate"), (3, "predict"), (3, "train"), (2, "train")])
+def test_a_trainer_whose_engine_is_of_an_earlier_use_is_told_so(stage: int, before: str, tmp_path: Path) -> None:
+    """Trainer cannot train it without us either. As soon as it can, the first assertion fails, and we can too."""
+    alone = Job(str(tmp_path), stage, extra=CONSTANT)
+    assert all("backward" in error for error in run_forks(2, train_again, alone, before))
+    for error in run_forks(2, train_again, Job(str(tmp_path), stage, INT4, extra=CONSTANT), before):
+        assert "of an earlier evaluate(), predict() or train()" in error
+        assert "eval_on_start=True" in error
+
+
+def train_instead(rank: int, job: Job, before: str, way: str) -> tuple[bool, list[float]]:
+    """Return whether what is trained is compressed, and the losses, of a program that does what the error says."""
+    deepspeed_compress.install()
+    trainer = trainer_again(job, initialized=way == "model_init")
+    if way != "eval_on_start":
+        use_before(trainer, before)
+    if way == "new":
+        trainer = trainer_again(job)
+    trainer.train()
+    return "compression" in vars(trainer.model_wrapped), [
+        one["loss"] for one in trainer.state.log_history if "loss" in one
+    ]
+
+
+@pytest.mark.parametrize("way", ["new", "model_init", "eval_on_start"])
+@pytest.mark.parametrize("before", ["evaluate", "train"])
+def test_ways_out_of_an_earlier_use_are_compressed(way: str, before: str, tmp_path: Path) -> None:
+    """Two Trainers one after the other, and one that makes its model anew."""
+    job = Job(str(tmp_path), 3, INT4, {"eval_on_start": way == "eval_on_start"}, extra=CONSTANT)
+    for compressed, losses in run_forks(2, train_instead, job, before, way):
+        assert compressed
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]

@@ -47,6 +47,8 @@ def _outcome(text: str, json_context: str) -> Outcome:
 def _start(rank: int, path: str, context: dict[str, Any]) -> str:
     """What one rank does; returns its log."""
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # the launcher of DeepSpeed sets these, too
+    # An example may name a directory, in which an engine writes.
+    os.chdir(Path(path).parent)
     log = io.StringIO()
     with _logging_to(log), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(log):
         starter = _STARTERS[context.get("framework")]

@@ -34,7 +34,7 @@ from deepspeed_compress.engine.checkpoints.alone import alone_in, start_of_all
 from deepspeed_compress.engine.checkpoints.host_memory import HostMemory
 from deepspeed_compress.engine.checkpoints.lane import Interval, Lane
 from deepspeed_compress.engine.checkpoints.progress import Progress
-from deepspeed_compress.engine.checkpoints.recovery import find_whole
+from deepspeed_compress.engine.checkpoints.recovery import find_newest_step, find_whole
 from deepspeed_compress.engine.checkpoints.side_stream import copies_for_device
 from deepspeed_compress.engine.checkpoints.tags import tag_of
 from deepspeed_compress.engine.leaving import Leaving, saves_on_sigterm
@@ -237,7 +237,7 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
         if self._engine.load_universal_checkpoint():
             return original(**given)
         directory, tag = given["load_dir"], given.get("tag")
-        memory = self._memory if self._memory is not None and self._memory.is_of(directory) else None
+        memory = self._memory_of(directory)
         # DeepSpeed accepts numbers too.
         named = None if tag is None else str(tag)
         found = find_whole(Path(directory), named, memory, self._group)
@@ -249,6 +249,13 @@ class BackgroundSaving(TorchCheckpointEngine):  # type: ignore[misc]
             logger.warning(f"{directory} has no file `latest`: no checkpoint is loaded")
             return None, None
         return original(**{**given, "load_dir": str(found.directory), "tag": found.tag})
+
+    def newest_step(self, directory: str) -> int | None:
+        """Return the step of the newest checkpoint in `directory`, or of its run in memory; None without any."""
+        return find_newest_step(Path(directory), self._memory_of(directory), self._group)
+
+    def _memory_of(self, directory: str) -> HostMemory | None:
+        return self._memory if self._memory is not None and self._memory.is_of(directory) else None
 
     def before_step(self) -> None:
         """Wait until the current snapshot has been copied and sent to the writer process."""

@@ -28,7 +28,7 @@ from deepspeed_compress.checkpoints.host_memory import Held, Missing, find_held,
 from deepspeed_compress.engine.checkpoints.host_memory import HostMemory
 from deepspeed_compress.errors import CompressWarning, StateError
 
-__all__ = ["Candidate", "find_whole", "gathered"]
+__all__ = ["Candidate", "find_newest_step", "find_whole", "gathered"]
 
 T = TypeVar("T")
 _CHUNK = 2**24
@@ -87,6 +87,11 @@ def find_whole(directory: Path, tag: str | None, memory: HostMemory | None, grou
     if problems:
         raise StateError(f"no checkpoint is whole: {'; '.join(problems)}")
     return None
+
+
+def find_newest_step(directory: Path, memory: HostMemory | None, group: ProcessGroup) -> int | None:
+    """Return the step of the newest checkpoint that `find_whole` would try, whole or not; None without any."""
+    return max((one.step for one in _candidates(directory, None, memory, group)), default=None)
 
 
 def _candidates(directory: Path, tag: str | None, memory: HostMemory | None, group: ProcessGroup) -> list[Candidate]:

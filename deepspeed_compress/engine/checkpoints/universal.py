@@ -1,18 +1,20 @@
-"""Checks that refuse a DeepSpeed universal checkpoint that would load incorrectly or not at all."""
+"""Universal checkpoints: refuses those that would load incorrectly, and prefers newer checkpoints of the run itself."""
 
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, PARAM, ZERO_STAGE
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_compress.errors import StateError
 from deepspeed_compress.session.memories import on_all_ranks
 
-__all__ = ["check_universal"]
+__all__ = ["check_universal", "universal_if_newest"]
 
 _LATEST = "latest_universal"
 
@@ -25,8 +27,7 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
     Raises:
         StateError: some rank's weights are missing or different. Raised on all ranks.
     """
-    latest = directory / _LATEST
-    found = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
+    found = tag or _latest(directory)
     if found is None or not (directory / found / "zero").is_dir():
         return
 
@@ -37,6 +38,57 @@ def check_universal(engine: Any, directory: Path, tag: str | None) -> None:
     text = on_all_ranks(look)
     if text:
         raise StateError(text)
+
+
+def _latest(directory: Path) -> str | None:
+    """Return what `latest_universal` names; None without it."""
+    latest = directory / _LATEST
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+@contextmanager
+def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterator[None]:
+    """Have `engine.load_checkpoint` load a universal checkpoint only if `directory` has one that is at least as new as
+    the run's own checkpoints. Collective.
+
+    `checkpoint.load_universal` stays in the configuration of a run that is started again, and by then the run has
+    saved checkpoints of its own. `own`: step of the newest of them, None without any.
+
+    Raises StateError on all ranks if the universal checkpoint cannot be read.
+    """
+    config = engine._config
+    configured = config.load_universal_checkpoint
+    config.load_universal_checkpoint = configured and _is_newest(directory, own)
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = configured
+
+
+def _is_newest(directory: Path, own: int | None) -> bool:
+    """Return what the first rank finds, on all ranks."""
+    steps: list[int | None] = [None]
+
+    def look() -> None:
+        if dist.get_rank() == 0:
+            steps[0] = _step(directory)
+
+    problem = on_all_ranks(look)
+    if problem:
+        raise StateError(problem)
+    dist.broadcast_object_list(steps, src=0)
+    return steps[0] is not None and (own is None or own <= steps[0])
+
+
+def _step(directory: Path) -> int | None:
+    """Return the step of the universal checkpoint that DeepSpeed would load; None without any."""
+    tag = _latest(directory)
+    if tag is None:
+        return None
+    files = sorted((directory / tag).glob("mp_rank_*_model_states.pt"))
+    if not files:
+        raise StateError(f"{directory / tag}, which {directory / _LATEST} names, has no mp_rank_*_model_states.pt")
+    return int(torch.load(files[0], map_location="cpu", weights_only=False, mmap=True)["global_steps"])
 
 
 def _problems(engine: Any, place: Path) -> Iterator[str]:

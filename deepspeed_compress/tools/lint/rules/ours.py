@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_compress.diagnostics import Diagnostic, Fix, Path
+from deepspeed_compress.diagnostics import Diagnostic, Fix, Path, at, write
 from deepspeed_compress.tools.lint.document import Document
 from deepspeed_compress.tools.lint.fixes import fix, rename
 from deepspeed_compress.tools.lint.fixes import replace as put
 from deepspeed_compress.tools.lint.keys import OUR_SECTION
-from deepspeed_compress.tools.lint.rule import Context, raises, rule, warns
+from deepspeed_compress.tools.lint.rule import Context, accepts, raises, rule, warns
 from deepspeed_compress.tools.lint.rules.common import (
     section,
     show,
@@ -183,6 +183,35 @@ def compress_unsupported(document: Document, context: Context) -> Iterator[Diagn
 def compress_scaled_autocast(document: Document, context: Context) -> Iterator[Diagnostic]:
     found = _wrong(document, context)["unsupported"]
     yield from (one for one in found if one.place.path == _AUTOCAST)
+
+
+@rule(
+    code="DSC913",
+    name="compress-universal-resume",
+    severity="info",
+    family="compress",
+    summary="checkpoint.load_universal beside checkpoints that training goes on from by itself.",
+    reason=(
+        "Going on by itself takes the universal checkpoint until the run has saved a newer one. But "
+        "`engine.load_checkpoint` of the program takes the universal one each time, and fails without one (DeepSpeed, "
+        "runtime/engine.py, `load_checkpoint`)."
+    ),
+    wrong=trained(
+        checkpoint={"load_universal": True},
+        **with_section(checkpointing={"every": 100, "directory": "checkpoints", "resume": True}),
+    ),
+    right=trained(**with_section(checkpointing={"every": 100, "directory": "checkpoints", "resume": True})),
+    proof=accepts("every load_checkpoint of the program returns to the universal checkpoint"),
+)
+def compress_universal_resume(document: Document, context: Context) -> Iterator[Diagnostic]:
+    saving = section(document, OUR_SECTION, "checkpointing")
+    goes_on = saving.get("directory") is not None and saving.get("resume") is not False
+    if goes_on and document.get("checkpoint", "load_universal") is True:
+        yield Diagnostic(
+            at("checkpoint", "load_universal"),
+            "load_checkpoint loads the universal checkpoint each time, whatever this run has saved since",
+            write("nothing, once the run has saved a checkpoint of its own"),
+        )
 
 
 _AUTOCAST: Path = ("torch_autocast", "dtype")
