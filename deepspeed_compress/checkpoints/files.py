@@ -366,8 +366,11 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def _tag_directories(directory: Path) -> Iterator[Path]:
-    """Yield the directories below `directory` that hold states. Nothing below such a directory is searched, nor below
-    hidden ones and those with a `latest` of their own, whose checkpoints are not of `directory`."""
+    """Yield the directories below `directory` that hold states.
+
+    The search does not enter such a directory, hidden directories, and those with their own `latest`, whose checkpoints
+    do not belong to `directory`.
+    """
     for place in _subdirectories(directory):
         if _holds_states(place):
             yield place

@@ -1,4 +1,4 @@
-"""What ranks do that an agent has started: they give signs of life, and go on where those before them were."""
+"""Duties of ranks that an agent has started: they give signs of life, and continue from the newest checkpoint."""
 
 import os
 import sys
@@ -21,8 +21,11 @@ __all__ = ["give_signs", "go_on"]
 
 
 def give_signs(engine: Any, session: Session) -> None:
-    """Where an agent wants to know: after each optimizer step, and before each forward pass of the model. From now on
-    SIGTERM has this rank save: an agent that did not know would wait for one that waits for a lost rank."""
+    """Give signs of life after each optimizer step and before each forward pass, if an agent has started this rank.
+
+    From now on this rank saves on SIGTERM, and the agent is told so. Otherwise it would wait for a rank that waits for
+    a lost one.
+    """
     directory = os.environ.get(AGENT)
     signs = None if directory is None else Signs(Path(directory), engine.global_rank)
     if session.saving is not None:
@@ -36,7 +39,7 @@ def give_signs(engine: Any, session: Session) -> None:
 
 
 def _tell_nobody(saves: bool) -> None:
-    """No agent has started this rank."""
+    """Do nothing, because no agent has started this rank."""
 
 
 def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -46,7 +49,7 @@ def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **opt
 
 
 def go_on(engine: Any, session: Session) -> None:
-    """Load the newest checkpoint of an engine that was just made, where that is asked for. Collective.
+    """Load the newest checkpoint into an engine that was just made, if asked for. Collective.
 
     With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
 
@@ -81,7 +84,7 @@ def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
 
 
 def _continuing(path: Path, directory: Path, steps: int) -> str:
-    """Return the line that says where this start goes on, and how many steps of those before it are made again."""
+    """Return the line that says from which checkpoint this start continues, and how many steps it repeats."""
     ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
     made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
     repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
@@ -92,7 +95,7 @@ def _continuing(path: Path, directory: Path, steps: int) -> str:
 
 
 def _refuse_others(directory: Path) -> None:
-    """This job would go on from what others have saved, once it is started again."""
+    """Refuse a directory with checkpoints of another job: this job would continue from them after a restart."""
     found = [(directory / LATEST).exists() if dist.get_rank() == 0 else False]
     dist.broadcast_object_list(found, src=0)
     if found[0]:

@@ -48,13 +48,18 @@ def _latest(directory: Path) -> str | None:
 
 @contextmanager
 def universal_if_newest(engine: Any, directory: Path, own: int | None) -> Iterator[None]:
-    """Have `engine.load_checkpoint` load a universal checkpoint only if `directory` has one that is at least as new as
-    the run's own checkpoints. Collective.
+    """Make `engine.load_checkpoint` load a universal checkpoint only if no own checkpoint is newer. Collective.
 
-    `checkpoint.load_universal` stays in the configuration of a run that is started again, and by then the run has
-    saved checkpoints of its own. `own`: step of the newest of them, None without any.
+    `checkpoint.load_universal` stays in the configuration of a run that is started again, and by then the run has saved
+    checkpoints of its own.
 
-    Raises StateError on all ranks if the universal checkpoint cannot be read.
+    Args:
+        engine: the engine.
+        directory: directory of the checkpoints.
+        own: step of the newest own checkpoint; None without any.
+
+    Raises:
+        StateError: on all ranks, if the universal checkpoint cannot be read.
     """
     config = engine._config
     configured = config.load_universal_checkpoint

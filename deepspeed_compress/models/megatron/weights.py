@@ -40,7 +40,7 @@ def _by_head(value: Tensor, heads: int) -> Tensor:
 
 
 def _by_kind(value: Tensor, heads: int) -> Tensor:
-    """The inverse of `_by_head`."""
+    """Return the inverse of `_by_head`."""
     return value.reshape(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
 
