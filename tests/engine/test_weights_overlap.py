@@ -293,6 +293,37 @@ def test_weights_come_later_and_when_they_are_needed() -> None:
     assert run_forks(2, stale) == [[True] * 3] * 2
 
 
+def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
+    """Read all parameters after each step. Whether each element was that of the step before or of this one, and whether
+    all were of this one."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
+    one_of_both, all_new = True, True
+    for _ in range(STEPS):
+        before = torch.tensor(state(engine, x))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        if waits and rank == 0:
+            engine.module.state_dict()
+        # As `state` has them: a tied matrix twice.
+        tied = engine.module.named_parameters(remove_duplicate=False)
+        order = {name: parameter.detach().clone() for name, parameter in tied}
+        seen = torch.cat([order[name].flatten() for name in engine.module.state_dict()])
+        after = torch.tensor(state(engine, x))
+        one_of_both &= bool(((seen == before) | (seen == after)).all())
+        all_new &= torch.equal(seen, after)
+    return one_of_both, all_new
+
+
+def test_what_reads_weights_before_the_next_forward_finds_old_or_new_ones() -> None:
+    assert run_forks(2, log_norms, False) == [(True, False)] * 2
+
+
+def test_a_state_dict_on_one_rank_waits_for_weights_without_the_others() -> None:
+    """And `compare` shows that they are those without overlap."""
+    assert run_forks(2, log_norms, True)[0] == (True, True)
+
+
 def with_pipeline(rank: int) -> None:
     import deepspeed
 
