@@ -18,10 +18,13 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
-from deepspeed_compress.checkpoints.files import find_problems, latest_tag
+from deepspeed_compress.checkpoints.files import find_problems, latest_tag, replace_text
 from deepspeed_compress.errors import DataError, StateError
 
 __all__ = ["convert", "transpose_gpt2"]
+
+LATEST_UNIVERSAL = "latest_universal"
+"""File that names the universal checkpoint of a directory, for DeepSpeed."""
 
 _CONV1D = re.compile(r"(?:^|\.)(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 """Pattern of the matrices of GPT-2 in transformers: (inputs, outputs) in a Conv1D."""
@@ -57,6 +60,10 @@ def convert(directory: Path, tag: str | None, output: str | None, tensor: int | 
         raise StateError("; ".join(problems))
     try:
         _convert(directory / tag, place, workers)
+        if place.parent != directory:
+            # A tag of several parts: DeepSpeed names it in a directory where no run looks for it.
+            (place.parent / LATEST_UNIVERSAL).unlink()
+            replace_text(directory / LATEST_UNIVERSAL, place.relative_to(directory).as_posix())
         if tensor is not None:
             transpose_gpt2(place, linear=tensor > 1)
     except BaseException:

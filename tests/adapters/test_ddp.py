@@ -368,6 +368,45 @@ def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mappin
     assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
 
 
+def interrupt(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, Any], interrupted: bool) -> Any:
+    """The weights at the end, and what DDP says of a further pass in the same wrapper: a backward pass has raised when
+    most gradients had been sent, and a new wrapper of the same process group loads."""
+    start()
+    model, optimizer, attached = Setting(given).build()
+    go_on(model, optimizer, rank)
+    attached.save(directory)
+    saved, said = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
+    if interrupted:
+        handle = model.module.first.weight.register_hook(interrupt)
+        with contextlib.suppress(ZeroDivisionError):
+            plain(model, rank, 50)
+        handle.remove()
+        attached.load(directory)
+        try:
+            plain(model, rank, 51)
+        except RuntimeError as error:
+            said = str(error)
+    model, optimizer, attached = Setting(given).build()
+    model.module.load_state_dict(saved)
+    attached.load(directory)
+    return go_on(model, optimizer, rank), said
+
+
+@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC], ids=["int4", "random"])
+def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
+    tmp_path: Path, given: Mapping[str, Any]
+) -> None:
+    """DDP refuses by itself to go on in the same wrapper, without us too; a new one goes on as if nothing had been."""
+    alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
+    after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
+    assert [weights for weights, _ in after] == [weights for weights, _ in alone]
+    assert all("Expected to have finished reduction in the prior iteration" in said for _, said in after)
+
+
 def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
     """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
     start()

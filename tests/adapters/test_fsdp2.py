@@ -374,6 +374,34 @@ def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting
     return ends[0] == ends[1], ends[0] != ends[2]
 
 
+def interrupt(module: Any, gradients: Any) -> None:
+    raise ZeroDivisionError
+
+
+def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
+    """The weights at the end: a backward pass has raised when two units had been reduced, and a new model loads."""
+    start()
+    model, optimizer, attached = Setting(STOCHASTIC).build()
+    go_on(model, optimizer, rank, range(3))
+    attached.save(directory)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    if interrupted:
+        handle = model.first.register_full_backward_pre_hook(interrupt)
+        with pytest.raises(ZeroDivisionError):
+            plain(model, rank, 50)
+        handle.remove()
+        attached.load(directory)
+    model, optimizer, attached = Setting(STOCHASTIC).build()
+    model.load_state_dict(saved)
+    attached.load(directory)
+    return go_on(model, optimizer, rank, range(3, 6))
+
+
+def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path: Path) -> None:
+    alone = run_forks(2, load_after_an_interruption, str(tmp_path), False)
+    assert run_forks(2, load_after_an_interruption, str(tmp_path), True) == alone
+
+
 def placed(parameter: Any) -> tuple[Any, Any]:
     return parameter.device_mesh, parameter.placements
 

@@ -569,11 +569,11 @@ def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, b
     return found
 
 
-def save_and_convert(rank: int, directory: str, steps: int) -> None:
+def save_and_convert(rank: int, directory: str, steps: int, tag: str | None = None) -> None:
     one = job(1)
     engine = start(one)
     run(engine, data(rank, one)[:steps])
-    engine.save_checkpoint(directory, client_state={"universal_checkpoint_info": {}, "iteration": steps})
+    engine.save_checkpoint(directory, tag, client_state={"universal_checkpoint_info": {}, "iteration": steps})
     engine.destroy()
     dist.barrier()
     if rank == 0:
@@ -587,6 +587,13 @@ def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_p
     assert run_forks(2, resume_universal, str(tmp_path / "full"), 0) == [(2, 2, True)] * 2
     assert run_forks(2, resume_universal, str(tmp_path / "full"), 2) == [(2, 4, True)] * 2
     assert run_forks(2, resume_universal, str(tmp_path / "full"), 1) == [(4, 5, True)] * 2
+
+
+def test_a_converted_checkpoint_whose_tag_has_several_parts_is_found(tmp_path):
+    run_forks(2, save_and_convert, str(tmp_path), 2, "epoch/1")
+    assert (tmp_path / "latest_universal").read_text() == "epoch/1_universal"
+    assert not (tmp_path / "epoch" / "latest_universal").exists()
+    assert run_forks(2, resume_universal, str(tmp_path), 1) == [(2, 3, True)] * 2
 
 
 def test_a_universal_checkpoint_that_is_gone_is_told_on_all_ranks(tmp_path):
