@@ -65,9 +65,13 @@ def test_a_start_says_where_it_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "signs_2").mkdir()
     Signs(tmp_path / "signs_1", 0).stepped(474)
     monkeypatch.setenv(AGENT, str(tmp_path / "signs_2"))
-    tag = tmp_path / "checkpoints" / "global_step460"
-    tag.mkdir(parents=True)
-    line = "ds-compress: continuing from global_step460 (14 steps repeated)"
-    assert _continuing(tag, 460) == line
-    (tag / "mp_rank_00_model_states.pt").touch()
-    assert _continuing(tag / "mp_rank_00_model_states.pt", 460) == line
+    place = tmp_path / "checkpoints"
+    for name in ("global_step460", "epoch/1"):
+        tag = place / name
+        tag.mkdir(parents=True)
+        line = f"ds-compress: continuing from {name} (14 steps repeated)"
+        assert _continuing(tag, place, 460) == line
+        (tag / "mp_rank_00_model_states.pt").touch()
+        assert _continuing(tag / "mp_rank_00_model_states.pt", place, 460) == line
+    held = tmp_path / "memory" / "global_step460"
+    assert _continuing(held, place, 460) == "ds-compress: continuing from global_step460 (14 steps repeated)"
