@@ -37,6 +37,7 @@ def _outcome(text: str, json_context: str) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "ds_config.json")
         path.write_text(text, encoding="utf-8")
+        (path.parent / "configs").symlink_to(Path(__file__).parents[2] / "configs")
         try:
             logs = run_forks(ranks, _start, str(path), context)
         except RankError as error:
@@ -47,7 +48,7 @@ def _outcome(text: str, json_context: str) -> Outcome:
 def _start(rank: int, path: str, context: dict[str, Any]) -> str:
     """What one rank does; returns its log."""
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # the launcher of DeepSpeed sets these, too
-    # An example may name a directory, in which an engine writes.
+    # An example may name a directory, in which an engine writes, and a configuration of this repository.
     os.chdir(Path(path).parent)
     log = io.StringIO()
     with _logging_to(log), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(log):

@@ -113,5 +113,5 @@ def test_counts_that_do_not_fit(counts: tuple[int, ...]) -> None:
 
 
 def test_a_stage_between_others_without_layers() -> None:
-    with pytest.raises(ConfigError, match="0 for the first and the last stage alone"):
+    with pytest.raises(ConfigError, match="only the first and the last stage may have 0"):
         partition_by((2, 0, 2))(gpt2(4, SMALL), 3)

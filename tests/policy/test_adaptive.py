@@ -291,7 +291,7 @@ def test_of_equal_patterns_the_first_is_saved() -> None:
 @pytest.mark.parametrize("settings", [{"candidates": [{"bits": 4}]}, {"groups": ["embed"]}])
 def test_a_choice_that_is_no_candidate_any_more_gives_way_to_what_is_written(settings: dict[str, Any]) -> None:
     saved = chosen(3)
-    with pytest.warns(CompressWarning, match="no choice that is still among the candidates"):
+    with pytest.warns(CompressWarning, match="checkpoint's choice is no longer among the candidates"):
         found = loaded({**saved, "next": 90, "last": 40}, **settings)
     assert (
         brief(found.adaptive.settings((found._choice.gradients[0],) * len(found._choice.gradients)))
