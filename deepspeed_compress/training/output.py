@@ -69,7 +69,7 @@ def final_figures(output_dir: Path, monitor_dir: Path, batch_tokens: int, run: s
     """
     lines = read_metrics(output_dir)
     last_eval: Line = next((line for line in reversed(lines) if "eval_loss" in line), {})
-    times = [line["step_time_s"] for line in lines if "step_time_s" in line]
+    times = [line["step_time_s"] for line in lines if line.get("step_time_s") is not None]
     median = statistics.median(times) if times else None
     return {
         "eval_loss": last_eval.get("eval_loss"),

@@ -73,7 +73,7 @@ def read_run(directory: Path, config: Path | None = None) -> Run:
         _of_first_island(found.events),
         max((_points(lines, key) for lines, key in logged), key=len),
         max(_points(found.metrics, "eval_loss"), _points(found.trainer_log, "eval_loss"), key=len),
-        tuple(1e3 * line["step_time_s"] for line in found.metrics if "step_time_s" in line),
+        tuple(1e3 * line["step_time_s"] for line in found.metrics if line.get("step_time_s") is not None),
         found.summary,
         found.ds_config,
         found.measured,
