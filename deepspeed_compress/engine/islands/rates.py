@@ -62,7 +62,7 @@ class Rates:
             "step": self.step,
             "rates": rates_of(self._engine),
             "schedule": type(scheduler).__name__,
-            "state": None if scheduler is None else _as_json(scheduler),
+            "state": None if scheduler is None else _as_text(scheduler),
         }
 
     def told(self) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ class Rates:
         self.note()
 
     def _take_over(self, scheduler: Any, about: Mapping[str, Any]) -> None:
-        kind, state, rates = type(scheduler).__name__, about.get("state"), about.get("rates", [])
+        kind, state, rates = type(scheduler).__name__, _from_text(about.get("state")), about.get("rates", [])
         groups = self._engine.optimizer.param_groups
         if about.get("schedule") != kind or state is None or len(rates) != len(groups):
             raise UnsupportedError(
@@ -101,11 +101,11 @@ class Rates:
             group["lr"] = rate
 
     def _warn_of_another_schedule(self, about: Mapping[str, Any]) -> None:
-        own, theirs = self._engine.lr_scheduler, about.get("state") or {}
+        own, theirs = self._engine.lr_scheduler, _from_text(about.get("state")) or {}
         kinds = (type(own).__name__, about.get("schedule"))
         if own is None or not theirs or kinds[0] != kinds[1]:
             return
-        texts = list(_differences(_as_json(own) or {}, theirs))
+        texts = list(_differences(_from_text(_as_text(own)) or {}, theirs))
         if texts:
             text = f"{_POINTER}: {kinds[0]} of this island has {', '.join(texts)}; write the same into all islands"
             warnings.warn(text, CompressWarning, stacklevel=2)
@@ -118,13 +118,24 @@ def _differences(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[
             yield f"{key} {own[key]!r} where that of the others has {theirs[key]!r}"
 
 
-def _as_json(scheduler: Any) -> dict[str, Any] | None:
-    """Return the state of `scheduler` as another island will read it; None if it is not plain data."""
+def _as_text(scheduler: Any) -> str | None:
+    """Return the state of `scheduler` as JSON; None if it is not plain data.
+
+    It is sent as a text, because it may hold infinity, which messages do not: the best metric before the first one.
+    """
     try:
-        state: dict[str, Any] = json.loads(json.dumps(scheduler.state_dict()))
+        return json.dumps(scheduler.state_dict())
     except (AttributeError, TypeError, ValueError):
         return None
-    return state
+
+
+def _from_text(text: Any) -> dict[str, Any] | None:
+    """Return the state that `_as_text` returned on another island; None if there is none or it is malformed."""
+    try:
+        state = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return state if isinstance(state, dict) else None
 
 
 def _needs_metric(scheduler: Any) -> bool:
