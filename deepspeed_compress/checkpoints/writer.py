@@ -147,7 +147,7 @@ def _write_all(connection: Connection) -> int:
         _say(connection, said, Outcome(task.save, problem, notice=notice))
         if task.copy is not None:
             # The next checkpoint must not wait for the network.
-            movement.note(task)
+            movement.note(task.save)
             Thread(target=_copy, args=(connection, said, task, listed, problem, movement), daemon=True).start()
     # The end of a rank must not wait for a silent host.
     movement.wait()
@@ -164,9 +164,9 @@ def _copy(
     connection: Connection, said: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
 ) -> None:
     if listed is not None and task.copy is not None:
-        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task)))
+        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task.save)))
     _say(connection, said, Outcome(task.save, problem, of_copy=True))
-    movement.end(task)
+    movement.end(task.save)
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
