@@ -167,14 +167,15 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_restarts_come_to_an_end_and_checkpoints_of_others_are_not_taken(tmp_path):
+def test_checkpoints_of_others_are_not_taken_and_no_restart_is_spent_on_that(tmp_path):
     directory = place(tmp_path / "job")
     with Job(command(directory, steps=4), directory / "log") as job:
         assert job.wait() == 0, job.log
     with Job(command(directory, "--restarts", "1", steps=8), directory / "log") as job:
         assert job.wait() == 1, job.log
     assert "has checkpoints already" in job.log
-    assert "and all 1 restarts are used" in job.log
+    assert "no restart cures that" in job.log
+    assert "restart 1 of 1" not in job.log
     assert not [one for one in told(directory) if one.get("first")]
 
 

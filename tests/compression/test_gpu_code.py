@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton import CompiledKernel, Runner, compiled, process_with
+from tests.support.triton_interpreter import CompiledKernel, Runner, compiled, process_with
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_compress.compression.kernels import reference
 from deepspeed_compress.compression.kernels.forms import BlockFormat, ResidualBuffers
-from tests.support.triton import Runner, compiled, gpu_or_interpreter, inexact, process_with
+from tests.support.triton_interpreter import Runner, compiled, gpu_or_interpreter, inexact, process_with
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -62,8 +62,8 @@ class ArrivingWeights:
                 patches.on_undo(handle.remove)
         # Registered after the hooks of the modules, so that `prepend` puts this one first.
         ours = (
-            self._module.register_forward_pre_hook(self._begin_forward, prepend=True),
-            self._module.register_forward_hook(self._end_forward, always_call=True),
+            self._module.register_forward_pre_hook(_uncompiled(self._begin_forward), prepend=True),
+            self._module.register_forward_hook(_uncompiled(self._end_forward), always_call=True),
         )
         for handle in ours:
             patches.on_undo(handle.remove)
@@ -105,11 +105,10 @@ class ArrivingWeights:
 
     def _hooks(self, module: nn.Module, needs: _Needs) -> Iterator[Any]:
         if needs:
-            yield module.register_forward_pre_hook(partial(self._before_forward, needs), prepend=True)
+            yield module.register_forward_pre_hook(_uncompiled(partial(self._before_forward, needs)), prepend=True)
         yield module.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
         yield module.register_load_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, needs: _Needs, module: nn.Module, inputs: Any) -> None:
         if self._under_way and not self._forward_runs:
             self.finish()
@@ -120,7 +119,6 @@ class ArrivingWeights:
             for group, last in needs:
                 self._under_way[group].wait_for(last)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._under_way or self._forward_runs:
             return
@@ -131,7 +129,6 @@ class ArrivingWeights:
         self._forward_runs = True
         self._reads.__enter__()  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._forward_runs:
             self._forward_runs = False
@@ -140,6 +137,14 @@ class ArrivingWeights:
 
     def _before_state(self, *_: Any) -> None:
         self.finish()
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return `hook` such that torch.compile does not trace it.
+
+    This imports the compiler of PyTorch, so it is called when an engine is attached, not when this module is imported.
+    """
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Reads(TorchFunctionMode):
