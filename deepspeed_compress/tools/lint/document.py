@@ -82,7 +82,7 @@ class Document:
     extensions: tuple[Extension, ...] = ()
     """Syntax that is HJSON but not JSON, in the order of the text."""
     fixable: bool = True
-    """Whether `text` can be edited. False if it is derived from something else, such as base64."""
+    """True if `text` can be edited; False if it is derived from something else, such as base64."""
     origin: Node | None = None
     """Configuration of Accelerate from which `root` was derived, as it is written."""
 

@@ -76,10 +76,10 @@ class Search:
 
     exclude: tuple[str, ...] = ()
     force: bool = False
-    """Whether files named by arguments are skipped too, if they are excluded or are not configurations."""
+    """True if files named by arguments are also skipped when they are excluded or are not configurations."""
     stdin_name: str = STDIN
     follow_outside: bool = False
-    """Whether to read files outside the project that only a configuration or a link refers to."""
+    """True to read files outside the project that only a configuration or a link refers to."""
 
 
 def sources(arguments: Iterable[str], search: Search, stdin: BinaryIO) -> Iterator[Source]:
