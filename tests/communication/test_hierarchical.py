@@ -6,7 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.communication.exchange import Link
@@ -22,7 +22,7 @@ from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.monitor import Meter
 from deepspeed_compress.session.nodes import split_by_node
-from tests.support.threads import TIMEOUT, run_threads
+from tests.support.threads import connect, run_threads
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
@@ -52,8 +52,8 @@ def run_nodes(
 
     def on_rank(whole: ProcessGroup, rank: int) -> T:
         node, local = divmod(rank, locals_)
-        inner = ProcessGroupGloo(PrefixStore(f"node{node}", store), local, locals_, TIMEOUT)
-        outer = ProcessGroupGloo(PrefixStore(f"across{local}", store), node, nodes, TIMEOUT)
+        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
+        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
         clock = StepClock()
         levels = [
             payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))

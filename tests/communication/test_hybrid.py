@@ -6,7 +6,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition, even_partition
 from deepspeed_compress.communication.hybrid import HybridReducer
@@ -14,7 +14,7 @@ from deepspeed_compress.communication.reducer import StepClock
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
 from deepspeed_compress.compression.segments import gather
 from tests.communication.test_hierarchical import STOCHASTIC, integers, interleaved, payload
-from tests.support.threads import TIMEOUT, run_threads
+from tests.support.threads import connect, run_threads
 
 T = TypeVar("T")
 FP32 = Cast(torch.float32)
@@ -29,8 +29,8 @@ def run_copies(
 
     def on_rank(whole: ProcessGroup, rank: int) -> T:
         node, local = divmod(rank, locals_)
-        inner = ProcessGroupGloo(PrefixStore(f"node{node}", store), local, locals_, TIMEOUT)
-        outer = ProcessGroupGloo(PrefixStore(f"across{local}", store), node, nodes, TIMEOUT)
+        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
+        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
         levels = [payload(one, codec, StepClock(), feedback, None) for one, codec in ((inner, FP32), (outer, between))]
         return work(HybridReducer(*levels), rank)
 

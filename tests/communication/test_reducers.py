@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroup
 
 from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
 from deepspeed_compress.communication.clipping import ClippingReducer
@@ -30,7 +30,7 @@ from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
 from deepspeed_compress.monitor import Meter
 from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.properties import properties
-from tests.support.threads import TIMEOUT, run_threads
+from tests.support.threads import connect, run_threads
 
 pytestmark = pytest.mark.rotating(2, "deepspeed_compress/communication", "tests/communication/test_reducers.py")
 
@@ -226,7 +226,7 @@ def test_each_direction_has_a_group_of_its_own(ranks: int) -> None:
     store = HashStore()
 
     def work(group: ProcessGroup, rank: int) -> tuple[list[int], list[int], Tensor]:
-        up, down = Counting(group), Counting(ProcessGroupGloo(store, rank, ranks, TIMEOUT))
+        up, down = Counting(group), Counting(connect(store, rank, ranks))
         outgoing = [torch.tensor([rank, target], dtype=torch.uint8) for target in range(ranks)]
         incoming = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks)]
         Link(up, down).start(outgoing, incoming, 3).finish()  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ def test_a_subgroup_reduces_among_its_own_ranks() -> None:
     def work(_: ProcessGroup, rank: int) -> Tensor:
         bucket = integers(rank, 13)
         if rank in members:
-            group = ProcessGroupGloo(store, members.index(rank), len(members), TIMEOUT)
+            group = connect(store, members.index(rank), len(members))
             make_reducer(group, [FP32]).all_reduce(bucket, partition, 1.0)
         return bucket
 

@@ -5,20 +5,32 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroupGloo, Store
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(seconds=20)
 
 
+def connect(store: Store, rank: int, ranks: int) -> ProcessGroupGloo:
+    """Join a gloo group over `store`, and return once every rank has joined it.
+
+    Gloo returns as soon as a rank's own connections stand. A rank with nothing to exchange would then close them while
+    others still open theirs, which fails there with "Connection closed by peer".
+    """
+    group = ProcessGroupGloo(store, rank, ranks, TIMEOUT)
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(ranks)], TIMEOUT)
+    return group
+
+
 def run_threads(ranks: int, work: Callable[[ProcessGroupGloo, int], T]) -> list[T]:
-    """`work(group, rank)` on every rank at the same time; the results in rank order, or the first error."""
+    """Run `work(group, rank)` on all ranks at once. Return the results in rank order, or raise the first error."""
     store, results, errors = HashStore(), [None] * ranks, []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ProcessGroupGloo(store, rank, ranks, TIMEOUT), rank)
+            results[rank] = work(connect(store, rank, ranks), rank)
         except BaseException as error:
             errors.append(error)
 
