@@ -42,11 +42,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LOADED_ON_USE = MappingProxyType(
-    {"attach": "engine.attach", "detach": "engine.attach", "initialize": "engine.initialize", "install": "integrations"}
+    {
+        "attach": "backends.deepspeed.attach",
+        "detach": "backends.deepspeed.attach",
+        "initialize": "backends.deepspeed.initialize",
+        "install": "integrations",
+    }
 )
 """Entry points, and the modules that define them."""
-_ADAPTERS = frozenset({"ddp", "fsdp2", "megatron"})
-"""Public modules of `adapters`, each for an engine other than DeepSpeed."""
+_BACKENDS = frozenset({"ddp", "fsdp2", "megatron"})
+"""Public packages of `backends`, each for an engine other than DeepSpeed."""
 
 NEEDED_EVERYWHERE = ("numpy", "packaging", "safetensors", "torch")
 NEEDED_TO_TRAIN = ("deepspeed", *NEEDED_EVERYWHERE)
@@ -63,9 +68,9 @@ def __getattr__(name: str) -> Any:
     if name in _LOADED_ON_USE:
         _check_installed(name, NEEDED_TO_TRAIN)
         return getattr(import_module(f"deepspeed_compress.{_LOADED_ON_USE[name]}"), name)
-    if name in _ADAPTERS:
+    if name in _BACKENDS:
         _check_installed(name, NEEDED_EVERYWHERE)
-        return import_module(f"deepspeed_compress.adapters.{name}")
+        return import_module(f"deepspeed_compress.backends.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -113,7 +113,7 @@ export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 HF_HUB_OFFLI
 # Two things are compiled at the first start. A build that was killed leaves a lock that all later ones would wait for.
 TORCH_EXTENSIONS_DIR=$(cd "$venv" && pwd)/torch_extensions
 export TORCH_EXTENSIONS_DIR
-python -m deepspeed_compress.engine.builds --clear-locks
+python -m deepspeed_compress.backends.deepspeed.builds --clear-locks
 
 say "corpus"
 python -m deepspeed_compress.training.data data/shakespeare

@@ -107,7 +107,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("configs", "launch", "deepspeed_compress"):
         (directory / name).symlink_to(ROOT / name)
     for name, recorded in RUNS.items():
-        shutil.copytree(ROOT / "tests/doctor/runs" / recorded, directory / "runs" / name)
+        shutil.copytree(ROOT / "tests/tools/doctor/runs" / recorded, directory / "runs" / name)
     for name, text in FILES.items():
         (directory / name).write_text(text)
     return directory

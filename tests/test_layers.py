@@ -35,7 +35,9 @@ def allow(ours: str = "", others: str = "", lazily: str = "") -> Allowed:
 
 
 TABLE = {
-    "__init__": allow("errors integrations.at_exit", lazily="engine.attach engine.initialize integrations"),
+    "__init__": allow(
+        "errors integrations.at_exit", lazily="backends.deepspeed.attach backends.deepspeed.initialize integrations"
+    ),
     "errors": allow(),
     "diagnostics": allow(),
     "foreign_warnings": allow(),
@@ -58,103 +60,113 @@ TABLE = {
     "compression.state": allow(
         "errors compression.layouts compression.residuals compression.transforms", "torch safetensors"
     ),
-    "communication": allow(
+    "collectives": allow(
         "monitor compression.codec compression.compressors.base compression.feedback compression.kernels "
         "compression.residuals compression.segments",
         "torch",
     ),
-    "communication.pace": allow("config", "torch"),
-    "communication.reduction": allow("communication compression config errors", "torch"),
-    "communication.anchors": allow("transport", "torch"),
-    "communication.elastic": allow("communication config errors services.rendezvous.wire", "torch"),
-    "communication.asynchronous": allow("communication config errors", "torch"),
-    "communication.framed_messages": allow("communication compression config", "torch"),
-    "communication.team": allow("errors", "torch"),
-    "communication.islands": allow("communication compression config", "torch"),
+    "collectives.pace": allow("config", "torch"),
+    "collectives.reduction": allow("collectives compression config errors", "torch"),
     "transport": allow("errors"),
-    "services": allow(),
-    "services.agent": allow(),
-    "services.agent.directory": allow(),
-    "services.agent.host": allow("services.agent transport"),
-    "services.agent.lines": allow(),
-    "services.agent.messages": allow("transport.fields"),
-    "services.agent.nursery": allow("services.agent.lines", lazily="config integrations.run torch"),
-    "services.agent.placement": allow(),
-    "services.agent.signs": allow(),
-    "services.agent.sizes": allow("config"),
-    "checkpoints": allow("errors transport", "torch"),
-    "checkpoints.files": allow("errors"),
-    "checkpoints.alone": allow(),
-    "checkpoints.claim": allow("errors"),
-    "checkpoints.sizes": allow(),
+    "launcher": allow(),
+    "launcher.directory": allow(),
+    "launcher.host": allow("launcher transport"),
+    "launcher.fork_server_messages": allow(),
+    "launcher.messages": allow("transport.fields"),
+    "launcher.fork_server": allow("launcher.fork_server_messages", lazily="config integrations.run torch"),
+    "launcher.placement": allow(),
+    "launcher.heartbeat": allow(),
+    "launcher.sizes": allow("config"),
+    "checkpointing": allow("errors transport", "torch"),
+    "checkpointing.completeness": allow("errors"),
+    "checkpointing.directory_lock": allow(),
+    "checkpointing.claim": allow("errors"),
+    "checkpointing.loadable_sizes": allow(),
     "monitor": allow("config errors", "torch"),
     "policy": allow("config errors monitor"),
-    "session": allow("checkpoints communication compression config errors monitor policy", "torch packaging"),
-    "engine": allow(
-        "services.agent.signs checkpoints communication compression config errors monitor policy session",
+    "session": allow("checkpointing collectives compression config errors monitor policy", "torch packaging"),
+    "backends.deepspeed": allow(
+        "launcher.heartbeat collectives compression config errors monitor session", "torch deepspeed"
+    ),
+    "backends.deepspeed.builds": allow("errors"),
+    "backends.deepspeed.seams": allow("errors", "packaging"),
+    "backends.deepspeed.attach": allow(
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed collectives compression config errors monitor "
+        "policy session",
         "torch deepspeed",
     ),
-    "engine.checkpoints.agreement": allow("", "torch"),
-    "engine.checkpoints.alone": allow("checkpoints session.memories errors", "torch"),
-    "engine.builds": allow("errors"),
-    "engine.islands.asynchronous": allow("communication engine.islands.way services.parameter_server.client"),
-    "engine.islands.elastic": allow(
-        "communication compression config engine errors monitor services.rendezvous.client session", "torch deepspeed"
+    "backends.deepspeed.initialize": allow(
+        "backends.deepspeed checkpointing.deepspeed local_sgd.deepspeed config errors", "deepspeed"
     ),
-    "engine.islands.rounds": allow("communication config engine.islands.way services.rendezvous.client", "torch"),
-    "engine.seams": allow("errors", "packaging"),
-    "adapters": allow("communication compression config diagnostics errors monitor policy session", "torch packaging"),
-    "adapters.megatron": allow(
-        "adapters.groups adapters.limits adapters.sessions adapters.steps communication compression config errors "
+    "backends.deepspeed.restarts": allow("checkpointing launcher.heartbeat errors session", "torch"),
+    "backends.deepspeed.step": allow("backends.deepspeed checkpointing.deepspeed.checkpoint session"),
+    "checkpointing.deepspeed": allow(
+        "backends.deepspeed checkpointing collectives.reorder compression.state config errors session",
+        "torch deepspeed",
+    ),
+    "checkpointing.deepspeed.agreement": allow("", "torch"),
+    "checkpointing.deepspeed.exclusive": allow("checkpointing session.memories errors", "torch"),
+    "local_sgd": allow("collectives compression config errors", "torch"),
+    "local_sgd.anchors": allow("transport", "torch"),
+    "local_sgd.island_ranks": allow("errors", "torch"),
+    "local_sgd.moments": allow("", "torch"),
+    "local_sgd.elastic_exchange": allow("local_sgd collectives config errors", "torch"),
+    "local_sgd.coordinator": allow("errors transport", "pydantic"),
+    "local_sgd.parameter_server": allow(
+        "local_sgd collectives compression config errors monitor transport", "torch safetensors"
+    ),
+    "local_sgd.deepspeed": allow(
+        "backends.deepspeed checkpointing.deepspeed collectives compression config errors local_sgd monitor session",
+        "torch deepspeed",
+    ),
+    "backends": allow("collectives compression config diagnostics errors monitor policy session", "torch packaging"),
+    "backends.megatron": allow(
+        "backends.groups backends.limits backends.sessions backends.steps collectives compression config errors "
         "session",
         "torch megatron numpy packaging",
     ),
     "models": allow("config.names errors", "torch deepspeed transformers safetensors", lazily="megatron"),
     "training": allow(
-        "config engine.builds errors foreign_warnings models monitor services.agent.signs tools.arguments tools.files "
-        "tools.run_directory",
+        "config backends.deepspeed.builds errors foreign_warnings models monitor launcher.heartbeat tools.arguments "
+        "tools.files tools.run_directory",
         "torch deepspeed numpy rich tokenizers transformers",
         lazily="__init__",
     ),
     "training.data": allow("errors", "numpy tokenizers"),
     "integrations": allow(
-        "services.agent.signs checkpoints.files config engine.islands.elastic errors monitor session",
+        "launcher.heartbeat checkpointing.completeness config local_sgd.deepspeed.elastic errors monitor session",
         "accelerate deepspeed torch transformers",
     ),
-    "integrations.install": allow("integrations", lazily="deepspeed engine.initialize"),
+    "integrations.install": allow("integrations", lazily="deepspeed backends.deepspeed.initialize"),
     "integrations.run": allow("config errors foreign_warnings integrations", lazily="session"),
-    "integrations.failing": allow("errors services.agent.failures services.agent.signs"),
+    "integrations.failing": allow("errors launcher.failures launcher.heartbeat"),
     "integrations.at_exit": allow("errors"),
     "integrations.importing": allow(),
     "integrations.plain": allow(
         "errors integrations.importing integrations.replacing",
-        lazily="accelerate adapters integrations.followed torch transformers",
+        lazily="accelerate backends integrations.followed torch transformers",
     ),
-    "integrations.followed": allow("errors session.copies", "torch", lazily="adapters"),
-    "services.rendezvous": allow("errors transport", "pydantic"),
-    "services.parameter_server": allow(
-        "communication compression config errors monitor services.rendezvous.server transport", "torch safetensors"
-    ),
+    "integrations.followed": allow("errors session.copies", "torch", lazily="backends"),
     "tools": allow(),
     "tools.arguments": allow(),
     "tools.check": allow("config", "rich"),
     "tools.checkpoint": allow(
-        "checkpoints.files checkpoints.sizes config errors tools.outputs.printable", lazily="rich tools.universal"
+        "checkpointing.completeness checkpointing.loadable_sizes config errors tools.outputs.printable",
+        lazily="rich tools.universal",
     ),
-    "tools.universal": allow("checkpoints.files errors", "deepspeed torch"),
+    "tools.universal": allow("checkpointing.completeness errors", "deepspeed torch"),
     "tools.files": allow(),
     "tools.options": allow("tools.arguments"),
     "tools.outputs": allow("diagnostics tools.rules"),
     "tools.plots": allow("errors", lazily="matplotlib"),
     "tools.rules": allow("diagnostics"),
-    "tools.run": allow("config engine.builds integrations tools.supervise transport.secret transport.tls"),
+    "tools.run": allow("config backends.deepspeed.builds integrations tools.supervise transport.secret transport.tls"),
     "tools.schema": allow("config"),
     "tools.supervise": allow(
-        "services.agent config errors integrations.files services.rendezvous.server transport.credentials "
-        "transport.fields"
+        "launcher config errors integrations.files local_sgd.coordinator.server transport.credentials transport.fields"
     ),
     "tools.islands": allow(
-        "config errors services.rendezvous transport.errors transport.tls", lazily="services.parameter_server"
+        "config errors local_sgd.coordinator transport.errors transport.tls", lazily="local_sgd.parameter_server"
     ),
     "tools.lint": allow(
         "__init__ config diagnostics errors tools.arguments tools.outputs tools.rules", "yaml", lazily="pydantic"
@@ -167,15 +179,14 @@ TABLE = {
     "tools.run_directory": allow("config errors monitor tools.line_files tools.outputs.printable tools.run_checks"),
     "tools.time_to_loss": allow("errors monitor tools.plots tools.run_directory", lazily="matplotlib rich"),
     "tools.bench": allow(
-        "__init__ communication compression.kernels config errors models monitor policy tools.files tools.plots "
-        "training",
+        "__init__ collectives compression.kernels config errors models monitor policy tools.files tools.plots training",
         "torch deepspeed rich",
         lazily="matplotlib",
     ),
     "tools.bench.megatron": allow("__init__ config models tools.bench", "torch megatron"),
     "tools.bench.options": allow("tools.arguments tools.bench.links"),
     "tools.gpu_check": allow(
-        "__init__ communication compression config errors monitor tools.bench.kernels tools.files",
+        "__init__ collectives compression config errors monitor tools.bench.kernels tools.files",
         "torch deepspeed rich",
     ),
     "tools.gpu_check.options": allow("tools.arguments"),
@@ -185,7 +196,8 @@ TABLE = {
         lazily="matplotlib rich",
     ),
     "tools.tune": allow(
-        "checkpoints.alone config engine.builds errors tools.files tools.line_files tools.plots tools.run_directory",
+        "checkpointing.directory_lock config backends.deepspeed.builds errors tools.files tools.line_files tools.plots "
+        "tools.run_directory",
         "rich",
         lazily="integrations matplotlib",
     ),
@@ -294,7 +306,12 @@ def test_a_row_allows_what_its_part_uses(part: str) -> None:
 
 
 def test_the_walk_sees_the_package() -> None:
-    assert {part_of(module) for module in MODULES} >= {"config", "compression.compressors", "communication", "engine"}
+    assert {part_of(module) for module in MODULES} >= {
+        "config",
+        "compression.compressors",
+        "collectives",
+        "backends.deepspeed",
+    }
     source = (ROOT / "compression" / "feedback.py").read_text(encoding="utf-8")
     assert imports_of(source, f"{PACKAGE}.compression") == {
         Import("compression.codec", True, False),
@@ -320,14 +337,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("part", "source", "target"),
     [
-        ("communication", f"{OURS}.compression.state import save", "compression.state"),
-        ("communication", f"{OURS}.compression import state", "compression.state"),
-        ("communication", f"{OURS} import policy", "policy"),
-        ("communication", "import deepspeed_compress.config.models", "config.models"),
-        ("communication", f"{OURS}.compression.compressors import Blockwise", "compression.compressors"),
-        ("communication", "from ..compression.state import save", "compression.state"),
-        ("communication", "from ..compression import state", "compression.state"),
-        ("communication", "if TYPE_CHECKING:\n    import pydantic", "pydantic"),
+        ("collectives", f"{OURS}.compression.state import save", "compression.state"),
+        ("collectives", f"{OURS}.compression import state", "compression.state"),
+        ("collectives", f"{OURS} import policy", "policy"),
+        ("collectives", "import deepspeed_compress.config.models", "config.models"),
+        ("collectives", f"{OURS}.compression.compressors import Blockwise", "compression.compressors"),
+        ("collectives", "from ..compression.state import save", "compression.state"),
+        ("collectives", "from ..compression import state", "compression.state"),
+        ("collectives", "if TYPE_CHECKING:\n    import pydantic", "pydantic"),
         ("compression.state", "import deepspeed", "deepspeed"),
         ("compression.compressors", f"{OURS}.config import CompressConfig", "config"),
         ("config", "def f():\n    import torch.nn", "torch"),
@@ -346,11 +363,11 @@ def test_a_forbidden_import_is_found(part: str, source: str, target: str) -> Non
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ("communication", "from .exchange import Link"),
-        ("communication", f"{OURS}.compression.compressors.base import Compressor"),
-        ("communication", "from torch.distributed import ProcessGroup"),
+        ("collectives", "from .exchange import Link"),
+        ("collectives", f"{OURS}.compression.compressors.base import Compressor"),
+        ("collectives", "from torch.distributed import ProcessGroup"),
         ("tools.plots", "def f():\n    from matplotlib.figure import Figure"),
-        ("engine", "from deepspeed.accelerator import get_accelerator"),
+        ("backends.deepspeed", "from deepspeed.accelerator import get_accelerator"),
         ("config", "import json"),
     ],
 )

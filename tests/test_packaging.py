@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUNS = ROOT / "tests/doctor/runs"
+RUNS = ROOT / "tests/tools/doctor/runs"
 MEGABYTE = 2**20
 BEFORE = ("pip", "setuptools", "pkg_resources", "_distutils_hack")
 """What an environment has from the beginning."""

@@ -76,7 +76,7 @@ def test_every_error_is_a_compress_error(name: str) -> None:
     assert issubclass(getattr(errors, name), deepspeed_compress.CompressError)
 
 
-@pytest.mark.parametrize("name", sorted(deepspeed_compress._ADAPTERS))
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._BACKENDS))
 def test_an_engine_other_than_deepspeed_has_a_module_that_attaches(name: str) -> None:
     """In a fresh interpreter: none of them loads DeepSpeed."""
     program = f"import sys, deepspeed_compress; deepspeed_compress.{name}.attach; print('deepspeed' in sys.modules)"
@@ -96,8 +96,8 @@ def test_a_name_loaded_on_use_is_public_in_its_part(name: str) -> None:
 
 
 def test_only_public_names_are_loaded_on_use() -> None:
-    lazy = deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._ADAPTERS
-    assert lazy == set(NAMES) - (vars(deepspeed_compress).keys() - deepspeed_compress._ADAPTERS)
+    lazy = deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._BACKENDS
+    assert lazy == set(NAMES) - (vars(deepspeed_compress).keys() - deepspeed_compress._BACKENDS)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -105,7 +105,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = deepspeed_compress.initialise
 
 
-@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._ADAPTERS))
+@pytest.mark.parametrize("name", sorted(deepspeed_compress._LOADED_ON_USE.keys() | deepspeed_compress._BACKENDS))
 def test_an_entry_point_without_torch_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r'needs torch.*pip install "deepspeed-compress\[train\]"'):

@@ -25,7 +25,7 @@ def warn_at_exit() -> None:
 def _look() -> None:
     made = vars(sys.modules.get("deepspeed.runtime.engine", object)).get("DeepSpeedEngine")
     # If this module is loaded, the program has used an entry point, which reports its own problems.
-    if made is None or "deepspeed_compress.engine" in sys.modules:
+    if made is None or "deepspeed_compress.backends.deepspeed" in sys.modules:
         return
     # Not isinstance, which asks an object for its class: some objects import modules then.
     engines = [one for one in gc.get_objects() if issubclass(type(one), made)]

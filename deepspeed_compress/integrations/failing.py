@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepspeed_compress.errors import ConfigError, SeamError, UnsupportedError
-from deepspeed_compress.services.agent.failures import PERMANENT
-from deepspeed_compress.services.agent.signs import AGENT
+from deepspeed_compress.launcher.failures import PERMANENT
+from deepspeed_compress.launcher.heartbeat import AGENT
 
 __all__ = ["tell_failures"]
 

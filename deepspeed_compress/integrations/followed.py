@@ -21,7 +21,7 @@ from deepspeed_compress.errors import UnsupportedError
 from deepspeed_compress.session.copies import leave_out_of_copies
 
 if TYPE_CHECKING:
-    from deepspeed_compress.adapters.sessions import Attached, Config
+    from deepspeed_compress.backends.sessions import Attached, Config
 
 __all__ = ["FirstForward", "Models"]
 
@@ -42,13 +42,13 @@ class _Kind:
 
 
 def _attach_ddp(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.adapters import ddp
+    from deepspeed_compress.backends import ddp
 
     return ddp.attach(model, config, optimizer, scaler)
 
 
 def _attach_fsdp2(model: Any, config: "Config", optimizer: Optimizer, scaler: Any) -> "Attached":
-    from deepspeed_compress.adapters import fsdp2
+    from deepspeed_compress.backends import fsdp2
 
     return fsdp2.attach(model, config, optimizer, scaler)
 

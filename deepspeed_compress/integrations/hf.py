@@ -19,15 +19,15 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from deepspeed_compress.checkpoints.files import checkpoints, latest_tag
+from deepspeed_compress.checkpointing.completeness import checkpoints, latest_tag
 from deepspeed_compress.config import SECTION, parse_section
-from deepspeed_compress.engine.islands.elastic import SEEDS
 from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
 from deepspeed_compress.integrations.early import INSTEAD_OF_PIPELINE
 from deepspeed_compress.integrations.install import install
 from deepspeed_compress.integrations.replacing import replace_method
+from deepspeed_compress.launcher.heartbeat import RESUME
+from deepspeed_compress.local_sgd.deepspeed.elastic import SEEDS
 from deepspeed_compress.monitor import KINDS, StepStatistics
-from deepspeed_compress.services.agent.signs import RESUME
 from deepspeed_compress.session.beside import Saving
 from deepspeed_compress.session.session import Session
 

@@ -56,7 +56,7 @@ def _follow_deepspeed() -> Undo:
 def _attaching(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **options: Any) -> Any:
         # This imports torch's compiler, which reads its environment, so it must not run before the program gets here.
-        from deepspeed_compress.engine.initialize import initialize_if_asked
+        from deepspeed_compress.backends.deepspeed.initialize import initialize_if_asked
 
         return initialize_if_asked(original, args, options)
 

@@ -17,7 +17,7 @@ from deepspeed_compress.integrations.replacing import is_replaced, replace_metho
 if TYPE_CHECKING:
     from torch import nn
 
-    from deepspeed_compress.adapters.sessions import Config
+    from deepspeed_compress.backends.sessions import Config
     from deepspeed_compress.integrations.followed import Models
 
 __all__ = ["attach_to_all"]

@@ -4,8 +4,8 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.reduction import Parameters
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import CompressConfig, CompressedWeights, Islands, brief
 from deepspeed_compress.config.numbers import size
 from deepspeed_compress.errors import CompressWarning

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deepspeed_compress.checkpoints.snapshot import Call
+from deepspeed_compress.checkpointing.snapshot import Call
 from deepspeed_compress.session.observer import Losses
 from deepspeed_compress.session.probing import Prober
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_compress.communication.buckets import Partition, even_partition, partition_by_sizes
-from deepspeed_compress.communication.reducer import Reducer
+from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.reducer import Reducer
 from deepspeed_compress.config import CompressedGradients
 from deepspeed_compress.session.session import Session
 

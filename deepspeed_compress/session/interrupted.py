@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication.reducer import Pending
+from deepspeed_compress.collectives.reducer import Pending
 from deepspeed_compress.errors import StateError
 
 __all__ = ["discard"]

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.low_rank import LowRank, Matrix, find_matrices
-from deepspeed_compress.communication.probes import link_seconds
-from deepspeed_compress.communication.reduction import Parameters
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.low_rank import LowRank, Matrix, find_matrices
+from deepspeed_compress.collectives.probes import link_seconds
+from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.config import GradientsConfig, MethodConfig, PowerSGDGradients, WeightsConfig
 from deepspeed_compress.config.schedules import OWN_MOMENTUM
 from deepspeed_compress.policy import Adaptive, AlphaBeta, Measurement, WeightCosts, fit, low_rank_error

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.payload import PayloadReducer, PendingMeans
-from deepspeed_compress.communication.probes import cosine_with_truth, true_sum
-from deepspeed_compress.communication.reducer import Pending, Reduced, Reducer, Run
-from deepspeed_compress.communication.reduction import Parameters, Reductions
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.payload import PayloadReducer, PendingMeans
+from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
+from deepspeed_compress.collectives.reducer import Pending, Reduced, Reducer, Run
+from deepspeed_compress.collectives.reduction import Parameters, Reductions
 from deepspeed_compress.compression.residuals import Residuals, ResidualStores
 from deepspeed_compress.compression.segments import gather
 from deepspeed_compress.config import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.low_rank import orthonormal
+from deepspeed_compress.collectives.low_rank import orthonormal
 from deepspeed_compress.compression.compressors import Compressor
 
 __all__ = [

@@ -6,9 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from deepspeed_compress.checkpoints import files
-from deepspeed_compress.checkpoints.files import Checkpoint
-from deepspeed_compress.checkpoints.sizes import loads_on
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import Checkpoint
+from deepspeed_compress.checkpointing.loadable_sizes import loads_on
 from deepspeed_compress.config.numbers import UNKNOWN, size
 from deepspeed_compress.errors import DataError
 from deepspeed_compress.tools.outputs.printable import printable

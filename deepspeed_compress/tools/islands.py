@@ -12,8 +12,8 @@ from typing import Any
 
 from deepspeed_compress.config.addresses import check_address
 from deepspeed_compress.errors import ConfigError, IslandError
-from deepspeed_compress.services.rendezvous.client import forget, status
-from deepspeed_compress.services.rendezvous.server import StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.client import forget, status
+from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
 from deepspeed_compress.transport.errors import AuthenticationError
 from deepspeed_compress.transport.tls import set_tls
 
@@ -44,8 +44,8 @@ def _coordinator(options: argparse.Namespace) -> Any:
 
 def _parameter_server(options: argparse.Namespace) -> Any:
     """Return a parameter server. Only this server needs torch."""
-    from deepspeed_compress.services.parameter_server.push_log import PushLog
-    from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
+    from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+    from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
 
     return ParameterServer(PushLog(options.state), options.host, options.port, _log)
 

@@ -5,8 +5,8 @@ import os
 import sys
 from typing import NoReturn
 
+from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import parse_section, read_ds_config
-from deepspeed_compress.engine.builds import print_locks
 from deepspeed_compress.integrations.files import check_configurations, find_uncompressed
 from deepspeed_compress.integrations.launch import launch_command
 from deepspeed_compress.tools import supervise

@@ -18,13 +18,13 @@ from deepspeed_compress.config import read_ds_config
 from deepspeed_compress.config.durations import seconds
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.integrations.files import find_configurations
-from deepspeed_compress.services.agent.directory import job_directory
-from deepspeed_compress.services.agent.host import Agent, Slots
-from deepspeed_compress.services.agent.messages import FROM_AGENTS, SUPERVISOR
-from deepspeed_compress.services.agent.sizes import why_not
-from deepspeed_compress.services.agent.supervisor import Supervisor, Terms
-from deepspeed_compress.services.agent.workers import Workers
-from deepspeed_compress.services.rendezvous.server import Server, Service
+from deepspeed_compress.launcher.directory import job_directory
+from deepspeed_compress.launcher.host import Agent, Slots
+from deepspeed_compress.launcher.messages import FROM_AGENTS, SUPERVISOR
+from deepspeed_compress.launcher.sizes import why_not
+from deepspeed_compress.launcher.supervisor import Supervisor, Terms
+from deepspeed_compress.launcher.workers import Workers
+from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.fields import check_message
 

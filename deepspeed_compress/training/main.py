@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from deepspeed_compress.backends.deepspeed.builds import print_locks
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.engine.builds import print_locks
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.foreign_warnings import hide_foreign_warnings
-from deepspeed_compress.services.agent.signs import RESUME
+from deepspeed_compress.launcher.heartbeat import RESUME
 from deepspeed_compress.tools.files import write_json
 from deepspeed_compress.tools.run_directory import SUMMARY
 from deepspeed_compress.training.data.tokenizer import load_tokenizer

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from deepspeed_compress.communication.buckets import even_partition
-from deepspeed_compress.communication.reducer import Run, StepClock
-from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site, WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import (
     SECTION,

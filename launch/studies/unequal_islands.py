@@ -28,8 +28,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import deepspeed_compress
-from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
-from deepspeed_compress.services.rendezvous.server import island_server
+from deepspeed_compress.local_sgd.coordinator.server import island_server
+from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
 from deepspeed_compress.training.data import text_files
 
 SEQUENCES, TOKENS, HELD_OUT = 4, 64, 64

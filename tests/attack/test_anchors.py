@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_compress.checkpoints import files
-from deepspeed_compress.checkpoints.copies import COPIES, Destination, Receiver, send_copies
-from deepspeed_compress.checkpoints.files import read_list
-from deepspeed_compress.checkpoints.host_memory import find_held
-from deepspeed_compress.communication.anchors import ANCHOR, AnchorServer, fetch_anchor
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import read_list
+from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, send_copies
+from deepspeed_compress.checkpointing.memory_directory import find_held
+from deepspeed_compress.local_sgd.anchors import ANCHOR, AnchorServer, fetch_anchor
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits
 from deepspeed_compress.transport.secret import Secret
 from tests.attack.test_coordinator import MEGABYTES, memory
-from tests.checkpoints.test_files import save, write
+from tests.checkpointing.test_files import save, write
 from tests.support.hostile import attack_authenticated, attack_unauthenticated
 
 COUNT = 10_000

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_compress.services.rendezvous.client import Client, status
-from deepspeed_compress.services.rendezvous.wire import COORDINATOR
+from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import HEADER, Limits, encode

@@ -20,17 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepspeed_compress.checkpoints import files
-from deepspeed_compress.checkpoints.host_memory import find_held
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
+from deepspeed_compress.checkpointing.memory_directory import find_held
 from deepspeed_compress.compression import state
 from deepspeed_compress.compression.residuals import Residuals
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.compression.transforms import Hadamard
 from deepspeed_compress.config import parse_section, read_ds_config
-from deepspeed_compress.engine.checkpoints.alone import take_for_island
 from deepspeed_compress.errors import CompressError
 from deepspeed_compress.tools.run_directory import read_directory
-from tests.checkpoints.test_files import save, write
+from tests.checkpointing.test_files import save, write
 
 MEMORY = Path("/dev/shm")
 """Where a disk need not be waited for."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.framed_messages import FramedMessages
-from deepspeed_compress.services.parameter_server.calls import Terms
-from deepspeed_compress.services.parameter_server.client import PARAMETER_SERVER, PushClient
-from deepspeed_compress.services.parameter_server.places import make_messages
-from deepspeed_compress.services.parameter_server.push_log import PushLog
-from deepspeed_compress.services.parameter_server.service import Service
+from deepspeed_compress.local_sgd.framed_messages import FramedMessages
+from deepspeed_compress.local_sgd.parameter_server.calls import Terms
+from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
+from deepspeed_compress.local_sgd.parameter_server.places import make_messages
+from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+from deepspeed_compress.local_sgd.parameter_server.service import Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.credentials import Credentials
 from deepspeed_compress.transport.frames import Limits

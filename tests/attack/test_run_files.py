@@ -21,8 +21,8 @@ from deepspeed_compress.tools.doctor.outputs import print_text
 from deepspeed_compress.tools.doctor.run import read_run
 from deepspeed_compress.tools.line_files import LONGEST
 from deepspeed_compress.tools.outputs.printable import printable
-from tests.doctor.synthetic import HEALTHY, config
 from tests.support.runs import trainer_run
+from tests.tools.doctor.synthetic import HEALTHY, config
 
 ROUNDS, SEEDS = 250, 8
 """Changes of a file by one seed, and seeds: 2,000 changes of each kind of file. All seeds but the first are slow."""

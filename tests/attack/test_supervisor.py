@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_compress.services.agent.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
-from deepspeed_compress.services.agent.supervisor import Supervisor, Terms
-from deepspeed_compress.services.rendezvous.server import Server, Service
+from deepspeed_compress.launcher.messages import FROM_AGENTS, FROM_SUPERVISOR, SUPERVISOR
+from deepspeed_compress.launcher.supervisor import Supervisor, Terms
+from deepspeed_compress.local_sgd.coordinator.server import Server, Service
 from deepspeed_compress.transport.client import connect
 from deepspeed_compress.transport.connection import Connection
 from deepspeed_compress.transport.credentials import Credentials

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.codec import Codec, NoSend
 from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, TopK
 from deepspeed_compress.compression.feedback import ErrorFeedback, MomentumCorrection, NoFeedback

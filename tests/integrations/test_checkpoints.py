@@ -9,7 +9,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import deepspeed_compress
-from deepspeed_compress.checkpoints.files import find_problems
+from deepspeed_compress.checkpointing.completeness import find_problems
 from tests.integrations.trainers import INT4, Job, Outcome, train, trainer_of
 from tests.support.forks import run_forks
 

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_compress.config import SECTION
 from deepspeed_compress.integrations.importing import after_import, is_waiting
-from deepspeed_compress.services.agent import nursery
+from deepspeed_compress.launcher import fork_server as nursery
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

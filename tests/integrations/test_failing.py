@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_compress import ConfigError, UnsupportedError
-from deepspeed_compress.engine.restarts import _continuing
+from deepspeed_compress.backends.deepspeed.restarts import _continuing
 from deepspeed_compress.integrations.failing import tell_failures
-from deepspeed_compress.services.agent.failures import PERMANENT
-from deepspeed_compress.services.agent.signs import AGENT, Signs
+from deepspeed_compress.launcher.failures import PERMANENT
+from deepspeed_compress.launcher.heartbeat import AGENT, Signs
 
 
 def fail(error: Exception) -> None:

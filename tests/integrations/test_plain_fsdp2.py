@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import deepspeed_compress
 from deepspeed_compress import UnsupportedError
 from deepspeed_compress.config import SECTION
-from tests.adapters.test_ddp import FOUR_BITS, NONE, Branches, loss_of, section, start
-from tests.adapters.test_fsdp2 import WEIGHTS, Setting
+from tests.backends.test_ddp import FOUR_BITS, NONE, Branches, loss_of, section, start
+from tests.backends.test_fsdp2 import WEIGHTS, Setting
 from tests.integrations.trainers import collate, lines, network, sentences
 from tests.support.forks import run_forks
 

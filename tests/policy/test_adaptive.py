@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_compress.communication.buckets import Partition
-from deepspeed_compress.communication.reduction import Parameters
+from deepspeed_compress.collectives.buckets import Partition
+from deepspeed_compress.collectives.reduction import Parameters
 from deepspeed_compress.compression.segments import Segment
 from deepspeed_compress.config import SECTION, brief, find_problems, parse_section
 from deepspeed_compress.errors import CompressWarning

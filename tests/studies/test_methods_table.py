@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.buckets import even_partition
+from deepspeed_compress.collectives.buckets import even_partition
 from deepspeed_compress.compression.compressors import Blockwise
 from deepspeed_compress.config import SECTION, find_problems, json_schema, parse_section
 from deepspeed_compress.errors import DataError

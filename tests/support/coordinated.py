@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_compress.services.rendezvous.coordinator import Coordinator
-from deepspeed_compress.services.rendezvous.records import Saved
+from deepspeed_compress.local_sgd.coordinator.coordinator import Coordinator
+from deepspeed_compress.local_sgd.coordinator.records import Saved
 
 TIMEOUT = 5.0
 GIVE_UP = 20.0

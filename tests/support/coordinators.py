@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_compress.services.parameter_server.membership import DEFAULT_ROOM, Room
-from deepspeed_compress.services.parameter_server.push_log import PushLog
-from deepspeed_compress.services.parameter_server.server import Server as ParameterServer
-from deepspeed_compress.services.rendezvous.server import Server, StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
+from deepspeed_compress.local_sgd.parameter_server.membership import DEFAULT_ROOM, Room
+from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+from deepspeed_compress.local_sgd.parameter_server.server import Server as ParameterServer
 from tests.support.leftovers import own_port
 
 

@@ -12,9 +12,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_compress.communication import exchange
+from deepspeed_compress.backends.deepspeed.gradients import zero_0, zero_12
+from deepspeed_compress.collectives import exchange
 from deepspeed_compress.compression import kernels
-from deepspeed_compress.engine.gradients import zero_0, zero_12
 from tests.support.streams import Clock, Device, Event
 
 

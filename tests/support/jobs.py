@@ -12,8 +12,8 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
 from deepspeed_compress.config import SECTION
-from deepspeed_compress.engine.weights.masters import find_masters
 
 WIDTH = 12
 BATCH = 3

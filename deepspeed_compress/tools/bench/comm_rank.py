@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_compress.communication.exchange import exchange
+from deepspeed_compress.collectives.exchange import exchange
 from deepspeed_compress.policy.alpha_beta import fit
 from deepspeed_compress.tools.bench import gauges
 from deepspeed_compress.tools.bench.links import set_own_rate

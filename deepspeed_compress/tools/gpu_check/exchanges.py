@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_compress.communication.buckets import Partition, even_partition
-from deepspeed_compress.communication.reducer import Run, StepClock
-from deepspeed_compress.communication.reduction import Groups, Parameters, Reductions, Site, WeightReduction
+from deepspeed_compress.collectives.buckets import Partition, even_partition
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site, WeightReduction
 from deepspeed_compress.compression.residuals import ResidualStores
 from deepspeed_compress.config import SECTION, parse_section
 from deepspeed_compress.monitor import Meter

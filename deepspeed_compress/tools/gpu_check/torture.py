@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_compress.communication.exchange import Link, PendingExchange
+from deepspeed_compress.collectives.exchange import Link, PendingExchange
 
 __all__ = ["late_streams"]
 

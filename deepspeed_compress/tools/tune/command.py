@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed_compress.checkpoints.alone import hold
+from deepspeed_compress.backends.deepspeed.builds import clear_locks, print_locks
+from deepspeed_compress.checkpointing.directory_lock import hold
 from deepspeed_compress.config import SECTION, masked_arguments, parse_section, read_ds_config
-from deepspeed_compress.engine.builds import clear_locks, print_locks
 from deepspeed_compress.errors import ConfigError
 from deepspeed_compress.tools.files import write_json, write_text
 from deepspeed_compress.tools.plots import INSTALL, can_plot

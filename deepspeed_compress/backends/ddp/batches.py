@@ -1,0 +1,102 @@
+"""Assignment of gradients to batches that are sent together and depend only on the model.
+
+An engine forms its buckets in the order in which gradients arrive, which DDP learns in the first backward pass of a
+process. Blocks, and therefore bits, would differ after resuming a run. Gradients are therefore copied into separate
+batches, which are sent in a fixed order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deepspeed_compress.backends.sessions import Target
+from deepspeed_compress.collectives.buckets import Partition, even_partition
+
+__all__ = ["Batch", "Plan"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of a parameter: the number of its batch, and its first element there."""
+
+    batch: int
+    position: int
+
+
+@dataclass
+class Batch:
+    """Gradients of a batch, cut by `partition`, in one flat tensor.
+
+    Attributes:
+        partition: partition of the batch.
+        flat: the tensor.
+        come: the gradients that have arrived, with their positions.
+        missing: number of elements that have not arrived yet.
+    """
+
+    partition: Partition
+    flat: Tensor
+    come: list[tuple[int, Tensor]] = field(default_factory=list)
+    missing: int = 0
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        """Copy `gradient` to its `position`."""
+        self._part(position, gradient).copy_(gradient)
+        self.come.append((position, gradient))
+        self.missing -= gradient.numel()
+
+    def hand_back(self) -> None:
+        """Copy the parts of `flat` back to the gradients that they came from."""
+        for position, gradient in self.come:
+            gradient.copy_(self._part(position, gradient))
+
+    def _part(self, position: int, gradient: Tensor) -> Tensor:
+        return self.flat[position : position + gradient.numel()].view(gradient.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch before any gradient has arrived."""
+
+    partition: Partition
+
+    def opened(self, gradient: Tensor) -> Batch:
+        """Return an empty batch for gradients with the dtype and device of `gradient`."""
+        numel = self.partition.numel
+        return Batch(self.partition, gradient.new_empty(numel), missing=numel)
+
+
+class Plan:
+    """Batches of about `size` bytes of the parameters of `target`, last parameter first, as in backward.
+
+    All gradients of a batch have the same dtype.
+    """
+
+    def __init__(self, target: Target, size: int) -> None:
+        self.ranks = target.group.size()
+        self.batches: list[Layout] = []
+        self._places: dict[int, Place] = {}
+        for batch in _divided(target, size):
+            sizes = [(name, parameter.numel()) for name, parameter in batch]
+            position = 0
+            for _, parameter in batch:
+                self._places[id(parameter)] = Place(len(self.batches), position)
+                position += parameter.numel()
+            self.batches.append(Layout(even_partition(sizes, self.ranks)))
+
+    def place(self, parameter: Parameter) -> Place:
+        return self._places[id(parameter)]
+
+
+def _divided(target: Target, size: int) -> Iterator[Sequence[tuple[str, Parameter]]]:
+    """Yield the (name, parameter) pairs of each batch."""
+    open_batches: dict[torch.dtype, list[tuple[str, Parameter]]] = {}
+    for name, parameter in reversed(list(target.parameters.items())):
+        batch = open_batches.setdefault(parameter.dtype, [])
+        batch.append((name, parameter))
+        if sum(one.nbytes for _, one in batch) >= size:
+            yield open_batches.pop(parameter.dtype)
+    yield from open_batches.values()

@@ -1,0 +1,87 @@
+"""Startup announcement: one line with the settings and the bytes that are expected to be sent and kept."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.backends.deepspeed.limits import has_optimizer
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.config import CompressedWeights, find_missing
+from deepspeed_compress.config.numbers import size
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.announced import gradient_texts, joined, tell, weight_text
+from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+
+__all__ = ["announce", "announcement", "warn_of_uncompressed"]
+
+
+def announce(engine: Any, session: Session, parameters: Parameters, kind: str) -> None:
+    """Write the announcement to standard error, on rank 0, unless `monitor.announce` is false.
+
+    Args:
+        engine: the engine.
+        session: its session.
+        parameters: its parameters.
+        kind: the result of `engine_kind`.
+    """
+    if engine.global_rank == 0 and session.config.monitor.announce:
+        tell(partial(announcement, engine, session, parameters, kind))
+
+
+def warn_of_uncompressed(engine: Any, ds_config: Mapping[str, Any]) -> None:
+    """Warn (CompressWarning), on rank 0, that `engine` is not compressed because `ds_config` has no section."""
+    problem = find_missing(ds_config)
+    if problem is not None and engine.global_rank == 0 and has_optimizer(engine):
+        meant = 'Or say that it is meant, by "gradients": {"method": "none"} in it'
+        text = f"an engine is not compressed: {problem} {meant}"
+        warnings.warn(text, CompressWarning, stacklevel=4)
+
+
+def announcement(engine: Any, session: Session, parameters: Parameters, kind: str) -> str:
+    """Return the announcement.
+
+    It has the settings, the excluded parameters, the megabytes that rank 0 sends per step with and without compression,
+    and those that it keeps in memory.
+    """
+    where, ranks = f"ZeRO {engine.zero_optimization_stage()}", reduction_group(engine).size()
+    return joined(session.config, where, ranks, partial(_figures, engine, session, parameters, kind))
+
+
+def _figures(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+    config, parts = session.config, []
+    if config.gradients.method != "none":
+        parts += _gradients(engine, session, parameters, kind)
+    if isinstance(config.weights, CompressedWeights):
+        ranks, itemsize = reduction_group(engine).size(), engine.get_data_types()[0].itemsize
+        when = "each time they are gathered" if kind == "zero_3" else "a step"
+        parts.append(weight_text(config.weights, parameters, ranks, itemsize, when))
+    elif parts and engine.zero_optimization_stage() in _SEND_WEIGHTS and config.islands is None:
+        parts.append(_plain_weights(engine, parameters))
+    return parts
+
+
+_SEND_WEIGHTS = (1, 2)
+"""ZeRO stages that gather updated weights in every step, and whose gathers can be compressed."""
+
+
+def _plain_weights(engine: Any, parameters: Parameters) -> str:
+    numel = sum(parameters.numel(name) for name in parameters.shapes)
+    sent = ring_all_gather(numel * engine.get_data_types()[0].itemsize, reduction_group(engine).size())
+    return f'weights travel uncompressed: {size(sent)} a step; add "weights": {{"bits": 4}}'
+
+
+def _gradients(engine: Any, session: Session, parameters: Parameters, kind: str) -> list[str]:
+    group = reduction_group(engine)
+    sizes = [(name, parameters.numel(name)) for name in parameters.shapes]
+    partition = one_bucket(sizes, group.size(), apart=kind == "zero_3")
+    # ZeRO 2 and 3 reduce in every micro-step. Only ZeRO 3, and not on gloo, reduces directly to the owners.
+    times = engine.gradient_accumulation_steps() if engine.zero_optimization_stage() >= 2 else 1
+    ring = ring_reduce_scatter if kind == "zero_3" and dist.get_backend(group) != "gloo" else ring_all_reduce
+    alone = times * ring(partition.numel * parameters.dtype.itemsize, group.size())
+    return gradient_texts(session, parameters, partition, kind == "zero_0", alone, times)

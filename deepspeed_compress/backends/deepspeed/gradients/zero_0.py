@@ -1,0 +1,216 @@
+"""Gradient reduction without ZeRO and with the bf16 optimizer: `DeepSpeedEngine.allreduce_bucket`.
+
+DeepSpeed flattens the gradients of a bucket, all-reduces them, and copies the flat mean back. It does so after
+backward, and in one bucket for most models. On CPU, the backend's own threads send messages, so buckets are smaller and
+begin during backward (`early`). Sparse gradients (of `nn.Embedding(sparse=True)`) take DeepSpeed's `sparse_all_gather`;
+their bytes are only counted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, even_partition
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
+
+__all__ = ["attach_zero_0", "may_begin_early"]
+
+Bucket = Sequence[Tensor]
+Contents = Sequence[tuple[str, int]]
+"""(parameter, numel) of each part of a flat tensor, in order. Padding is named `PADDING`."""
+
+
+def attach_zero_0(engine: Any, session: Session) -> Callable[[], int]:
+    """Replace the all-reduce of gradient buckets; for method "none", only count its bytes.
+
+    The replacement is an attribute of this engine alone; DeepSpeed's class is unchanged.
+
+    Returns:
+        A function that returns the bytes that this rank sends for weights in one optimizer step. The bf16 optimizer
+        partitions its states and gathers the weights; other optimizers send none.
+    """
+    if session.config.gradients.method == "none":
+        session.patches.wrap(engine, "allreduce_bucket", partial(_count, engine, session))
+        session.patches.wrap(engine, "allreduce_and_copy", partial(_unless_alone, engine))
+    else:
+        session.patches.wrap(engine, "allreduce_bucket", partial(_reduce, engine, session, _early(engine, session)))
+    session.patches.wrap(engine, "sparse_all_gather", partial(_count_sparse, session))
+    flats = getattr(engine.optimizer, "bf16_groups_flat", [])
+    return lambda: sum(ring_all_gather(flat.nbytes, engine.seq_data_parallel_group.size()) for flat in flats)
+
+
+def _count(
+    engine: Any, session: Session, original: Any, bucket: Bucket, dp_group: Any, *rest: Any, **named: Any
+) -> Any:
+    _count_uncompressed(engine, session, bucket, dp_group)
+    session.meter.bytes_sent = session.meter.bytes_uncompressed
+    return original(bucket, dp_group, *rest, **named)
+
+
+def _unless_alone(
+    engine: Any, original: Any, small_bucket: Bucket, dp_group: Any, dp_world_size: float | None = None
+) -> None:
+    """Call DeepSpeed's `allreduce_and_copy` unless it would change nothing.
+
+    With a single rank (in an island of one rank, for example), DeepSpeed copies the gradients to a bucket and back in
+    every step, although they are already their mean.
+    """
+    cast = small_bucket[0].dtype != engine.communication_data_type
+    scaled = engine.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
+    if dp_group.size() > 1 or cast or scaled:
+        original(small_bucket, dp_group, dp_world_size)
+
+
+def _reduce(
+    engine: Any,
+    session: Session,
+    early: EarlyReductions | None,
+    original: Any,
+    bucket: Bucket,
+    dp_group: Any,
+    dp_world_size: float | None = None,
+) -> Tensor:
+    """Reduce a bucket in place of DeepSpeed's `allreduce_bucket`, and return the flat mean."""
+    _count_uncompressed(engine, session, bucket, dp_group)
+    contents = _contents(engine)
+    sizes = [entry for tensor in bucket for entry in contents[tensor.data_ptr()]]
+    dtype = bucket[0].dtype
+    begun = early.take(dtype, dtype, tuple(name for name, _ in sizes)) if early is not None else None
+    if begun is not None:
+        begun.finish(begun.bucket)
+        return begun.bucket  # type: ignore[no-any-return]
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    divisor = (dp_world_size or dp_group.size()) if engine.gradient_average else 1.0
+    session.reduce(flat, even_partition(sizes, dp_group.size()), 1.0 / divisor, everywhere=True)
+    return flat
+
+
+def may_begin_early(engine: Any) -> bool:
+    """Return True if reductions may begin before backward ends.
+
+    This requires a backend with its own threads (CPU), and gradients that are those of the parameters.
+    """
+    own = not isinstance(engine.optimizer, BF16_Optimizer) and not isinstance(engine, PipelineEngine)
+    return own and not engine.has_moe_layers and torch.device(engine.device).type == "cpu"
+
+
+def _early(engine: Any, session: Session) -> EarlyReductions | None:
+    if not may_begin_early(engine):
+        return None
+    gradients, patches = _Gradients(engine), session.patches
+    reduces = partial(_in_buckets, engine.buffered_allreduce_fallback, session, gradients)
+    early = EarlyReductions(session, gradients, reduces)
+    patches.replace(engine, "buffered_allreduce_fallback", early.reduce)
+    for handle in early.handles:
+        patches.precede(engine, "destroy", handle.remove)
+    return early
+
+
+def _in_buckets(
+    original: Any,
+    session: Session,
+    gradients: "_Gradients",
+    grads: Any = None,
+    elements_per_buffer: int = MEMORY_OPT_ALLREDUCE_SIZE,
+) -> None:
+    """Call DeepSpeed's `buffered_allreduce_fallback`, with smaller buckets if they can begin early.
+
+    A reducer that works in phases keeps the large buckets, because it waits for each phase of each bucket.
+    """
+    size = elements_per_buffer
+    if isinstance(session.reducer, PayloadReducer):
+        size = min(size, bucket_size(sum(parameter.numel() for parameter in gradients.parameters())))
+    original(grads=grads, elements_per_buffer=size)
+
+
+class _Gradients:
+    """Gradients of a DeepSpeed engine without ZeRO; see `Gradients`."""
+
+    everywhere = True
+
+    def __init__(self, engine: Any) -> None:
+        self.group = reduction_group(engine)
+        # The same divisor that `_reduce_non_expert_gradients` passes to `allreduce_bucket`.
+        ranks = self.group.size() / engine.sequence_parallel_size
+        self.scale = 1.0 / ranks if engine.gradient_average else 1.0
+        self.partition = lru_cache(maxsize=LAYOUTS)(self._partition)
+        self._engine = engine
+        self._parameters = {name: parameter for parameter, name in engine.param_names.items()}
+
+    def parameters(self) -> Iterator[Any]:
+        return (parameter for parameter in self._parameters.values() if parameter.requires_grad)
+
+    def key(self, parameter: Any) -> str:
+        return self._engine.param_names[parameter]  # type: ignore[no-any-return]
+
+    def of(self, key: str) -> Tensor:
+        gradient = self._parameters[key].grad
+        dense = gradient is not None and gradient.layout == torch.strided
+        return (gradient if dense else torch.zeros_like(self._parameters[key])).reshape(-1)
+
+    def due(self) -> Iterator[str]:
+        """Yield the keys of the gradients that DeepSpeed is about to reduce.
+
+        Parameters without a gradient count as zeros. Sparse gradients are reduced elsewhere.
+        """
+        for parameter in self.parameters():
+            if parameter.numel() and (parameter.grad is None or parameter.grad.layout == torch.strided):
+                yield self.key(parameter)
+
+    def side_by_side(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """Return `keys` unchanged: a bucket is divided evenly, whatever its order."""
+        return keys
+
+    def complete_now(self) -> bool:
+        return reduces_now(self._engine) and bool(self._engine.is_gradient_accumulation_boundary())
+
+    def _partition(self, keys: tuple[str, ...]) -> Partition:
+        return even_partition([(name, self._parameters[name].numel()) for name in keys], self.group.size())
+
+
+def _count_uncompressed(engine: Any, session: Session, bucket: Bucket, dp_group: Any) -> None:
+    size = sum(tensor.numel() for tensor in bucket) * engine.communication_data_type.itemsize
+    session.meter.bytes_uncompressed += ring_all_reduce(size, dp_group.size())
+
+
+def _contents(engine: Any) -> dict[int, Contents]:
+    """Return the contents of each tensor that DeepSpeed may put into a bucket, by the tensor's address."""
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return dict(_contents_of_groups(engine.optimizer, engine.param_names))
+    # `engine.param_names`, because walking through the module takes milliseconds.
+    return {
+        parameter.grad.data_ptr(): [(name, parameter.numel())]
+        for parameter, name in engine.param_names.items()
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
+    }
+
+
+def _contents_of_groups(optimizer: Any, names: Any) -> Any:
+    """Yield (address, contents) of each group's gradient buffer of the bf16 optimizer (`get_grads_for_reduction`)."""
+    for flat, group in zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True):
+        sizes = [(names[parameter], parameter.numel()) for parameter in group]
+        padding = flat.numel() - sum(numel for _, numel in sizes)
+        yield flat.data_ptr(), [*sizes, (PADDING, padding)]
+
+
+def _count_sparse(session: Session, original: Any, value: Tensor, dp_group: Any) -> list[Tensor]:
+    """Gather rows of sparse gradients with DeepSpeed's function, and count the bytes.
+
+    Each rank's rows are padded to those of the rank that has the most.
+    """
+    gathered: list[Tensor] = original(value, dp_group)
+    sent = (dp_group.size() - 1) * max(one.nbytes for one in gathered)
+    for kind in ("bytes_uncompressed", "bytes_sent", "bytes_raw"):
+        session.meter.count(kind, sent)
+    return gathered

@@ -1,0 +1,312 @@
+"""Gradient reduction of ZeRO 1 and 2, also in a pipeline: `DeepSpeedZeroOptimizer.gradient_reduction_w_predivide`.
+
+DeepSpeed all-reduces a whole bucket although every rank keeps only its own slices. With `reduce_scatter` off, its
+`average_tensor` passes the whole bucket to one method, after it has taken care of streams and offload. We replace that
+method, and send each slice once, to its owner. Slices that a rank does not own keep its local gradient, which DeepSpeed
+never reads.
+
+On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
+method only sends the bucket. Results are awaited and copied into the gradients after the last bucket is closed, in the
+call of `reduce_ipg_grads` for all dtypes; DeepSpeed reads the gradients only after that. Under ZeRO 1, DeepSpeed
+reduces after backward, so reductions begin early (`early`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions, bucket_size, reduces_now
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, partition_by_sizes
+from deepspeed_compress.collectives.reducer import Pending
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_gather, ring_all_reduce
+
+__all__ = ["attach_zero_12"]
+
+Key = tuple[int, int, int]
+"""Identity of a parameter in DeepSpeed's bucket: (optimizer group, index in the group, parameter id)."""
+
+
+def attach_zero_12(engine: Any, session: Session) -> Callable[[], int]:
+    """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
+
+    Returns:
+        A function that returns the bytes that this rank sends for weights in one optimizer step.
+    """
+    optimizer, patches = engine.optimizer, session.patches
+    if session.config.gradients.method == "none":
+        _count_only(optimizer, session)
+        return partial(_weight_bytes, optimizer)
+    if "reduce_bucket_size" not in _written(engine):
+        # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
+        size = bucket_size(sum(flat.numel() for flat in optimizer.bit16_groups_flat))
+        patches.replace(optimizer, "reduce_bucket_size", size)
+    buckets = _Buckets(engine, session)
+    patches.replace(optimizer, "reduce_scatter", False)
+    patches.replace(optimizer, "gradient_reduction_w_predivide", buckets.reduce)
+    patches.replace(optimizer, "buffered_reduce_fallback", buckets.reduce_separate)
+    patches.replace(optimizer, "_buffered_reduce_fallback_preserving_fp32", buckets.reduce_separate_in_fp32)
+    if buckets.later is not None:
+        patches.replace(optimizer, "reduce_ipg_grads", buckets.later.reduce_ipg_grads)
+    if buckets.early is not None:
+        patches.replace(optimizer, "reduce_gradients", buckets.early.reduce)
+    return partial(_weight_bytes, optimizer)
+
+
+def _written(engine: Any) -> Mapping[str, Any]:
+    """Return the `zero_optimization` section as written; empty for its older form, `true`."""
+    found = engine.config.get("zero_optimization")
+    return found if isinstance(found, dict) else {}
+
+
+class _Buckets:
+    """Reduction of the buckets that DeepSpeed fills.
+
+    Attributes:
+        later: deferred reductions; None if every bucket is reduced immediately.
+        early: speculative reductions; None if reductions do not begin before DeepSpeed asks for them.
+    """
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._optimizer = optimizer = engine.optimizer
+        self._session = session
+        self._ranks: int = optimizer.dp_process_group.size()
+        self._scale = optimizer.sequence_parallel_size / self._ranks if optimizer.gradient_average else 1.0
+        self._partition_of = lru_cache(maxsize=LAYOUTS)(partial(_partition, optimizer, self._ranks))
+        self.later = _DeferredReductions(optimizer) if _may_wait(optimizer) else None
+        self.early: EarlyReductions | None = None
+        session.on_interruption(self._discard)
+        if self.later is not None and _waits_for_backward(engine):
+            gradients = _Gradients(engine, self._partition_of, self._scale)
+            self.early = EarlyReductions(session, gradients, optimizer.reduce_gradients)
+            for handle in self.early.handles:
+                # DeepSpeed's `destroy` removes these together with its own hooks.
+                optimizer._grad_acc_hooks.append(handle)
+                session.patches.on_undo(partial(optimizer._grad_acc_hooks.remove, handle))
+
+    def reduce(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        """Reduce the flat bucket `tensor`, possibly empty, in place of DeepSpeed's `gradient_reduction_w_predivide`."""
+        if not tensor.numel():
+            return tensor
+        size = tensor.numel() * communication_data_type.itemsize
+        self._session.meter.bytes_uncompressed += ring_all_reduce(size, self._ranks)
+        keys = tuple(self._optimizer.ipg_buckets[communication_data_type].params)
+        if self.later is None:
+            self._keep(tensor)
+            self._session.reduce(tensor, self._partition_of(keys), self._scale, everywhere=False)
+        else:
+            begun = self.early.take(communication_data_type, tensor.dtype, keys) if self.early else None
+            self.later.pending.append(begun or self._session.start(tensor, self._partition_of(keys), self._scale))
+        return tensor
+
+    def _discard(self) -> None:
+        """Discard the buckets of a failed backward pass. Collective."""
+        if self.later is not None:
+            discard(self.later.taken(), self._optimizer.dp_process_group)
+            self._session.forget_step()
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor` from being reused while the reduction stream reads it.
+
+        A gradient larger than a bucket is not copied into one. DeepSpeed releases it as soon as the reduction returns,
+        and it was allocated on another stream.
+        """
+        if self._overlaps:
+            tensor.record_stream(get_accelerator().current_stream())
+
+    @property
+    def _overlaps(self) -> bool:
+        """Return True if buckets are reduced on a separate stream."""
+        return bool(self._optimizer.overlap_comm) and not get_accelerator().resolves_data_dependency()
+
+    def reduce_separate(
+        self, rank: int | None, grads: list[Tensor], communication_data_type: torch.dtype, **_: object
+    ) -> None:
+        """Reduce a bucket of separate tensors in place of DeepSpeed's `buffered_reduce_fallback`.
+
+        Without `contiguous_gradients`, a bucket is a list of tensors: flatten them, reduce as usual, and copy the means
+        back. The list is empty if the first gradient alone is larger than a bucket, or if there is no gradient.
+        """
+        if not grads:
+            return
+        optimizer, flat = self._optimizer, torch.cat([grad.reshape(-1) for grad in grads])
+        optimizer.average_tensor(flat, communication_data_type)
+        if self._overlaps:
+            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+    def reduce_separate_in_fp32(
+        self, grads: list[Tensor], grad_params: list[Key], communication_data_type: torch.dtype, **_: object
+    ) -> None:
+        """Reduce a bucket in place of DeepSpeed's `_buffered_reduce_fallback_preserving_fp32`."""
+        self.reduce_separate(None, grads, communication_data_type)
+
+
+def _may_wait(optimizer: Any) -> bool:
+    """Return True if reductions can be deferred until the last bucket is closed.
+
+    They can if DeepSpeed reads no reduced bucket before that, and if the device has no streams to overlap them with.
+    """
+    compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in range(len(optimizer.bit16_groups)))
+    on_host = all(flat.device.type == "cpu" for flat in optimizer.bit16_groups_flat)
+    return on_host and optimizer.contiguous_gradients and not optimizer.cpu_offload and not compact
+
+
+def _waits_for_backward(engine: Any) -> bool:
+    """Return True if DeepSpeed reduces only after backward and the user did not choose that.
+
+    This holds under ZeRO 1 without a pipeline, if `overlap_comm` is not in the file.
+    """
+    optimizer, written = engine.optimizer, _written(engine).get("overlap_comm")
+    return not optimizer.partition_gradients and written is None and not isinstance(engine, PipelineEngine)
+
+
+class _Gradients:
+    """Gradients of an engine with ZeRO 1; see `Gradients`."""
+
+    everywhere = False
+
+    def __init__(self, engine: Any, partition_of: Callable[[tuple[Key, ...]], Partition], scale: float) -> None:
+        self.group = engine.optimizer.dp_process_group
+        self.scale = scale
+        self.partition = partition_of
+        self.side_by_side = lru_cache(maxsize=LAYOUTS)(self._side_by_side)
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._keys = {id(parameter): key for key, parameter in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[Key, Any]]:
+        for number, group in enumerate(self._optimizer.bit16_groups):
+            for parameter in group:
+                yield (number, parameter.param_idx_in_group, self._optimizer.get_param_id(parameter)), parameter
+
+    def parameters(self) -> Iterator[Any]:
+        return (parameter for _, parameter in self._parameters() if parameter.requires_grad)
+
+    def key(self, parameter: Any) -> Key:
+        return self._keys[id(parameter)]
+
+    def of(self, key: Key) -> Tensor:
+        parameter = self._optimizer.bit16_groups[key[0]][key[1]]
+        gradient: Tensor | None = self._optimizer.get_gradient_for_reduction(parameter)
+        return torch.zeros_like(parameter).reshape(-1) if gradient is None else gradient.reshape(-1)
+
+    def due(self) -> Iterator[Key]:
+        for key, parameter in self._parameters():
+            if parameter.numel() and self._optimizer.get_gradient_for_reduction(parameter) is not None:
+                yield key
+
+    def _side_by_side(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """Return `keys` sorted by the first owner of each parameter.
+
+        Returns them unchanged if sorting would move a parameter with two owners within the message to the second one.
+        """
+        names = {key: self._optimizer.param_names[self._optimizer.bit16_groups[key[0]][key[1]]] for key in keys}
+        owners = {part.parameter: part.owner for part in reversed(self.partition(keys).segments)}
+        ordered = tuple(sorted(keys, key=lambda key: owners.get(names[key], 0)))
+        return ordered if _messages(self.partition(ordered)) == _messages(self.partition(keys)) else keys
+
+    def complete_now(self) -> bool:
+        return reduces_now(self._engine) and bool(self._optimizer.is_gradient_accumulation_boundary())
+
+
+def _messages(partition: Partition) -> list[list[tuple[str, int]]]:
+    """Return (parameter, first element) of each segment that each owner receives, in order."""
+    ranks = range(partition.world_size)
+    return [[(part.parameter, part.begin) for part in partition.owned_by(rank)] for rank in ranks]
+
+
+Count = Callable[[int, torch.dtype], None]
+
+
+class _DeferredReductions:
+    """Pending reductions, and a replacement for DeepSpeed's `reduce_ipg_grads` that finishes them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.pending: list[Pending] = []
+        self._optimizer = optimizer
+        self._parameters = {name: parameter for parameter, name in optimizer.param_names.items()}
+        self._original = optimizer.reduce_ipg_grads
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Call DeepSpeed's `reduce_ipg_grads`; in the call for all dtypes, then finish the pending reductions."""
+        self._original(comm_dtype=comm_dtype)
+        if comm_dtype is None:
+            for pending in self.taken():
+                self._land(pending)
+
+    def taken(self) -> list[Pending]:
+        """Return the pending reductions and forget them; the caller must finish them."""
+        pending, self.pending = self.pending, []
+        return pending
+
+    def _land(self, pending: Pending) -> None:
+        """Finish a reduction, and write the means over this rank's local gradients.
+
+        DeepSpeed has already moved the unreduced gradients of this rank's parameters out of the bucket.
+        """
+        if not pending.own:
+            pending.finish(torch.zeros(0))
+            return
+        places = [self._gradient(segment) for segment in pending.own]
+        sums = pending.finish(torch.cat(places).to(torch.float32))
+        for place, part in zip(places, torch.split(sums, [place.numel() for place in places]), strict=True):
+            place.copy_(part)
+
+    def _gradient(self, segment: Segment) -> Tensor:
+        gradient: Tensor = self._optimizer.get_gradient_for_reduction(self._parameters[segment.parameter])
+        return gradient.view(-1)[segment.begin : segment.begin + segment.numel]
+
+
+def _count_only(optimizer: Any, session: Session) -> None:
+    """Count bytes in the all-reduce in which both flat and separate gradients end."""
+    count = partial(_count, session, optimizer.dp_process_group.size())
+    if optimizer.contiguous_gradients:
+        session.patches.wrap(optimizer, "average_tensor", partial(_average_tensor, count))
+    else:
+        session.patches.wrap(optimizer, "allreduce_bucket", partial(_allreduce_bucket, count))
+
+
+def _count(session: Session, ranks: int, numel: int, dtype: torch.dtype) -> None:
+    session.meter.bytes_uncompressed += ring_all_reduce(numel * dtype.itemsize, ranks)
+    session.meter.bytes_sent = session.meter.bytes_uncompressed
+
+
+def _average_tensor(count: Count, average: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+    count(tensor.numel(), communication_data_type)
+    average(tensor, communication_data_type)
+
+
+def _allreduce_bucket(
+    count: Count, allreduce: Any, bucket: list[Tensor], communication_data_type: torch.dtype, **options: Any
+) -> Any:
+    count(sum(tensor.numel() for tensor in bucket), communication_data_type)
+    return allreduce(bucket, communication_data_type, **options)
+
+
+def _partition(optimizer: Any, ranks: int, keys: tuple[Key, ...]) -> Partition:
+    """Return the owner of each slice of a bucket, from DeepSpeed's tables (`initialize_gradient_partition`)."""
+    parts = []
+    for group, index, parameter_id in keys:
+        parameter = optimizer.bit16_groups[group][index]
+        starts = optimizer.grad_start_offset[group]
+        owners = sorted(optimizer.param_to_partition_ids[group][parameter_id], key=lambda p: starts[p][parameter_id])
+        begins = [starts[owner][parameter_id] for owner in owners]
+        ends = [*begins[1:], parameter.numel()]
+        sizes = [(owner, end - begin) for owner, begin, end in zip(owners, begins, ends, strict=True)]
+        parts.append((optimizer.param_names[parameter], sizes))
+    return partition_by_sizes(parts, ranks)
+
+
+def _weight_bytes(optimizer: Any) -> int:
+    """Return the bytes that this rank sends in `step` to gather the updated 16- or 32-bit weights."""
+    ranks = optimizer.dp_process_group.size()
+    return sum(ring_all_gather(flat.nbytes, ranks) for flat in optimizer.bit16_groups_flat)

@@ -1,0 +1,226 @@
+"""Gradient reduction of ZeRO 3: `DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads` and its contiguous counterpart.
+
+DeepSpeed reduce-scatters every parameter of a bucket separately. Rank r owns the r-th of equal shares; the last share
+is padded with zeros. We send all shares of an owner in one message.
+
+On GPU, DeepSpeed's streams overlap this with backward. On CPU, the backend's own threads send messages. There the
+method only sends the bucket. Results are awaited and handed to DeepSpeed after the backward pass has closed the last
+bucket, in `independent_gradient_partition_epilogue`; nothing reads the gradients before that.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.backends.deepspeed.groups import reduction_group
+from deepspeed_compress.collectives.buckets import Partition, partition_by_sizes
+from deepspeed_compress.collectives.reducer import Pending
+from deepspeed_compress.compression.segments import Segment, gather, scatter
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.interrupted import discard
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
+
+__all__ = ["attach_zero_3"]
+
+_PREFIX = "_DeepSpeedZeroOptimizer_Stage3__"
+
+
+def attach_zero_3(engine: Any, session: Session) -> Callable[[], int]:
+    """Replace the reduction of gradient buckets on this optimizer; for method "none", only count its bytes.
+
+    Returns:
+        A function that returns the bytes for weights that remain to be counted after an optimizer step. It always
+        returns 0, because each gather is counted when it happens.
+    """
+    optimizer, patches = engine.optimizer, session.patches
+    buckets, none = _Buckets(engine, session), session.config.gradients.method == "none"
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_grads", buckets.count if none else buckets.reduce)
+    contiguous = buckets.count_contiguous if none else buckets.reduce_contiguous
+    patches.wrap(optimizer, _PREFIX + "avg_scatter_contiguous_grads", contiguous)
+    if not none:
+        patches.wrap(optimizer, "independent_gradient_partition_epilogue", buckets.finish)
+        if buckets.defers and optimizer.reduce_scatter:
+            # A bucket is copied once anyway, into the order of its message.
+            patches.replace(optimizer, "contiguous_gradients", False)
+        if "reduce_bucket_size" not in engine.config.get("zero_optimization", {}):
+            # DeepSpeed's default of 500 million elements would send most models in one bucket, after backward.
+            trained = sum(parameter.ds_numel for group in optimizer.fp16_groups for parameter in group)
+            patches.replace(optimizer, "reduce_bucket_size", bucket_size(trained))
+    _count_weights(optimizer, session)
+    return lambda: 0  # counted already, gather by gather
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Pending reduction of one bucket.
+
+    Attributes:
+        parameters: the parameters of the bucket, in order.
+        pending: the reduction.
+        local: this rank's own gradients in the segments that it owns; flat fp32.
+    """
+
+    parameters: Sequence[Any]
+    dtype: torch.dtype
+    """Dtype of the gradients in the bucket, to which the mean is rounded."""
+    pending: Pending
+    local: Tensor
+
+
+class _Buckets:
+    """Reduction, or counting, of the buckets that DeepSpeed fills: lists of parameters with gradients."""
+
+    def __init__(self, engine: Any, session: Session) -> None:
+        self._optimizer = engine.optimizer
+        self._session = session
+        self._deferred: list[_Reduction] = []
+        # On other devices only the reduction stream waits, not the host or backward.
+        self.defers = get_accelerator().is_synchronized_device()
+        self._group = reduction_group(engine)
+        # gloo implements reduce-scatter as an all-reduce of the whole tensor.
+        self._all_reduces = dist.get_backend(self._group) == "gloo"
+        session.on_interruption(self._discard)
+
+    def _discard(self) -> None:
+        """Discard the buckets of a failed backward pass. Collective."""
+        deferred, self._deferred = self._deferred, []
+        discard([reduction.pending for reduction in deferred], self._group)
+        self._session.forget_step()
+
+    def reduce(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> list[Tensor]:
+        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_grads`, and return this rank's shares."""
+        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
+        return self._reduced_shares(params_to_reduce, communication_data_type, 1.0 / self._group.size())
+
+    def reduce_contiguous(
+        self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """Reduce a bucket in place of DeepSpeed's `__avg_scatter_contiguous_grads`, and return this rank's shares."""
+        parameters = self._optimizer.ipg_buckets[communication_data_type].params
+        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
+        # Of DeepSpeed's two paths, only this one takes sequence parallelism into account.
+        scale = self._optimizer.sequence_parallel_size / self._group.size()
+        return self._reduced_shares(parameters, communication_data_type, scale)
+
+    def count(self, original: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype) -> Any:
+        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_grads`."""
+        self._count_uncompressed(params_to_reduce, communication_data_type, contiguous=False)
+        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        return original(params_to_reduce, communication_data_type)
+
+    def count_contiguous(self, original: Any, buffer_to_reduce: Tensor, communication_data_type: torch.dtype) -> Any:
+        """Count the bytes of a bucket, and call DeepSpeed's `__avg_scatter_contiguous_grads`."""
+        parameters = self._optimizer.ipg_buckets[communication_data_type].params
+        self._count_uncompressed(parameters, communication_data_type, contiguous=True)
+        self._session.meter.bytes_sent = self._session.meter.bytes_uncompressed
+        return original(buffer_to_reduce, communication_data_type)
+
+    def _count_uncompressed(self, parameters: Sequence[Any], dtype: torch.dtype, contiguous: bool) -> None:
+        size = sum(parameter.ds_numel for parameter in parameters) * dtype.itemsize
+        # Without `reduce_scatter`, DeepSpeed all-reduces the contiguous bucket.
+        ring = ring_all_reduce if contiguous or self._all_reduces else ring_reduce_scatter
+        self._session.meter.bytes_uncompressed += ring(size, self._group.size())
+
+    def _reduced_shares(self, parameters: Sequence[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
+        """Return this rank's share of the mean gradient of each parameter, padded to its partition.
+
+        Returns:
+            Flat tensors [parameter.partition_numel()] of `gradient_accumulation_dtype`. An empty list if the reduction
+            is deferred; `finish` then hands the shares to DeepSpeed.
+        """
+        bucket = torch.cat([parameter.grad.reshape(-1).to(dtype) for parameter in parameters])
+        pending = self._session.start(bucket, _partition(self._optimizer, parameters, self._group.size()), scale)
+        reduction = _Reduction(tuple(parameters), dtype, pending, gather(bucket, pending.own))
+        if not self.defers:
+            return self._shares(reduction)
+        self._deferred.append(reduction)
+        for parameter in parameters:
+            # DeepSpeed also frees the gradient once it has the share; the bucket has been read.
+            parameter.grad = None
+        return []
+
+    @torch.no_grad()
+    def finish(self, original: Any) -> None:
+        """Call DeepSpeed's `independent_gradient_partition_epilogue`, then hand over the deferred shares.
+
+        The original closes the last bucket. The shares are handed over in the order of the buckets, within the same
+        backward pass, so DeepSpeed accumulates, copies to the host and computes norms in the same order as without this
+        package.
+        """
+        original()
+        deferred, self._deferred = self._deferred, []
+        for reduction in deferred:
+            self._optimizer.partition_grads(reduction.parameters, self._shares(reduction))
+
+    def _shares(self, reduction: _Reduction) -> list[Tensor]:
+        """Wait for a bucket, and return this rank's shares; see `_reduced_shares`."""
+        sizes = [parameter.partition_numel() for parameter in reduction.parameters]
+        flat = reduction.local.new_zeros(sum(sizes), dtype=self._optimizer.gradient_accumulation_dtype)
+        means = reduction.pending.finish(reduction.local).to(reduction.dtype)
+        scatter(means, list(self._places(reduction, sizes)), flat)
+        return list(torch.split(flat, sizes))
+
+    def _places(self, reduction: _Reduction, sizes: Sequence[int]) -> Iterator[Segment]:
+        """Yield this rank's segments of a bucket at their offsets in the concatenated, padded shares."""
+        names, ranks, rank = self._optimizer.param_names, self._group.size(), self._group.rank()
+        # A segment's `begin` is relative to the whole parameter, but the share begins at rank * share size.
+        begins = {
+            names[parameter]: place - rank * math.ceil(parameter.ds_numel / ranks)
+            for parameter, place in zip(reduction.parameters, accumulate(sizes, initial=0), strict=False)
+        }
+        for segment in reduction.pending.own:
+            yield replace(segment, offset=begins[segment.parameter] + segment.begin)
+
+
+def _partition(optimizer: Any, parameters: Sequence[Any], ranks: int) -> Partition:
+    return partition_by_sizes(
+        [(optimizer.param_names[parameter], _owners(parameter.ds_numel, ranks)) for parameter in parameters], ranks
+    )
+
+
+def _owners(numel: int, ranks: int) -> list[tuple[int, int]]:
+    """Return (owner, numel) of each share of a parameter."""
+    share = math.ceil(numel / ranks)
+    return [(rank, max(0, min(share, numel - rank * share))) for rank in range(ranks)]
+
+
+def _count_weights(optimizer: Any, session: Session) -> None:
+    """Count the bytes that this rank sends for weights, at each parameter's gather functions.
+
+    The number of gathers per step cannot be known in advance. DeepSpeed keeps weights that are needed again soon,
+    depending on the order of layers and on `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
+    `stage3_param_persistence_threshold`. A small model is gathered once per step, a large one in forward and backward.
+    """
+    for parameter in optimizer.module.parameters():
+        for name in ("all_gather", "all_gather_coalesced"):
+            session.patches.wrap(parameter, name, partial(_counted, [parameter], session.meter))
+
+
+def _counted(
+    own: list[Any], meter: Meter, gather: Any, param_list: Iterable[Any] | None = None, *args: Any, **options: Any
+) -> Any:
+    parameters = own if param_list is None else list(param_list)
+    meter.bytes_weights += sum(_gather_bytes(parameter) for parameter in parameters)
+    return gather(parameters, *args, **options)
+
+
+def _gather_bytes(parameter: Any) -> int:
+    """Return the bytes that this rank sends to gather `parameter` around a ring.
+
+    Zero if the parameter is available or already being gathered.
+    """
+    if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+        return 0
+    size = parameter.ds_tensor.ds_numel * get_allgather_dtype(parameter, parameter.ds_tensor).itemsize
+    return int(size * (parameter.ds_process_group.size() - 1))

@@ -1,0 +1,102 @@
+"""Groups of ranks that reduce together: the data-parallel group, and its parts within and across nodes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.reduction import Groups
+from deepspeed_compress.compression.state import Position
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
+
+__all__ = [
+    "downward_group",
+    "find_position",
+    "made_group",
+    "make_groups",
+    "partition_groups",
+    "reduction_group",
+]
+
+
+def reduction_group(engine: Any) -> ProcessGroup:
+    """Return the group of ranks over which the gradients of `engine` are averaged.
+
+    Under ZeRO 3, a parameter may be divided over other ranks than the engine's data-parallel group:
+    `deepspeed.zero.Init` may have done so before tensor parallelism was known, or over the ranks of a sequence-parallel
+    group too. All trained parameters must share one group; `limits` refuses other engines.
+    """
+    return next(iter(partition_groups(engine)), engine.seq_data_parallel_group)
+
+
+def partition_groups(engine: Any) -> list[ProcessGroup]:
+    """Return the groups over which ZeRO 3 divides trained parameters, in order of parameters; empty otherwise."""
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return []
+    trained = (parameter for group in engine.optimizer.fp16_groups for parameter in group)
+    return list(dict.fromkeys(parameter.ds_process_group for parameter in trained))
+
+
+def _all_groups(engine: Any) -> list[tuple[int, ...]]:
+    """Return the global ranks of every data-parallel group, the same list on all ranks. Collective."""
+    mine = tuple(dist.get_process_group_ranks(reduction_group(engine)))
+    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return sorted(set(found))
+
+
+def find_position(engine: Any, config: CompressConfig, island: Sequence[int] | None = None) -> Position:
+    """Return the position of this rank among all data-parallel groups, which names its files. Collective.
+
+    Args:
+        engine: the engine.
+        config: the section.
+        island: the global ranks of this rank's island. If given, only groups of this island count, because each island
+            has its own files.
+    """
+    groups, rank = _all_groups(engine), dist.get_rank()
+    if island is not None:
+        groups = [group for group in groups if group[0] in island]
+    number, mine = next((number, group) for number, group in enumerate(groups) if rank in group)
+    on_node = ranks_per_node(config)
+    nodes = split_by_node(mine, on_node, dist.get_world_size()) if on_node else [(rank,)]
+    return Position(mine.index(rank), len(mine), number, len(groups), node_size=len(nodes[0]))
+
+
+def make_groups(engine: Any, config: CompressConfig) -> Groups:
+    """Return the reduction group of `engine`, divided by nodes if `config` has a hierarchy. Collective.
+
+    Raises:
+        ConfigError: the division is impossible or has no effect.
+    """
+    whole = reduction_group(engine)
+    on_node = ranks_per_node(config)
+    everyone = _all_groups(engine)
+    if on_node is None:
+        return Groups(whole, downward=downward_group(everyone))
+    divided = [split_by_node(group, on_node, dist.get_world_size()) for group in everyone]
+    node = made_group([node for nodes in divided for node in nodes])
+    places = [place for nodes in divided for place in zip(*nodes, strict=True)]
+    return Groups(whole, node, made_group(places), downward_group(places))
+
+
+def made_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup:
+    """Make all `groups`, and return the one that contains this rank. All ranks must call this with the same list."""
+    made: dict[tuple[int, ...], ProcessGroup] = {ranks: dist.new_group(ranks) for ranks in groups}
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+
+
+def downward_group(groups: Sequence[tuple[int, ...]]) -> ProcessGroup | None:
+    """Return a second group of the same ranks, for messages to lower ranks; None if it is not needed.
+
+    It is needed if the backend sends point to point, on gloo; see `start_exchange`. Collective.
+    """
+    if dist.get_backend() != "gloo" or len(groups[0]) == 1:
+        return None
+    made = made_group(groups)
+    # No rank may continue, and perhaps exit, while others still connect.
+    dist.barrier()
+    return made

@@ -1,0 +1,170 @@
+"""Replacement for `deepspeed.initialize`, for one engine or for all. It prepares engines for `attach`."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import deepspeed
+
+from deepspeed_compress.backends.deepspeed import division, seams
+from deepspeed_compress.backends.deepspeed.announce import warn_of_uncompressed
+from deepspeed_compress.backends.deepspeed.attach import attach_section
+from deepspeed_compress.backends.deepspeed.builds import warn_of_abandoned_locks
+from deepspeed_compress.backends.deepspeed.division import (
+    IslandUnit,
+    check_undivided,
+    divide_call,
+    make_divided,
+    make_unit,
+)
+from deepspeed_compress.backends.deepspeed.limits import has_optimizer
+from deepspeed_compress.backends.deepspeed.ownership import dealing
+from deepspeed_compress.backends.deepspeed.restarts import go_on
+from deepspeed_compress.checkpointing.deepspeed.ownership_files import keep_file_order
+from deepspeed_compress.config import (
+    SECTION,
+    CompressConfig,
+    Parallelism,
+    expand,
+    parse_section,
+    read_ds_config,
+    tensor_size,
+)
+from deepspeed_compress.errors import CompressError, ConfigError
+from deepspeed_compress.local_sgd.deepspeed.elastic import prepare_call
+
+__all__ = ["initialize", "initialize_if_asked"]
+
+
+def initialize(*args: Any, **options: Any) -> Any:
+    """Call `deepspeed.initialize`, and apply the `deepspeed_compress` section of the configuration to the engine.
+
+    Args:
+        *args: positional arguments of `deepspeed.initialize`.
+        **options: keyword arguments of `deepspeed.initialize`. The configuration, a path or a dict, is `config` or
+            `args.deepspeed_config`.
+
+    Returns:
+        The result of `deepspeed.initialize` (engine, optimizer, dataloader, lr_scheduler), with the engine attached.
+
+    Raises:
+        ConfigError: there is no configuration, or its section is missing or invalid.
+        UnsupportedError: see `attach`.
+        SeamError: see `attach`.
+
+    Examples:
+        >>> engine, optimizer, loader, scheduler = deepspeed_compress.initialize(
+        ...     model=model, model_parameters=model.parameters(), config="ds_config.json"
+        ... )
+    """
+    original = getattr(deepspeed.initialize, "_compress_original", deepspeed.initialize)
+    call = _bind(original, args, options)
+    source = _configuration(call)
+    if source is None:
+        raise ConfigError("no configuration given: pass config=PATH_OR_DICT, or args with --deepspeed_config FILE")
+    return _initialize(original, call, read_ds_config(source))
+
+
+def _bind(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, however they were passed."""
+    return dict(inspect.signature(original).bind(*args, **options).arguments)
+
+
+def _configuration(call: Mapping[str, Any]) -> Any:
+    """Return the configuration passed to a call of `deepspeed.initialize`, in whichever argument; None without one."""
+    places = (call.get("config"), call.get("config_params"), getattr(call.get("args"), "deepspeed_config", None))
+    return next((given for given in places if given is not None), None)
+
+
+def _initialize(
+    original: Callable[..., Any],
+    call: dict[str, Any],
+    ds_config: dict[str, Any],
+    wanted: Callable[[Any], bool] = lambda engine: True,
+) -> Any:
+    """Make the engine with the expanded configuration, and attach to it if `wanted` returns True for it.
+
+    If this raises, later engines of this process are made as if it had not been tried.
+    """
+    with division.groups_restored_on_failure():
+        return _made_and_attached(original, call, ds_config, wanted)
+
+
+def _made_and_attached(
+    original: Callable[..., Any], call: dict[str, Any], ds_config: dict[str, Any], wanted: Callable[[Any], bool]
+) -> Any:
+    config = parse_section(ds_config)
+    call = {**call, "config": expand(ds_config, config)}
+    call.pop("config_params", None)
+    if getattr(call.get("args"), "deepspeed_config", None) is not None:
+        call["args"] = copy.copy(call["args"])
+        call["args"].deepspeed_config = None
+    warn_of_abandoned_locks()
+    training_data = call.get("training_data")
+    unit, call = _divided(config, call)
+    balanced = config.ownership == "balanced"
+    if balanced:
+        seams.check_version(deepspeed.__version__)
+        seams.check_seams(seams.OWNERSHIP, deepspeed.__version__)
+    with dealing(balanced) as given:
+        result = original(**call) if unit is None else make_divided(original, call, unit)
+    with _destroyed_on_failure(result[0]):
+        keep_file_order(result[0], given)
+        if wanted(result[0]):
+            attach_section(result[0], config, unit)
+            go_on(result[0], result[0].compression)
+        return result if config.islands is None else _with_data(result, training_data)
+
+
+@contextmanager
+def _destroyed_on_failure(engine: Any) -> Iterator[None]:
+    """Detach from `engine` and destroy it if the block raises, because the caller never receives it.
+
+    This removes its hooks from the user's model, and its division into islands from DeepSpeed.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(CompressError):
+            if "compression" in vars(engine):
+                engine.compression.patches.undo()
+        engine.destroy()
+        raise
+
+
+def _divided(config: CompressConfig, call: dict[str, Any]) -> tuple[IslandUnit | None, dict[str, Any]]:
+    """Return this rank's island, if the job is divided into islands, and the call that makes its engine."""
+    if config.islands is None or config.islands.elastic is not None:
+        check_undivided()
+        return None, call if config.islands is None else prepare_call(call)
+    seams.check_version(deepspeed.__version__)
+    seams.check_seams(division.SEAMS, deepspeed.__version__)
+    unit = make_unit(config.islands, tensor_size(call["config"], config.parallelism or Parallelism()))
+    return unit, divide_call(unit, call, call["config"])
+
+
+def _with_data(result: Any, training_data: Any) -> Any:
+    """Return `result` of `deepspeed.initialize` with a data loader that divides the data over all islands."""
+    engine, optimizer, loader, scheduler = result
+    if training_data is not None:
+        loader = engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, optimizer, loader, scheduler
+
+
+def initialize_if_asked(original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call `original`, DeepSpeed's own `initialize`, and attach to the engine if its configuration has the section.
+
+    Configurations without the section are passed to DeepSpeed unchanged, with a warning if the engine has gradients to
+    reduce. Engines without an optimizer (evaluation, reference models) are left unchanged, because they have no
+    gradients.
+    """
+    call = _bind(original, args, options)
+    source = _configuration(call)
+    ds_config = {} if source is None else read_ds_config(source)
+    if SECTION in ds_config:
+        return _initialize(original, call, ds_config, wanted=has_optimizer)
+    result = original(*args, **options)
+    warn_of_uncompressed(result[0], ds_config)
+    return result

@@ -1,0 +1,216 @@
+"""Engine kinds, and checks that refuse, with the reason, an engine that cannot be compressed correctly."""
+
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.groups import partition_groups
+from deepspeed_compress.compression.kernels import FASTEST
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.momentum import find_second_momentum
+
+__all__ = [
+    "compresses",
+    "engine_kind",
+    "find_limits",
+    "has_optimizer",
+    "refuse_unsupported",
+    "shared_parameters",
+    "tensor_size",
+]
+
+
+def engine_kind(engine: Any) -> str:
+    """Return the seam of `engine`: "zero_3", "zero_12", or "zero_0" for every optimizer that all-reduces gradients."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return "zero_3"
+    return "zero_12" if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else "zero_0"
+
+
+def refuse_unsupported(engine: Any, config: CompressConfig) -> None:
+    """Check that the section can work correctly with `engine`.
+
+    A section that neither compresses nor divides anything changes nothing, so it works with every engine.
+
+    Raises:
+        UnsupportedError: the section cannot; names every reason.
+    """
+    problems = [*_mismatches(engine, config), *_shared_layers(engine, config), *_momentum(engine, config)]
+    if compresses(config):
+        problems += find_limits(engine)
+    elif config.islands is not None:
+        problems += _found(_LIMITS, engine)
+    if problems:
+        raise UnsupportedError(
+            "this engine cannot be compressed:\n" + "\n".join(f"- {problem}" for problem in problems)
+        )
+
+
+def find_limits(engine: Any) -> list[str]:
+    """Return the reasons why the traffic of `engine` can be neither compressed nor counted; empty if it can."""
+    return _found((*_LIMITS, *_LIMITS_OF_GRADIENTS), engine)
+
+
+def _found(limits: "_Limits", engine: Any) -> list[str]:
+    return [problem for applies, problem in limits if applies(engine)]
+
+
+def compresses(config: CompressConfig) -> bool:
+    """Return True if gradients or weights are compressed at all."""
+    return config.gradients.method != "none" or config.weights.method != "none"
+
+
+def shared_parameters(engine: Any) -> list[str]:
+    """Return the names of parameters that must not be compressed because other data-parallel groups hold copies.
+
+    Each group reduces its own copy. If the groups compressed them, in different buckets, the copies would drift apart.
+    These are weights tied between pipeline stages and, under AutoTP, everything that it does not split.
+    """
+    shared = _tied(engine) | _replicated(engine)
+    return [name for parameter, name in engine.param_names.items() if id(parameter) in shared]
+
+
+def _tied(engine: Any) -> set[int]:
+    if not isinstance(engine, PipelineEngine):
+        return set()
+    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+
+
+def _replicated(engine: Any) -> set[int]:
+    if tensor_size(engine) == 1:
+        return set()
+    return {id(parameter) for parameter in engine.module.parameters() if not is_model_parallel_parameter(parameter)}
+
+
+def tensor_size(engine: Any) -> int:
+    """Return the number of ranks that share a layer, through AutoTP or a pipeline's topology."""
+    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
+    islands = engine.mpu.islands if isinstance(engine.mpu, IslandUnit) else 1
+    return int(dist.get_world_size() // (stages * islands * engine.seq_data_parallel_group.size()))
+
+
+def _subclassed(engine: Any) -> bool:
+    known = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    return isinstance(engine.optimizer, known) and type(engine.optimizer) not in known
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Return True if the engine has an optimizer with parameter groups, so that there are gradients to reduce."""
+    return engine.optimizer is not None and bool(getattr(engine.optimizer, "param_groups", None))
+
+
+def _divides_for_muon(engine: Any) -> bool:
+    """Return True if Muon would have to step parts of matrices. Without ZeRO, every rank has whole gradients."""
+    muon = any(getattr(parameter, "use_muon", False) for parameter in engine.module.parameters())
+    return muon and int(engine.zero_optimization_stage()) > 0
+
+
+def _own_quantization(engine: Any) -> bool:
+    zero = engine._config.zero_config
+    return bool(zero.zero_quantized_gradients) or zero.zero_hpz_partition_size > 1
+
+
+def _device_type(engine: Any) -> str:
+    return torch.device(engine.device).type
+
+
+_Limits = tuple[tuple[Callable[[Any], bool], str], ...]
+_LIMITS_OF_GRADIENTS: _Limits = (
+    (
+        _divides_for_muon,
+        "the Muon optimizer needs whole gradient matrices on several ranks, which ZeRO's owners do not have; use stage "
+        '0, Adam or SGD, or islands with "gradients": {"method": "none"}',
+    ),
+)
+"""Limits that do not apply to islands that leave gradients to DeepSpeed."""
+_LIMITS: _Limits = (
+    (
+        lambda engine: not has_optimizer(engine),
+        'it has no optimizer: there are no gradients to reduce; add "optimizer" or pass one',
+    ),
+    (
+        lambda engine: engine.has_moe_layers,
+        "it has mixture-of-experts layers, whose gradients are averaged over expert groups: not available in this "
+        "version; remove the section deepspeed_compress for this model",
+    ),
+    (
+        _subclassed,
+        "ZenFlow and SuperOffload reduce gradients on paths of their own; remove zero_optimization.zenflow or "
+        "offload_optimizer.super_offload",
+    ),
+    (
+        lambda engine: _device_type(engine) not in FASTEST,
+        f"it is on a device without kernels; available: {', '.join(FASTEST)}",
+    ),
+    (
+        lambda engine: engine.torch_autocast_z0_gradscaler is not None,
+        "torch_autocast in fp16 without ZeRO scales the loss where DeepSpeed cannot see it; use ZeRO 1 to 3, or "
+        'torch_autocast with "dtype": "bfloat16"',
+    ),
+    (
+        lambda engine: engine.is_deepcompile_active() or engine._config.compile_config.deepcompile,
+        "DeepCompile reduces gradients inside the compiled graph; set compile.deepcompile to false",
+    ),
+    (
+        lambda engine: len(partition_groups(engine)) > 1,
+        "ZeRO 3 divides its parameters over several groups of ranks; make all of them in one deepspeed.zero.Init",
+    ),
+    (
+        _own_quantization,
+        "ZeRO++ reduces over other groups; remove zero_optimization.zero_quantized_gradients and "
+        "zero_hpz_partition_size (this package compresses instead)",
+    ),
+)
+
+
+def _mismatches(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield the differences between the section's `parallelism` and an engine that was made elsewhere."""
+    asked = config.parallelism
+    if asked is None:
+        return
+    stage = int(engine.zero_optimization_stage())
+    if asked.zero_stage is not None and asked.zero_stage != stage:
+        yield (
+            f"/deepspeed_compress/parallelism/zero_stage is {asked.zero_stage}, but the engine was made with ZeRO "
+            f"stage {stage}; use deepspeed_compress.initialize, or write {asked.zero_stage} as zero_optimization.stage"
+        )
+    stages = engine.module.num_stages if isinstance(engine, PipelineEngine) else 1
+    for key, wanted, found in (("pipeline", asked.pipeline, stages), ("tensor", asked.tensor, tensor_size(engine))):
+        if wanted != found and key in asked.model_fields_set:
+            yield (
+                f"/deepspeed_compress/parallelism/{key} is {wanted}, but the engine was made with {found}; "
+                f"{_HOW_TO_GET[key]}, or write {found}"
+            )
+
+
+def _shared_layers(engine: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield a problem if elastic islands are used with ranks that share layers.
+
+    The configuration file does not show this if `tp_model_init` was called.
+    """
+    if config.islands is not None and config.islands.elastic is not None and tensor_size(engine) > 1:
+        yield (
+            f"{tensor_size(engine)} ranks share each layer, and anchors of /deepspeed_compress/islands/elastic have "
+            'whole layers (allowed with elastic: 1); train without tp_model_init, or write "size" in place of "elastic"'
+        )
+
+
+def _momentum(engine: Any, config: CompressConfig) -> Iterator[str]:
+    return find_second_momentum(engine.optimizer.param_groups, config) if has_optimizer(engine) else iter(())
+
+
+_HOW_TO_GET = MappingProxyType(
+    {
+        "pipeline": "pass a PipelineModule with that many stages",
+        "tensor": "use deepspeed_compress.initialize",
+    }
+)

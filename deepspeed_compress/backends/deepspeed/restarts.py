@@ -1,0 +1,105 @@
+"""Duties of ranks that an agent has started: they give signs of life, and continue from the newest checkpoint."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.checkpointing.completeness import LATEST
+from deepspeed_compress.checkpointing.deepspeed.universal import universal_if_newest
+from deepspeed_compress.errors import CompressWarning, ConfigError
+from deepspeed_compress.launcher.heartbeat import AGENT, RESUME, Signs, read_sign
+from deepspeed_compress.session.beside import Saving
+from deepspeed_compress.session.session import Session
+
+__all__ = ["give_signs", "go_on"]
+
+
+def give_signs(engine: Any, session: Session) -> None:
+    """Give signs of life after each optimizer step and before each forward pass, if an agent has started this rank.
+
+    From now on this rank saves on SIGTERM, and the agent is told so. Otherwise it would wait for a rank that waits for
+    a lost one.
+    """
+    directory = os.environ.get(AGENT)
+    signs = None if directory is None else Signs(Path(directory), engine.global_rank)
+    if session.saving is not None:
+        session.saving.listen(_tell_nobody if signs is None else signs.saves)
+    if signs is None:
+        return
+    session.patches.on_undo(signs.close)
+    session.patches.wrap(engine, "_take_model_step", partial(_step, engine, signs))
+    handle = engine.module.register_forward_pre_hook(lambda module, inputs: signs.give())
+    session.patches.on_undo(handle.remove)
+
+
+def _tell_nobody(saves: bool) -> None:
+    """Do nothing, because no agent has started this rank."""
+
+
+def _step(engine: Any, signs: Signs, take: Callable[..., Any], *args: Any, **options: Any) -> None:
+    signs.give()
+    take(*args, **options)
+    signs.stepped(int(engine.global_steps))
+
+
+def go_on(engine: Any, session: Session) -> None:
+    """Load the newest checkpoint into an engine that was just made, if asked for. Collective.
+
+    With `checkpoint.load_universal` that is a universal one until the run has saved newer ones.
+
+    Raises ConfigError where the directory has checkpoints of others, and StateError where none is whole.
+    """
+    settings = session.config.checkpointing
+    again, started = os.environ.get(RESUME) == "1", AGENT in os.environ
+    if settings is None or session.saving is None or settings.directory is None:
+        if again and started and (settings is None or settings.resume is None) and engine.global_rank == 0:
+            text = (
+                "/deepspeed_compress/checkpointing: nothing is saved without being asked for, so this start begins at "
+                'step 0, unless the program loads what it has saved; write {"every": "10 min", "directory": ...}'
+            )
+            warnings.warn(text, CompressWarning, stacklevel=3)
+    elif settings.resume or (settings.resume is None and again):
+        path, client_state = _load_newest(engine, session.saving, settings.directory)
+        if path is not None and started and engine.global_rank == 0:
+            print(
+                _continuing(Path(path), Path(settings.directory), int(engine.global_steps)), file=sys.stderr, flush=True
+            )
+        session.resumed = None if path is None else client_state or {}
+    elif settings.resume is None and started:
+        _refuse_others(Path(settings.directory))
+
+
+def _load_newest(engine: Any, saving: Saving, directory: str) -> Any:
+    """Return what `load_checkpoint` returns."""
+    if not engine.load_universal_checkpoint():
+        return engine.load_checkpoint(directory)
+    with universal_if_newest(engine, Path(directory), saving.newest_step(directory)):
+        return engine.load_checkpoint(directory)
+
+
+def _continuing(path: Path, directory: Path, steps: int) -> str:
+    """Return the line that says from which checkpoint this start continues, and how many steps it repeats."""
+    ranks = Path(os.environ[AGENT]).parent.glob("*/rank_*")
+    made = (read_sign(file.parent, int(file.name.removeprefix("rank_"))) for file in ranks)
+    repeated = max(0, max((sign.steps for sign in made if sign is not None), default=0) - steps)
+    place = path.parent if path.is_file() else path
+    # In the memory of hosts there are only checkpoints of `every`, whose tags have one part.
+    tag = place.relative_to(directory).as_posix() if place.is_relative_to(directory) else place.name
+    return f"ds-compress: continuing from {tag} ({repeated} steps repeated)"
+
+
+def _refuse_others(directory: Path) -> None:
+    """Refuse a directory with checkpoints of another job: this job would continue from them after a restart."""
+    found = [(directory / LATEST).exists() if dist.get_rank() == 0 else False]
+    dist.broadcast_object_list(found, src=0)
+    if found[0]:
+        raise ConfigError(
+            f"/deepspeed_compress/checkpointing/directory: {directory} has checkpoints already, and this job would go "
+            'on from them when started again (allowed: a directory without, or "resume": true); write one of the two'
+        )

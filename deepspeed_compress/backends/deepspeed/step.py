@@ -1,0 +1,64 @@
+"""Seam of the optimizer step: `DeepSpeedEngine._take_model_step`, used by the plain and the pipeline engine."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_compress.backends.deepspeed.comms_log import log_traffic
+from deepspeed_compress.backends.deepspeed.norms import Norms, loss_scale
+from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_last
+from deepspeed_compress.session.remembered import FinishedStep
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Steps", "follow_steps"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Replacement for the optimizer step, which reports every outcome to the session and carries out its decisions.
+
+    Attributes:
+        engine: the engine.
+        session: the engine's session.
+        norms: receives the norm of the gradients; None if nothing needs it.
+        weight_bytes: returns the bytes that this rank sends for weights in one step.
+        ended: called after every step.
+    """
+
+    engine: Any
+    session: Session
+    norms: Norms | None
+    weight_bytes: Callable[[], int]
+    ended: Callable[[], None]
+
+    def take(self, original: Callable[[Any], None], lr_kwargs: Any) -> None:
+        """Run DeepSpeed's `_take_model_step`, and finish the step in the session.
+
+        DeepSpeed calls it only at accumulation boundaries, however they are decided. It counts a step that the loss
+        scaler discards in `skipped_steps`.
+        """
+        engine, session = self.engine, self.session
+        scale, skipped = loss_scale(engine), engine.skipped_steps
+        if session.saving is not None:
+            session.saving.before_step()
+        with self.norms.recording() if self.norms is not None else nullcontext():
+            original(lr_kwargs)
+        applied = engine.skipped_steps == skipped
+        session.meter.bytes_weights += self.weight_bytes() if applied else 0
+        if session.synchronises:
+            session.renew_weights()
+        norm = self.norms.newest if self.norms is not None else None
+        done = FinishedStep(engine.global_steps, engine.global_samples, applied, scale, loss_scale(engine), norm)
+        log_traffic(session, engine.device)
+        if session.finish(done):
+            load_last(engine)
+        session.meet(engine.global_steps)
+        if session.saving is not None:
+            session.saving.step_ended(engine.global_steps, applied)
+        self.ended()
+
+
+def follow_steps(steps: Steps) -> None:
+    """Have `steps` handle the optimizer steps of its engine from now on."""
+    steps.session.patches.wrap(steps.engine, "_take_model_step", steps.take)

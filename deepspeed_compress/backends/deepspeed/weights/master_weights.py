@@ -1,0 +1,244 @@
+"""Access to the fp32 master weights that a rank steps under each ZeRO stage, and their publication to other ranks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.seams import Seam
+from deepspeed_compress.backends.deepspeed.weights.zero_12 import flat_sizes
+from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.compression.segments import PADDING, Segment
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["SEAMS", "FlatMasters", "find_masters"]
+
+SEAMS = (
+    Seam("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", ("self",)),
+    Seam("deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params", ("self",)),
+    Seam(
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters",
+        ("args", "kwargs"),
+    ),
+)
+"""DeepSpeed functions used here. The ZeRO 3 one is wrapped for profiling, so only its presence can be checked."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of `numel` elements of a parameter, and their place in the tensor that the optimizer steps.
+
+    Attributes:
+        parameter: the name of the parameter.
+        begin: the first element, in the flattened parameter.
+        home: the tensor that the optimizer steps, of any floating dtype and device.
+        offset: the first element, in the flattened `home`.
+        numel: the number of elements.
+    """
+
+    parameter: str
+    begin: int
+    home: Tensor
+    offset: int
+    numel: int
+
+    @property
+    def values(self) -> Tensor:
+        """Return the elements as a flat view of `home`."""
+        return self.within(self.home)
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """Return a flat view of the same elements of `tensor`.
+
+        `tensor` has the layout of `home`, as optimizer states do.
+        """
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
+
+    def part(self, begin: int, end: int) -> "Stretch":
+        """Return the part that lies in elements `begin` to `end` (exclusive) of the parameter; perhaps empty."""
+        first, last = max(self.begin, begin), min(self.begin + self.numel, end)
+        return replace(self, begin=first, offset=self.offset + first - self.begin, numel=max(0, last - first))
+
+
+@dataclass(frozen=True)
+class FlatMasters:
+    """Master weights of this rank as one flat vector; see `Masters`.
+
+    Attributes:
+        stretches: the runs that this rank exchanges, without padding.
+        device: the device of the exchange.
+        publish: a function that sends the changed master weights to the other ranks' copies.
+        stepped: all runs that this rank steps. Without ZeRO, each rank steps all of them and exchanges only a part.
+    """
+
+    stretches: Sequence[Stretch]
+    device: torch.device
+    publish: Callable[[], None]
+    stepped: Sequence[Stretch]
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the segments of the flat vector, in order."""
+        found: list[Segment] = []
+        offset = 0
+        for one in self.stretches:
+            found.append(Segment(one.parameter, one.begin, one.numel, offset, 0))
+            offset += one.numel
+        return tuple(found)
+
+    @cached_property
+    def _of(self) -> dict[str, list[Stretch]]:
+        found: dict[str, list[Stretch]] = {}
+        for one in self.stretches:
+            found.setdefault(one.parameter, []).append(one)
+        return found
+
+    def _views(self, segments: Sequence[Segment]) -> Iterator[Tensor]:
+        for segment in segments:
+            homes = self._of[segment.parameter]
+            home = next(one for one in homes if 0 <= segment.begin - one.begin < one.numel)
+            yield home.values.narrow(0, segment.begin - home.begin, segment.numel)
+
+    def read(self, segments: Sequence[Segment]) -> Tensor:
+        """Return the elements of `segments` as one flat fp32 tensor on `device`."""
+        views = [view.to(self.device, torch.float32) for view in self._views(segments)]
+        return torch.cat(views) if views else torch.zeros(0, device=self.device)
+
+    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        """Write the flat tensor `values` into the elements of `segments`."""
+        parts = torch.split(values, [segment.numel for segment in segments])
+        for view, part in zip(self._views(segments), parts, strict=True):
+            view.copy_(part)
+
+
+def find_masters(engine: Any) -> FlatMasters:
+    """Return the master weights of `engine`.
+
+    Raises:
+        UnsupportedError: the optimizer's master weights are not known to this package.
+    """
+    for kind, make in _MAKERS.items():
+        if isinstance(engine.optimizer, kind):
+            return make(engine)
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return _without_zero(engine)
+    raise UnsupportedError(
+        f"/deepspeed_compress/islands does not know the masters of {type(engine.optimizer).__name__} (allowed: fp32 "
+        'without ZeRO, ZeRO 1 to 3); write "zero_optimization": {"stage": 1}'
+    )
+
+
+def _of_buffers(engine: Any, held: Sequence[Tensor], groups: Sequence[Any], masters: Sequence[Tensor]) -> FlatMasters:
+    """Return the master weights of ZeRO 1, ZeRO 2 or the bf16 optimizer.
+
+    Each flat buffer in `held` is divided evenly over its ranks, and `masters` are this rank's parts.
+    """
+    stretches: list[Stretch] = []
+    for buffer, parameters, master, group in zip(
+        held, groups, masters, engine.optimizer.real_dp_process_group, strict=True
+    ):
+        partition = even_partition(flat_sizes(buffer, parameters, engine.param_names), group.size())
+        own = partition.owned_by(group.rank())
+        first = own[0].offset if own else 0
+        stretches += [
+            Stretch(part.parameter, part.begin, master, part.offset - first, part.numel)
+            for part in own
+            if part.parameter != PADDING
+        ]
+    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_buffers, engine), stretches)
+
+
+def _publish_buffers(engine: Any) -> None:
+    """Update the weights on all ranks from the master weights.
+
+    Compressed weights have their own bookkeeping, in the session; otherwise DeepSpeed gathers.
+    """
+    session = vars(engine).get("compression")
+    if session is not None and session.exact is not None:
+        session.renew_weights()
+    else:
+        engine.optimizer.update_lp_params()
+
+
+def _zero_12(engine: Any) -> FlatMasters:
+    own = engine.optimizer
+    return _of_buffers(engine, own.bit16_groups_flat, own.bit16_groups, own.single_partition_of_fp32_groups)
+
+
+def _bf16(engine: Any) -> FlatMasters:
+    own = engine.optimizer
+    return _of_buffers(engine, own.bf16_groups_flat, own.bf16_groups, own.fp32_groups_flat_partition)
+
+
+def _zero_3(engine: Any) -> FlatMasters:
+    optimizer, stretches = engine.optimizer, []
+    if any(flat is None for flat in optimizer.fp16_partitioned_groups_flat):
+        raise UnsupportedError(
+            "/deepspeed_compress/islands: parameters on NVMe are not exchanged (allowed: on the device or in host "
+            'memory); write "offload_param": {"device": "cpu"}'
+        )
+    for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        offset = 0
+        for parameter in group:
+            size = parameter.partition_numel()
+            begin = size * parameter.ds_process_group.rank()
+            numel = max(0, min(size, parameter.ds_numel - begin))
+            if numel:
+                stretches.append(Stretch(engine.param_names[parameter], begin, master, offset, numel))
+            offset += size
+    return FlatMasters(stretches, torch.device(engine.device), partial(_publish_partitions, optimizer), stretches)
+
+
+def _publish_partitions(optimizer: Any) -> None:
+    """Update the ZeRO 3 partitions and the gathered persistent parameters, as DeepSpeed's `step` does."""
+    for number in range(len(optimizer.fp16_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    if optimizer.persistent_parameters:
+        # Gathering skips parameters that are available, so partition them first.
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _without_zero(engine: Any) -> FlatMasters:
+    """Return the master weights without ZeRO, which are the parameters themselves.
+
+    Every rank has all of them. Each rank exchanges a part and broadcasts it within the island.
+    """
+    group: ProcessGroup = engine.seq_data_parallel_group
+    whole = {
+        name: Stretch(name, 0, parameter, 0, parameter.numel())
+        for parameter, name in engine.param_names.items()
+        if parameter.requires_grad
+    }
+    partition = even_partition([(name, one.numel) for name, one in whole.items()], group.size())
+    stretches = [
+        whole[part.parameter].part(part.begin, part.begin + part.numel) for part in partition.owned_by(group.rank())
+    ]
+    publish = partial(_share_all, whole, partition, group)
+    return FlatMasters(stretches, torch.device(engine.device), publish, list(whole.values()))
+
+
+def _share_all(whole: Mapping[str, Stretch], partition: Any, group: ProcessGroup) -> None:
+    """Broadcast each part of `whole` from its owner to the other ranks of `group`."""
+    for owner in range(group.size() if group.size() > 1 else 0):
+        parts = partition.owned_by(owner)
+        views = [whole[part.parameter].values.narrow(0, part.begin, part.numel) for part in parts]
+        if views:
+            values = torch.cat(views)
+            dist.broadcast(values, dist.get_global_rank(group, owner), group=group)
+            for view, part in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
+                view.copy_(part)
+
+
+_MAKERS: Mapping[type, Callable[[Any], FlatMasters]] = MappingProxyType(
+    {DeepSpeedZeroOptimizer: _zero_12, DeepSpeedZeroOptimizer_Stage3: _zero_3, BF16_Optimizer: _bf16}
+)

@@ -1,0 +1,201 @@
+"""Overlap of the weight gather of ZeRO 1 and 2 with the next forward, on CPU.
+
+The optimizer's `step` sends the weights and returns. A module's own weights must arrive before it runs. All weights
+must arrive before anything else that can be intercepted reads or writes them: state dicts, checkpoints, exact weights,
+the next `step`, `offload_states`, `destroy`, `detach`. Waiting requires no action of other ranks, because everything
+awaited has already been sent.
+
+A module waits for its own weights and those of its submodules. A module that contains lists of modules waits only for
+its own, because models call those layer by layer. A weight may also be read without a call of the module that owns it:
+entries of `nn.ParameterList`, which is never called (PEFT adapters), or `F.linear(x, self.child.weight)`. While the
+model's forward runs, `_Reads` therefore inspects the arguments of every torch function, and waits for each weight that
+it finds. All weights are awaited when forward ends, or if a part of the model is called outside the model's forward.
+
+A program that reads a weight between `step` and forward, without calling a module first, cannot be detected. The
+overlap is therefore opt-in.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from deepspeed_compress.collectives.gather import DifferenceGather, PendingWeights
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.patches import Patches
+
+__all__ = ["ArrivingWeights"]
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_Needs = tuple[tuple[int, int], ...]
+"""(parameter group, last round) pairs that must have arrived."""
+
+
+class ArrivingWeights:
+    """Weights of one engine that are being gathered, from the end of a step until they are needed.
+
+    Args:
+        engine: the engine.
+        gathers: the gathers of the parameter groups, in order.
+        patches: removes the hooks when undone.
+
+    Raises:
+        UnsupportedError: waiting module by module would be unsound.
+    """
+
+    def __init__(self, engine: Any, gathers: Iterable[DifferenceGather], patches: Patches) -> None:
+        _check(engine)
+        self._module: nn.Module = engine.module
+        self._under_way: dict[int, PendingWeights] = {}
+        rounds = {
+            name: (group, last) for group, gather in enumerate(gathers) for name, last in gather.last_rounds().items()
+        }
+        self._reads = _Reads(_by_parameter(self._module, engine.param_names, rounds), self._wait)
+        self._forward_runs = False
+        for module in engine.module.modules():
+            needs = _needs(module, engine.param_names, rounds)
+            for handle in self._hooks(module, needs):
+                patches.on_undo(handle.remove)
+        # Registered after the hooks of the modules, so that `prepend` puts this one first.
+        ours = (
+            self._module.register_forward_pre_hook(_uncompiled(self._begin_forward), prepend=True),
+            self._module.register_forward_hook(_uncompiled(self._end_forward), always_call=True),
+        )
+        for handle in ours:
+            patches.on_undo(handle.remove)
+        for owner, name in (
+            (engine, "offload_states"),
+            (engine, "destroy"),
+            (engine.optimizer, "refresh_fp32_params"),
+        ):
+            patches.precede(owner, name, self.finish)
+        patches.on_undo(self.finish)
+
+    def begin(self, buffers: Iterable[tuple[int, DifferenceGather, Tensor, Tensor]]) -> None:
+        """Send the weights of each group: (group, gather, held weights, master weights).
+
+        Small groups go first. They hold biases and norms from the whole model, which would otherwise wait for all
+        matrices.
+        """
+        tag = 0
+        for group, gather, held, master in sorted(buffers, key=lambda one: (one[2].numel(), one[0])):
+            self._under_way[group] = gather.begin(held, master, tag)
+            tag += gather.rounds
+
+    def finish(self) -> None:
+        """Wait until all weights have arrived."""
+        for pending in self._under_way.values():
+            pending.finish()
+        self._under_way.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ArrivingWeights":
+        """Return this object, after giving the copied module all weights.
+
+        A module is copied together with its hooks. Parameters that were copied before the weights arrived are updated.
+        """
+        self.finish()
+        for parameter in self._module.parameters():
+            if id(parameter) in memo:
+                memo[id(parameter)].data.copy_(parameter.data)
+        return self
+
+    def _hooks(self, module: nn.Module, needs: _Needs) -> Iterator[Any]:
+        if needs:
+            yield module.register_forward_pre_hook(_uncompiled(partial(self._before_forward, needs)), prepend=True)
+        yield module.register_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+        yield module.register_load_state_dict_pre_hook(self._before_state)  # type: ignore[no-untyped-call]
+
+    def _before_forward(self, needs: _Needs, module: nn.Module, inputs: Any) -> None:
+        if self._under_way and not self._forward_runs:
+            self.finish()
+        self._wait(needs)
+
+    def _wait(self, needs: _Needs) -> None:
+        if self._under_way:
+            for group, last in needs:
+                self._under_way[group].wait_for(last)
+
+    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not self._under_way or self._forward_runs:
+            return
+        if any(map(_is_compiled, module.modules())):
+            # Reads in compiled code cannot be intercepted.
+            self.finish()
+            return
+        self._forward_runs = True
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._forward_runs:
+            self._forward_runs = False
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.finish()
+
+    def _before_state(self, *_: Any) -> None:
+        self.finish()
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return `hook` such that torch.compile does not trace it.
+
+    This imports the compiler of PyTorch, so it is called when an engine is attached, not when this module is imported.
+    """
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Reads(TorchFunctionMode):
+    """Torch function mode that calls `wait` for every parameter that a torch function is about to read.
+
+    `needs` maps the `id` of each parameter to what must have arrived.
+    """
+
+    def __init__(self, needs: Mapping[int, _Needs], wait: Callable[[_Needs], None]) -> None:
+        super().__init__()
+        self._needs, self._wait = needs, wait
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for argument in (*args, *(kwargs.values() if kwargs else ())):
+            for one in argument if isinstance(argument, list | tuple) else (argument,):
+                if id(one) in self._needs:
+                    self._wait(self._needs[id(one)])
+        return func(*args, **(kwargs or {}))
+
+
+def _by_parameter(
+    module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]
+) -> dict[int, _Needs]:
+    known = {id(parameter): names[parameter] for parameter in module.parameters() if parameter in names}
+    return {identity: (rounds[name],) for identity, name in known.items() if name in rounds}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # `_orig_mod` identifies torch._dynamo.OptimizedModule, which takes seconds to import.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return scripted or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _needs(module: nn.Module, names: Mapping[Tensor, str], rounds: Mapping[str, tuple[int, int]]) -> _Needs:
+    layered = any(isinstance(part, _LISTS) for part in module.modules())
+    found: dict[int, int] = {}
+    for parameter in module.parameters(recurse=not layered):
+        # Frozen parameters are in no optimizer, so they are never sent.
+        if parameter in names and names[parameter] in rounds:
+            group, last = rounds[names[parameter]]
+            found[group] = max(last, found.get(group, 0))
+    return tuple(found.items())
+
+
+def _check(engine: Any) -> None:
+    reasons = (
+        (isinstance(engine, PipelineEngine), "a pipeline, whose tied layers compute without being called"),
+        (torch.device(engine.device).type != "cpu", "a GPU, where it has not been shown which stream waits for which"),
+    )
+    for applies, why in reasons:
+        if applies:
+            raise UnsupportedError(f"/deepspeed_compress/weights/overlap: true cannot be right with {why}; write false")

@@ -1,0 +1,261 @@
+"""Weight gather of ZeRO 1, ZeRO 2 and the bf16 optimizer: `all_gather_dp_groups` inside the optimizer's `step`.
+
+Each rank updates the fp32 master weights of its own part. DeepSpeed then rounds them into the weight buffer and gathers
+it. We send compressed differences instead (`communication.gather`). The function is a global of the module that defines
+`step`. It is replaced there only while a `step` of this optimizer runs, and only for the buffers of this optimizer.
+Outside `step` (when loading a universal checkpoint), DeepSpeed gathers exactly, as usual.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage_1_and_2
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.weights.overlap import ArrivingWeights
+from deepspeed_compress.collectives.gather import DifferenceGather
+from deepspeed_compress.collectives.reduction import SETTINGS
+from deepspeed_compress.compression.segments import PADDING
+from deepspeed_compress.config import CompressedWeights, WeightsConfig
+from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.probing import WeightTraffic
+
+__all__ = ["GatherFactory", "Weights", "attach_weights", "check_weights", "flat_sizes"]
+
+
+class GatherFactory(Protocol):
+    """Factory for the gather of one flat buffer: `DifferenceGather` with all but its first three parameters bound."""
+
+    def __call__(self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype) -> DifferenceGather:
+        """Return the gather of one flat buffer.
+
+        Args:
+            group: the ranks that share the buffer.
+            sizes: (name, numel) in the order of the buffer. Padding is named `PADDING`.
+            dtype: the dtype of the buffer.
+        """
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Names of the weight attributes of an optimizer class.
+
+    Attributes:
+        module: the module that defines its `step`.
+        parameters: the attribute that lists the parameters of each group.
+        held: the attribute that lists the flat weight buffer of each group.
+        masters: the attribute that lists this rank's fp32 master weights of each group.
+    """
+
+    module: ModuleType
+    parameters: str
+    held: str
+    masters: str
+
+
+_KINDS: Mapping[type, _Kind] = MappingProxyType(
+    {
+        stage_1_and_2.DeepSpeedZeroOptimizer: _Kind(
+            stage_1_and_2, "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
+        ),
+        bf16_optimizer.BF16_Optimizer: _Kind(
+            bf16_optimizer, "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+        ),
+    }
+)
+
+
+def check_weights(engine: Any) -> None:
+    """Check that `step` of the engine's optimizer sends weights.
+
+    Raises:
+        UnsupportedError: every rank updates all weights.
+    """
+    if type(engine.optimizer) not in _KINDS:
+        raise UnsupportedError(
+            f"/deepspeed_compress/weights has no effect: with {type(engine.optimizer).__name__} every rank updates all "
+            "weights by itself, and none are sent; remove the key, or use zero_optimization.stage 1, 2 or 3"
+        )
+
+
+def attach_weights(
+    engine: Any,
+    factory_of: Callable[[CompressedWeights], GatherFactory],
+    written: CompressedWeights,
+    in_force: Callable[[], WeightsConfig],
+    patches: Patches,
+) -> "Weights":
+    """Compress the weights that `step` of the engine's optimizer sends. Single-rank groups are left unchanged.
+
+    Args:
+        engine: the engine.
+        factory_of: returns the factory of gathers for given settings.
+        written: the settings in the section. All settings in force share its `overlap`.
+        in_force: returns the settings of the running step; it must return the same on all ranks. Weights are exact if
+            the settings say that they are not compressed.
+        patches: undoes the replacement.
+
+    Returns:
+        The weights of the engine's optimizer.
+
+    Raises:
+        UnsupportedError: from `check_weights` or `ArrivingWeights`.
+    """
+    check_weights(engine)
+    weights = Weights(engine, factory_of, written, in_force)
+    if written.overlap:
+        # The round of a parameter does not depend on how it is encoded, so the gathers of `written` serve for all
+        # settings.
+        weights.arriving = ArrivingWeights(engine, weights.gathers, patches)
+    patches.wrap(engine.optimizer, "step", weights.step)
+    return weights
+
+
+class Weights:
+    """Weights of one engine's optimizer.
+
+    No state outlives a step, so the settings may change between steps: differences are relative to the weights that all
+    ranks hold at that time. During a step, the rank keeps a copy of its own part of the weights as the other ranks have
+    it, because DeepSpeed overwrites it: numel / ranks elements of the buffer's dtype.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        factory_of: Callable[[CompressedWeights], GatherFactory],
+        written: CompressedWeights,
+        in_force: Callable[[], WeightsConfig],
+    ) -> None:
+        self._optimizer = engine.optimizer
+        self._kind = _KINDS[type(engine.optimizer)]
+        self._in_force = in_force
+        self.arriving: ArrivingWeights | None = None
+        """Weights in flight during forward; None if `step` waits for all weights."""
+        groups, parameters = self._optimizer.real_dp_process_group, getattr(self._optimizer, self._kind.parameters)
+        buffers = [
+            (group, flat_sizes(held, some, engine.param_names), held.dtype)
+            for group, held, some in zip(groups, self._held, parameters, strict=True)
+        ]
+        self._gathers_of = lru_cache(maxsize=SETTINGS)(partial(_make_gathers, factory_of, buffers))
+        self.gathers = self._gathers_of(written)
+        """Gathers for the settings in the section."""
+
+    def traffic(self) -> WeightTraffic:
+        """Return the number of elements that this rank sends and decodes in a step."""
+        gathers = [gather for gather in self.gathers if gather.group.size() > 1]
+        own = [gather.own_numel for gather in gathers]
+        return WeightTraffic(
+            own=sum(own),
+            sent=sum(numel * (gather.group.size() - 1) for numel, gather in zip(own, gathers, strict=True)),
+            decoded=sum(gather.numel for gather in gathers),
+            itemsize=max((held.element_size() for held in self._held), default=0),
+            overlap=self.arriving is not None,
+        )
+
+    @property
+    def _held(self) -> list[Tensor]:
+        """Return the flat weight buffers, one per parameter group."""
+        return getattr(self._optimizer, self._kind.held)  # type: ignore[no-any-return]
+
+    def _buffers(self, gathers: Sequence[DifferenceGather]) -> Iterator[tuple[int, DifferenceGather, Tensor, Tensor]]:
+        """Yield (number, gather, held weights, own part's master weights) of each group that has more than one rank."""
+        masters = getattr(self._optimizer, self._kind.masters)
+        for number, (gather, held, master) in enumerate(zip(gathers, self._held, masters, strict=True)):
+            if gather.group.size() > 1:
+                yield number, gather, held, master
+
+    def _await(self) -> None:
+        if self.arriving is not None:
+            self.arriving.finish()
+
+    def synchronise(self) -> None:
+        """Set the weights on every rank to the master weights, rounded to the weights' dtype. Collective.
+
+        The result is what DeepSpeed alone would have. Call this before saving, so that exported weights are exact and a
+        resumed run equals one that continues after the save. Call it after loading, whatever was loaded. A second call
+        changes nothing.
+        """
+        self._await()
+        for _, gather, held, master in self._buffers(self.gathers):
+            gather.synchronise(held, master)
+
+    def step(self, original: Any, *args: Any, **options: Any) -> Any:
+        """Run DeepSpeed's `step` with the weight gather replaced."""
+        self._await()
+        with self.taken_over():
+            return original(*args, **options)
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Replace DeepSpeed's gather of this optimizer's weights within the block.
+
+        Raises:
+            SeamError: a step was applied without calling `all_gather_dp_groups`.
+        """
+        module, pending = self._kind.module, [True]
+        original = module.all_gather_dp_groups
+        settings = self._in_force()
+        send = self._difference(settings) if isinstance(settings, CompressedWeights) else self.synchronise
+
+        def all_gather_dp_groups(groups_flat: list[Tensor], *args: Any, **options: Any) -> None:
+            if groups_flat is not self._held:
+                original(groups_flat, *args, **options)
+                return
+            send()
+            pending.clear()
+
+        module.all_gather_dp_groups = all_gather_dp_groups  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            module.all_gather_dp_groups = original  # type: ignore[attr-defined]
+        if pending and not self._optimizer.overflow:
+            raise SeamError(f"{module.__name__}: a step that was applied did not call all_gather_dp_groups")
+
+    def _difference(self, settings: CompressedWeights) -> Callable[[], None]:
+        """Copy this rank's own parts, and return a function that restores them and sends the differences."""
+        gathers = self._gathers_of(settings)
+        kept = [gather.own(held).clone() for _, gather, held, _ in self._buffers(gathers)]
+
+        def send() -> None:
+            for (_, gather, held, _), own in zip(self._buffers(gathers), kept, strict=True):
+                gather.own(held).copy_(own)
+            self._send_differences(gathers)
+
+        return send
+
+    def _send_differences(self, gathers: Sequence[DifferenceGather]) -> None:
+        if self.arriving is not None:
+            self.arriving.begin(self._buffers(gathers))
+            return
+        for _, gather, held, master in self._buffers(gathers):
+            gather.gather(held, master)
+
+
+def _make_gathers(
+    factory_of: Callable[[CompressedWeights], GatherFactory],
+    buffers: Sequence[tuple[ProcessGroup, Sequence[tuple[str, int]], torch.dtype]],
+    settings: CompressedWeights,
+) -> list[DifferenceGather]:
+    factory = factory_of(settings)
+    return [factory(group, sizes, dtype) for group, sizes, dtype in buffers]
+
+
+def flat_sizes(held: Tensor, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> list[tuple[str, int]]:
+    """Return (name, numel) of each part of the flat buffer `held`, in order. `parameters` are views of it."""
+    sizes: list[tuple[str, int]] = []
+    end = 0
+    for parameter in sorted((view for view in parameters if view.numel()), key=lambda view: view.data_ptr()):
+        offset = (parameter.data_ptr() - held.data_ptr()) // held.element_size()
+        assert end <= offset <= held.numel() - parameter.numel(), f"{names[parameter]} is not a part of its buffer"
+        sizes += [(PADDING, offset - end), (names[parameter], parameter.numel())]
+        end = offset + parameter.numel()
+    return [(name, numel) for name, numel in [*sizes, (PADDING, held.numel() - end)] if numel]

@@ -1,0 +1,174 @@
+"""Weight gather of ZeRO 3 in forward and backward: `partition_parameters._dist_allgather_fn`.
+
+No rank keeps what it gathers, so there is no common base for differences. The weights themselves are quantized instead,
+as in ZeRO++ with 8 bits (arXiv:2306.10209, section 3.1). The master weights stay exact, and every gather of a step
+quantizes them alike. The function is replaced while the parameter coordinator starts the gathers of a submodule in
+training. All other gathers (`GatheredParameters`, saving, evaluation) are exact.
+"""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.deepspeed.gradients.early import bucket_size
+from deepspeed_compress.collectives.buckets import partition_by_owners
+from deepspeed_compress.collectives.payload import PendingGather
+from deepspeed_compress.collectives.reduction import WeightReduction
+from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.session.session import Session
+
+__all__ = ["attach_weights_3", "check_weights_3"]
+
+_OFF = (
+    ("zero_hpz_partition_size", "zero_hpz_partition_size", 1),
+    ("zero_quantized_weights", "zero_quantized_weights", False),
+    ("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights", False),
+    ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", False),
+)
+"""(attribute of DeepSpeed's configuration, its key, the value with which DeepSpeed gathers by `_dist_allgather_fn`)."""
+
+
+_PREFETCH = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+_PREFETCH_KEYS = frozenset({"stage3_prefetch_bucket_size", "prefetch_bucket_size"})
+
+
+def check_weights_3(engine: Any) -> None:
+    """Check that `engine` gathers weights in the way that this module replaces.
+
+    Raises:
+        UnsupportedError: a ZeRO setting makes DeepSpeed gather differently.
+    """
+    config = engine._config.zero_config
+    for name, key, off in _OFF:
+        found = getattr(config, name)
+        if found != off:
+            raise UnsupportedError(
+                f"/deepspeed_compress/weights cannot be combined with /zero_optimization/{key}: {found} (allowed: "
+                f"{off}); remove one of the two"
+            )
+
+
+def attach_weights_3(engine: Any, weights: WeightReduction, session: Session) -> None:
+    """Compress the weights that forward and backward gather, except in dense steps."""
+    check_weights_3(engine)
+    gathers, patches = _Gathers(engine, weights, session), session.patches
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    patches.wrap(coordinator, "fetch_sub_module", gathers.fetch)
+    if not _PREFETCH_KEYS & engine.config.get("zero_optimization", {}).keys():
+        patches.replace(coordinator, _PREFETCH, _prefetch_size(engine, coordinator))
+    for parameter in engine.module.parameters():
+        # `counted` counts the bytes that DeepSpeed sends and wraps DeepSpeed's own method.
+        counted = parameter.all_gather_coalesced
+        patches.replace(parameter, "all_gather_coalesced", partial(gathers.gather, counted, counted.__wrapped__))
+
+
+def _prefetch_size(engine: Any, coordinator: Any) -> int:
+    """Return the number of elements to prefetch at once.
+
+    DeepSpeed's default of 50 million would put most models into one message, for which the second layer would wait.
+    After `stage3_allgather_sequential`, DeepSpeed's value is 1 and stays 1.
+
+    Raises:
+        SeamError: this DeepSpeed has no such setting.
+    """
+    theirs: int | None = vars(coordinator).get(_PREFETCH)
+    if theirs is None:
+        raise SeamError("PartitionedParameterCoordinator.__prefetch_bucket_sz is missing in this DeepSpeed")
+    return min(theirs, bucket_size(sum(parameter.ds_numel for parameter in engine.module.parameters())))
+
+
+class _Gathers:
+    """Gathers of one engine: compressed while a submodule in training is fetched, except in dense steps."""
+
+    def __init__(self, engine: Any, weights: WeightReduction, session: Session) -> None:
+        self._compressing = False
+        self._module = engine.module
+        self._names = engine.param_names
+        self._session = session
+        self._reducer = cache(weights.rounding_reducer)
+
+    def fetch(self, original: Any, current_submodule: Any, forward: bool) -> None:
+        """Run DeepSpeed's `fetch_sub_module` with compressed gathers, in training and unless the step is dense."""
+        self._compressing = self._module.training and not self._session.dense
+        try:
+            original(current_submodule, forward=forward)
+        finally:
+            self._compressing = False
+
+    def gather(self, counted: Any, original: Any, params: Any, *args: Any, **options: Any) -> Any:
+        """Run DeepSpeed's `all_gather_coalesced`, with `_start` as its collective if gathers are compressed now."""
+        if not self._compressing:
+            return counted(params, *args, **options)
+        waiting = {parameter.ds_id: parameter for parameter in sorted(params, key=lambda one: one.ds_id)}
+        theirs = partition_parameters._dist_allgather_fn
+        partition_parameters._dist_allgather_fn = partial(self._start, waiting)
+        try:
+            return original(list(waiting.values()), *args, **options)
+        finally:
+            partition_parameters._dist_allgather_fn = theirs
+
+    @torch.no_grad()
+    def _start(
+        self, waiting: dict[int, Any], input_tensor: Tensor, output_tensor: Tensor, group: ProcessGroup
+    ) -> PendingGather:
+        """Send this rank's shares of parameters, concatenated in `input_tensor`, and start to receive the others'.
+
+        Args:
+            waiting: the parameters still to be gathered, by id; those gathered now are removed.
+            input_tensor: this rank's shares, flat.
+            output_tensor: the shares of all ranks, in order of rank; flat [ranks * share].
+            group: the ranks that hold shares.
+
+        Returns:
+            The pending gather, with which DeepSpeed does what it does with a handle of torch.distributed: wait.
+        """
+        rank, share = group.rank(), input_tensor.numel()
+        parameters = _take(waiting, share, output_tensor.dtype, group)
+        sizes = [(self._names[one], one.ds_tensor.ds_numel) for one in parameters]
+        mine = output_tensor[rank * share : (rank + 1) * share]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        _clear_padding(mine, parameters, rank)
+        partition = partition_by_owners(tuple(sizes), group.size())
+        return self._reducer(group, output_tensor.dtype).start_all_gather(output_tensor, partition)
+
+
+def _clear_padding(shares: Tensor, parameters: Sequence[Any], rank: int) -> None:
+    """Set the padding of the last shares to zero.
+
+    DeepSpeed never writes it, and arbitrary values would spoil the scale of their quantization blocks.
+    """
+    sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
+    for share, parameter in zip(torch.split(shares, sizes), parameters, strict=True):
+        share[max(0, parameter.ds_numel - rank * share.numel()) :].zero_()
+
+
+def _take(waiting: dict[int, Any], share: int, dtype: torch.dtype, group: ProcessGroup) -> list[Any]:
+    """Remove from `waiting`, and return, the parameters whose shares are gathered now, in order of their ids.
+
+    DeepSpeed gathers all parameters of one group and dtype at once, or one parameter after the other (with
+    `stage3_allgather_sequential`, or if there is only one).
+
+    Raises:
+        SeamError: the parameters do not add up to `share` elements.
+    """
+    alike = [
+        parameter
+        for parameter in waiting.values()
+        if parameter.ds_process_group is group and get_allgather_dtype(parameter, parameter.ds_tensor) == dtype
+    ]
+    taken = alike[:1] if alike and alike[0].ds_tensor.ds_numel == share else alike
+    found = sum(parameter.ds_tensor.ds_numel for parameter in taken)
+    if found != share:
+        raise SeamError(
+            f"partition_parameters._dist_allgather_fn gathers {share} elements where {found} are waited for"
+        )
+    for parameter in taken:
+        del waiting[parameter.ds_id]
+    return taken

@@ -1,0 +1,13 @@
+"""Backend for PyTorch's FSDP2 (`fully_shard`).
+
+adapter     attaches the reduction of gradients and the gathers of weights
+units       the sharded parameters of a model
+layout      ownership of the elements of the buffers that are reduced
+gradients   the reduction of gradients
+weights     the gathers of weights
+limits      what is refused, and why
+"""
+
+from deepspeed_compress.backends.fsdp2.adapter import Attached, attach
+
+__all__ = ["Attached", "attach"]

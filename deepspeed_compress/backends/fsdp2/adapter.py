@@ -1,0 +1,209 @@
+"""Adapter for PyTorch's FSDP2 (`fully_shard`): replaces its reduce-scatter of gradients and its all-gather of weights.
+
+The seams are `FSDPModule.set_custom_reduce_scatter` and `set_custom_all_gather` (torch/distributed/fsdp/_fully_shard).
+Residuals are stored by parameter name and element range, so they do not depend on how a model is sharded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed_compress.backends.announce import announce
+from deepspeed_compress.backends.fsdp2.gradients import compress_gradients, count_gradients, uncompressed_bytes
+from deepspeed_compress.backends.fsdp2.limits import find_division_limits, find_gradient_limits, find_weight_limits
+from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, check_torch_of_fsdp2, find_units
+from deepspeed_compress.backends.fsdp2.weights import Gathers, is_gathered_by_us
+from deepspeed_compress.backends.groups import find_place_in, make_group, make_hybrid_groups
+from deepspeed_compress.backends.limits import find_common_limits, find_foreign_optimizer, refuse
+from deepspeed_compress.backends.optimizers import unwrap
+from deepspeed_compress.backends.sessions import Attached, Config, Exchanged, attach_session, read_section
+from deepspeed_compress.backends.steps import Scaler
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reduction import Groups, Parameters, WeightReduction
+from deepspeed_compress.compression.state import Position
+from deepspeed_compress.config import CompressConfig, CompressedWeights
+from deepspeed_compress.config.names import user_name
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.announced import gradient_texts, weight_text
+from deepspeed_compress.session.expected import one_bucket
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Attached", "attach"]
+
+
+def attach(model: nn.Module, config: Config, optimizer: Optimizer, scaler: Scaler | None = None) -> Attached:
+    """Compress the communication of `model`. Call it once, on all ranks of its mesh, before the first forward.
+
+    Args:
+        model: a model after `fully_shard`. All sharded modules must use the same mesh, with one dimension, or with two
+            for copies of the model (HSDP), of which the first is that of the copies.
+        config: a path or a dict, with the section `deepspeed_compress`.
+        optimizer: the optimizer of the parameters of `model`, or a wrapper of it such as Accelerate's. Its steps also
+            end the steps of compression.
+        scaler: the `GradScaler` of the loss, if there is one.
+
+    Returns:
+        A handle that saves and loads the state of compression and reports on it.
+
+    Raises:
+        ConfigError: the section is missing or wrong.
+        UnsupportedError: this model cannot be compressed correctly, or not with this section.
+        SeamError: this version of PyTorch is not supported.
+
+    Examples:
+        >>> for block in network.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(network)
+        >>> optimizer = torch.optim.AdamW(network.parameters())
+        >>> compression = deepspeed_compress.fsdp2.attach(network, "ds_config.json", optimizer)
+        >>> compression.save("checkpoint/step_100")
+    """
+    check_torch_of_fsdp2()
+    section, document = read_section(config)
+    optimizer = unwrap(optimizer)
+    divided = _Divided.of(model)
+    refuse(model, _limits(divided, section, optimizer))
+    attached = attach_session(divided.exchanged(section), optimizer, scaler, section, document)
+    with attached.session.patches.undone_on_failure():
+        _exchange(model, divided, attached)
+    return attached
+
+
+def _exchange(model: nn.Module, divided: "_Divided", attached: Attached) -> None:
+    """Install the hooks on `model` that the section requires. If this raises, nothing is left on the model."""
+    session = attached.session
+    exchange = compress_gradients if session.config.gradients.method != "none" else count_gradients
+    check = exchange(divided.units, divided.ranks, attached)
+    gathers = Gathers(model, divided.units, divided.ranks, session, divided.rounding(session))
+    hook = partial(_before_forward, attached, divided.units, check, gathers)
+    # Must run before FSDP2's own hook, which gathers.
+    session.patches.on_undo(model.register_forward_pre_hook(hook, prepend=True).remove)
+    announce(session, divided.whole, divided.text, partial(_figures, divided, session))
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A model that FSDP2 has sharded. `whole`: process group of all ranks that train it, including copies."""
+
+    units: Sequence[Unit]
+    ranks: Ranks
+    whole: ProcessGroup
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Divided":
+        units = find_units(model)
+        if not any(unit.trained() for unit in units):
+            raise UnsupportedError("nothing that is trained is divided in this model; call fully_shard before")
+        ranks = units[0].ranks()
+        whole = (
+            ranks.shard
+            if ranks.replicate is None
+            else make_group(units[0].theirs.mesh_info.mesh.mesh.flatten().tolist())
+        )
+        return cls(units, ranks, whole)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the gradients, including those of parameters that are offloaded to the host."""
+        device: torch.device = self.units[0].theirs.device
+        return device
+
+    @property
+    def text(self) -> str:
+        copies = self.ranks.size // self.ranks.shard.size()
+        return "FSDP2" if copies == 1 else f"FSDP2, {copies} copies of the model"
+
+    @cached_property
+    def trained(self) -> Parameters:
+        """Return the description of the trained parameters for reducers.
+
+        Uncompressed elements are sent in a dtype that holds all gradients exactly.
+        """
+        chosen = {unit: unit.trained() for unit in self.units}
+        dtypes = {unit.reduce_dtype(parameter) for unit, found in chosen.items() for parameter in found.values()}
+        every = {name: parameter for found in chosen.values() for name, parameter in found.items()}
+        return _described(every, self.units, reduce(torch.promote_types, dtypes))
+
+    @cached_property
+    def gathered(self) -> Parameters:
+        """Return the description of all parameters, including frozen ones."""
+        every = {name: one.sharded_param for unit in self.units for name, one in unit.parameters()}
+        return _described(every, self.units, self.trained.dtype)
+
+    def exchanged(self, config: CompressConfig) -> Exchanged:
+        whole, shard, replicate = self.whole, self.ranks.shard, self.ranks.replicate
+        if replicate is None:
+            return Exchanged(whole, self.trained, self.device, find_place_in(whole, config))
+        position = Position(whole.rank(), whole.size(), 0, 1, node_size=shard.size())
+        hybrid = partial(_hybrid_groups, shard, replicate)
+        return Exchanged(whole, self.trained, self.device, position, hybrid)
+
+    def rounding(self, session: Session) -> WeightReduction | None:
+        """Return the reduction that rounds weights, or None if they are gathered exactly."""
+        weights, run = session.config.weights, Run(session.clock, session.meter, session.config.seed)
+        return WeightReduction(weights, self.gathered, run) if isinstance(weights, CompressedWeights) else None
+
+
+def _hybrid_groups(shard: ProcessGroup, replicate: ProcessGroup, whole: ProcessGroup, config: CompressConfig) -> Groups:
+    return make_hybrid_groups(shard, replicate, whole)
+
+
+def _described(parameters: Mapping[str, Parameter], units: Sequence[Unit], dtype: torch.dtype) -> Parameters:
+    shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
+    names = {name: user_name(parameter, name) for name, parameter in parameters.items()}
+    return Parameters(
+        {name: shapes[name] for name in parameters}, sorted(names.values()), dtype=dtype, user_names=names
+    )
+
+
+def _limits(divided: _Divided, section: CompressConfig, optimizer: Optimizer) -> Iterator[str]:
+    units, ranks, weights = divided.units, divided.ranks, section.weights
+    yield from find_common_limits(section, optimizer, divided.device)
+    if any(is_gathered_by_us(unit) for unit in units):
+        yield "something is attached to it already: call attach once"
+    yield from find_foreign_optimizer(optimizer, [one for unit in units for one in unit.trained().values()])
+    if section.gradients.method != "none" or isinstance(weights, CompressedWeights):
+        yield from find_division_limits(units, ranks)
+    if section.gradients.method != "none":
+        yield from find_gradient_limits(units, ranks, section)
+    if isinstance(weights, CompressedWeights):
+        yield from find_weight_limits(units, weights)
+
+
+def _before_forward(
+    attached: Attached,
+    units: Sequence[Unit],
+    check: Callable[[], None],
+    gathers: Gathers,
+    model: nn.Module,
+    inputs: object,
+) -> None:
+    check()
+    gathers.before_forward()
+    gradients = (one.sharded_param.grad for unit in units for _, one in unit.parameters())
+    if attached.steps.reduced and all(gradient is None for gradient in gradients):
+        # The module cleared them, not the optimizer.
+        attached.steps.forget()
+
+
+def _figures(divided: _Divided, session: Session) -> list[str]:
+    """Return texts about one reduction per step."""
+    texts, shards, config = [], divided.ranks.shard.size(), session.config
+    if config.gradients.method != "none":
+        trained = divided.trained
+        sizes = [(name, trained.numel(name)) for name in trained.shapes]
+        alone = [
+            uncompressed_bytes(unit, names, divided.ranks) for unit in divided.units if (names := [*unit.trained()])
+        ]
+        texts += gradient_texts(session, trained, one_bucket(sizes, shards, apart=True), False, sum(alone))
+    if isinstance(config.weights, CompressedWeights):
+        itemsize = max(dtype.itemsize for unit in divided.units for dtype in unit.gather_dtypes())
+        when = "each time they are gathered"
+        texts.append(weight_text(config.weights, divided.gathered, shards, itemsize, when))
+    return texts

@@ -1,0 +1,167 @@
+"""Reduction of the gradients of FSDP2 by `FSDPModule.set_custom_reduce_scatter`.
+
+FSDP2 (`foreach_reduce`) copies the gradients of a unit into one flat buffer as soon as backward has computed all of
+them. It calls the custom reduce-scatter to compute each rank's part of their mean, waits for the result (on CUDA in a
+separate stream), and adds it to the gradients. The buffer does not say which parameters it contains: it is those that
+have a gradient, which are determined before it is created.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from deepspeed_compress.backends.fsdp2.layout import Layout, Sizes, find_layout
+from deepspeed_compress.backends.fsdp2.units import Ranks, Unit, reduce_by_shards_alone
+from deepspeed_compress.backends.sessions import Attached
+from deepspeed_compress.collectives.clipping import ClippingReducer
+from deepspeed_compress.collectives.powersgd import PowerSGDReducer
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.errors import SeamError, UnsupportedError
+from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
+
+__all__ = ["compress_gradients", "count_gradients", "uncompressed_bytes"]
+
+
+def compress_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
+    """Reduce the gradients of `units` by the session.
+
+    Returns a function that raises UnsupportedError if other code has replaced the custom reduce-scatter since.
+    """
+    reductions = []
+    for unit in units:
+        reductions.append(_Reduction(unit, ranks, attached))
+        patches = attached.session.patches
+        if ranks.replicate is not None:
+            patches.on_undo(reduce_by_shards_alone(unit))
+        patches.on_undo(partial(unit.module.set_custom_reduce_scatter, unit.theirs._reduce_scatter_comm))
+        unit.module.set_custom_reduce_scatter(reductions[-1])
+        patches.wrap(unit.theirs, "post_backward", reductions[-1].around_post_backward)
+    return partial(_check_all, reductions)
+
+
+def _check_all(reductions: Sequence["_Reduction"]) -> None:
+    for reduction in reductions:
+        reduction.check()
+
+
+def count_gradients(units: Sequence[Unit], ranks: Ranks, attached: Attached) -> Callable[[], None]:
+    """Count the bytes of method "none", with which FSDP2 is left unchanged. Returns a function that does nothing."""
+    for unit in units:
+        attached.session.patches.wrap(unit.theirs, "post_backward", partial(_count, unit, attached))
+    return partial(_check_all, ())
+
+
+def _count(unit: Unit, attached: Attached, post_backward: Callable[..., None], *unused: Any) -> None:
+    names = unit.with_gradients() if unit.theirs.reduce_grads else ()
+    if names:
+        size = uncompressed_bytes(unit, names, unit.ranks(), copies=unit.theirs.all_reduce_grads)
+        for kind in ("bytes_uncompressed", "bytes_sent"):
+            attached.session.meter.count(kind, size)
+    post_backward(*unused)
+
+
+def uncompressed_bytes(unit: Unit, names: Sequence[str], ranks: Ranks, copies: bool = True) -> int:
+    """Return the bytes that a rank sends if FSDP2 reduces the gradients of `names`, including copies if `copies`."""
+    shards = ranks.shard.size()
+    padded = find_layout(_sizes(unit, names), shards, whole=False).numel
+    size = padded * unit.reduce_dtype(unit.trained()[names[0]]).itemsize
+    # gloo implements reduce-scatter by an all-reduce of everything.
+    inside = ring_all_reduce if dist.get_backend(ranks.shard) == "gloo" else ring_reduce_scatter
+    replicas = ranks.size // shards if copies else 1
+    return inside(size, shards) + ring_all_reduce(size // shards, replicas)
+
+
+def _sizes(unit: Unit, names: Sequence[str]) -> Sizes:
+    return tuple((name, unit.shapes[name]) for name in names)
+
+
+class _Reduction(ReduceScatter):
+    """Custom reduce-scatter of the gradients of one unit."""
+
+    def __init__(self, unit: Unit, ranks: Ranks, attached: Attached) -> None:
+        self._unit, self._ranks = unit, ranks
+        self._session, self._steps = attached.session, attached.steps
+        self._trained = frozenset(unit.trained())
+        self._coming: tuple[str, ...] = ()
+        self._reduced_in: int | None = None
+        """Step of the last call, counted from the start of the process."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def around_post_backward(self, post_backward: Callable[..., None], *unused: Any) -> None:
+        """Run `FSDPParamGroup.post_backward`, after recording which parameters have gradients."""
+        self._coming = self._unit.with_gradients()
+        post_backward(*unused)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's part of the mean of `input_tensor`, which is overwritten, to `output_tensor`.
+
+        Both are flat, on the same device, and of the reduction dtype.
+        """
+        self._begin()
+        layout = self._layout(input_tensor.numel(), group.size())
+        size = uncompressed_bytes(self._unit, self._coming, self._ranks)
+        self._session.meter.count("bytes_uncompressed", size)
+        bucket = layout.bucket(input_tensor)
+        self._session.reduce(bucket, layout.partition, self._scale(op, group.size()), everywhere=False)
+        layout.hand_over(bucket, group.rank(), output_tensor)
+
+    def check(self) -> None:
+        if self._unit.theirs._reduce_scatter_comm is not self:
+            raise UnsupportedError(
+                f"the reduce-scatter of {self._unit.names[0]} was replaced after fsdp2.attach, so that its gradients "
+                "are not compressed; call set_custom_reduce_scatter and the like before, or not at all"
+            )
+
+    def _begin(self) -> None:
+        step, method = self._session.clock.begun, self._session.config.gradients.method
+        if self._reduced_in == step and method in OWN_MOMENTUM:
+            raise UnsupportedError(
+                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
+                "this optimizer step; reduce once a step: all backward passes but the last after "
+                "set_requires_gradient_sync(False)"
+            )
+        if self._ranks.replicate is not None and not self._unit.theirs.all_reduce_grads:
+            raise UnsupportedError(
+                "set_requires_all_reduce(False) cannot be combined with compressed gradients, which are reduced inside "
+                "hosts and between them at once; write set_requires_gradient_sync(False)"
+            )
+        self._steps.reduced, self._reduced_in = True, step
+
+    def _layout(self, numel: int, shards: int) -> Layout:
+        """Return the layout of the gradients that are about to be reduced."""
+        if not self._trained.issuperset(self._coming):
+            late = ", ".join(sorted(set(self._coming) - self._trained))
+            raise UnsupportedError(f"{late}: frozen when fsdp2.attach was called, and trained now; attach afterwards")
+        whole = isinstance(self._session.reducer, ClippingReducer | PowerSGDReducer)
+        layout = find_layout(_sizes(self._unit, self._coming), shards, whole)
+        if layout.numel != numel:
+            what = f"FSDPParamGroup reduces {numel} elements, where {layout.numel} have gradients"
+            raise SeamError(f"{what}: {', '.join(self._coming)}")
+        return layout
+
+    def _scale(self, op: Any, shards: int) -> float:
+        """Return the factor of the sum over all ranks, including copies.
+
+        FSDP2 applies the remaining factor (`foreach_reduce`).
+        """
+        factor: float | None = self._unit.theirs.gradient_divide_factor
+        if factor is not None:
+            # The divisor for all ranks, including copies.
+            return 1.0 if op == dist.ReduceOp.SUM else 1.0 / factor
+        return shards / self._ranks.size if op == dist.ReduceOp.SUM else 1.0 / self._ranks.size

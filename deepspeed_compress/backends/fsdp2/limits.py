@@ -1,0 +1,79 @@
+"""Checks of what cannot work with FSDP2. All problems are reported at once, before anything is attached."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
+from deepspeed_compress.session.nodes import ranks_per_node
+
+__all__ = ["find_division_limits", "find_gradient_limits", "find_weight_limits"]
+
+_REDUCED = (torch.float32, torch.bfloat16)
+_GATHERED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def find_division_limits(units: Sequence[Unit], ranks: Ranks) -> Iterator[str]:
+    """Yield what is wrong with the sharding of `units`."""
+    for unit in units:
+        if not unit.alone or unit.ranks() != ranks:
+            yield f"{unit.names[0]}: it is divided over other ranks than {units[0].names[0]}; use one mesh for all"
+        for name, parameter in unit.parameters():
+            if parameter.is_dtensor:
+                yield f"{name}: it is divided by tensor parallelism too, whose ranks have other parts; use FSDP2 alone"
+            dim = parameter.fsdp_placement.dim
+            if dim != 0:
+                yield f"{name}: it is divided by dimension {dim} (allowed: 0); leave shard_placement_fn out"
+
+
+def find_gradient_limits(units: Sequence[Unit], ranks: Ranks, config: CompressConfig) -> Iterator[str]:
+    """Yield what is wrong with `config` for the gradients of `units`."""
+    for unit in units:
+        if type(unit.theirs._reduce_scatter_comm) is not DefaultReduceScatter:
+            yield f"{unit.names[0]}: it has a reduce-scatter of its own (set_custom_reduce_scatter or alike); set none"
+        found = {unit.reduce_dtype(parameter) for parameter in unit.trained().values()} - set(_REDUCED)
+        if found:
+            what = (
+                f"{unit.names[0]}: gradients are reduced in {', '.join(map(str, found))} (allowed: float32, bfloat16)"
+            )
+            yield f"{what}; write MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    if ranks.replicate is not None:
+        yield from _wrong_copies(ranks, config)
+
+
+def _wrong_copies(ranks: Ranks, config: CompressConfig) -> Iterator[str]:
+    """Yield what is wrong with `config` for HSDP, which has a mesh of two dimensions."""
+    gradients, shards = f"/{SECTION}/gradients", ranks.shard.size()
+    if shards == 1:
+        yield "its mesh divides nothing (the second dimension is 1); use DistributedDataParallel and ddp.attach"
+    if config.gradients.method == "powersgd":
+        what = '"powersgd" with copies of the model (allowed: every other method)'
+        yield f"{gradients}/method: {what}; choose another, or a mesh of one dimension"
+    on_node = ranks_per_node(config)
+    if on_node is not None and on_node != shards:
+        what = f"{on_node}, where {shards} ranks divide each copy of the model (allowed: {shards})"
+        yield f"{gradients}/hierarchy/ranks_per_node: {what}. Write {shards}"
+    if config.monitor.cosine_every:
+        what = f"{config.monitor.cosine_every} with copies of the model, whose true mean nobody has (allowed: 0)"
+        yield f"/{SECTION}/monitor/cosine_every: {what}. Write 0"
+
+
+def find_weight_limits(units: Sequence[Unit], weights: CompressedWeights) -> Iterator[str]:
+    """Yield what is wrong with `weights`, or with the dtypes that `units` gather."""
+    place, found = f"/{SECTION}/weights", weights.model_dump(include={"method", "bits", "rounding"})
+    if (found["method"], found.get("rounding")) != ("blockwise", "nearest") or found.get("bits", 0) < 4:
+        why = "where the weights themselves are rounded, no differences (allowed: blockwise, 8 or 4 bits, to nearest)"
+        yield f'{place}: {found} cannot be combined with FSDP2, {why}. Write {{"bits": 8}}'
+    if weights.overlap:
+        what = "true has no effect with FSDP2, which gathers ahead by itself (allowed: false)"
+        yield f"{place}/overlap: {what}. Write false"
+    for unit in units:
+        dtypes = sorted(map(str, unit.gather_dtypes()))
+        if len(dtypes) > 1 or not unit.gather_dtypes() <= set(_GATHERED):
+            what = f"{unit.names[0]} and what is gathered with it is of {', '.join(dtypes)}"
+            yield f"{place}: {what} (allowed: one of float32, bfloat16, float16). Remove the key, or divide them apart"
+        for name, one in unit.parameters():
+            if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
+                yield f"{place}: {name} says by itself how it is gathered (fsdp_pre_all_gather). Remove the key"

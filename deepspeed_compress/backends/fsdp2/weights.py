@@ -1,0 +1,131 @@
+"""Gathers of the weights of FSDP2 for forward and backward by `FSDPModule.set_custom_all_gather`.
+
+No rank keeps gathered weights, so there is nothing to take a difference to. Instead, the weights themselves are
+rounded, while the shards that the optimizer updates stay exact, and every gather of a step rounds them alike (ZeRO++,
+arXiv:2306.10209, section 3.1, uses 8 bits). Gathers are exact in evaluation mode and in steps that send everything
+uncompressed.
+"""
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from deepspeed_compress.backends.fsdp2.units import Ranks, Unit
+from deepspeed_compress.backends.groups import make_group
+from deepspeed_compress.collectives.buckets import Partition, partition_by_owners
+from deepspeed_compress.collectives.payload import PendingGather
+from deepspeed_compress.collectives.reduction import WeightReduction
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Gathers", "is_gathered_by_us"]
+
+
+class _Waited(dist.Work):
+    """A gather in progress, in the form that FSDP2 waits for."""
+
+    def __init__(self, pending: PendingGather) -> None:
+        super().__init__()
+        self._pending: PendingGather | None = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with torch.no_grad():
+                pending.wait()
+        return True
+
+
+class Gathers:
+    """Gathers of the weights of `model`, rounded by `weights`; if that is None, exact and only counted."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, session: Session, weights: WeightReduction | None
+    ) -> None:
+        self._model = model
+        self.session = session
+        self._group = None if weights is None else make_group(dist.get_process_group_ranks(ranks.shard))
+        self._reducer = None if weights is None else cache(weights.rounding_reducer)
+        self._shard = ranks.shard
+        self._gathers = [_Gather(unit, self, unit.theirs._all_gather_comm) for unit in units if unit.alone]
+        for gather in self._gathers:
+            session.patches.on_undo(partial(gather.unit.module.set_custom_all_gather, gather.theirs))
+            gather.unit.module.set_custom_all_gather(gather)
+        if len(self._gathers) < len(units):
+            text = f"{SECTION}: weights that are divided over several meshes in one module are not counted"
+            warnings.warn(text, CompressWarning, stacklevel=4)
+
+    @property
+    def rounds(self) -> bool:
+        """Return True if a gather that begins now is rounded."""
+        return self._reducer is not None and self._model.training and not self.session.dense
+
+    def before_forward(self) -> None:
+        """Drop rounded weights that are left from a training forward if exact ones are needed now."""
+        for gather in self._gathers if not self.rounds else ():
+            gather.forget()
+
+    def rounds_over(self, group: ProcessGroup) -> bool:
+        """Return True if a gather over `group` that begins now is rounded.
+
+        A forward pass may leave weights sharded over fewer ranks; these are rounded already.
+        """
+        return self.rounds and group.group_name == self._shard.group_name
+
+    def start(self, weights: Tensor, partition: Partition) -> PendingGather:
+        """Start to gather `weights`, cut by `partition`, with rounding."""
+        assert self._reducer is not None
+        return self._reducer(self._group, weights.dtype).start_all_gather(weights, partition)
+
+
+class _Gather(AllGather):
+    """Custom all-gather of the weights of one unit: rounded by `gathers`, or exact by `theirs`."""
+
+    def __init__(self, unit: Unit, gathers: Gathers, theirs: AllGather) -> None:
+        self.unit, self.theirs, self._gathers = unit, theirs, gathers
+        self._rounded = False
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.theirs.allocate(size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Write the parts of all ranks of `group` to `output_tensor`. `input_tensor` is this rank's part."""
+        if not self._gathers.rounds_over(group):
+            self._rounded = self._rounded and self._gathers.rounds
+            self._gathers.session.meter.count("bytes_weights", input_tensor.nbytes * (group.size() - 1))
+            return self.theirs(output_tensor, input_tensor, group, async_op)
+        self._rounded = True
+        mine = output_tensor[group.rank() * input_tensor.numel() :][: input_tensor.numel()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        pending = self._gathers.start(output_tensor, self._partition(group.size()))
+        if output_tensor.device.type == "cpu":
+            # Only this lets the gather overlap with computation.
+            return _Waited(pending)
+        pending.wait()
+        return None
+
+    def forget(self) -> None:
+        """Reshard the weights if the gathered ones are rounded."""
+        if self._rounded:
+            self.unit.module.reshard()
+            self._rounded = False
+
+    def _partition(self, ranks: int) -> Partition:
+        shares = tuple((name, one._sharded_param_data.numel()) for name, one in self.unit.parameters())
+        return partition_by_owners(shares, ranks)
+
+
+def is_gathered_by_us(unit: Unit) -> bool:
+    return isinstance(unit.theirs._all_gather_comm, _Gather)

@@ -1,0 +1,78 @@
+"""Additional process groups over the ranks of an engine's group.
+
+Messages of several models, and of the engine itself, may be in progress at the same time. In one group, they could not
+be told apart. Only the ranks inside a group take part in its creation, because others do not know of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.reduction import Groups
+from deepspeed_compress.compression.state import Position
+from deepspeed_compress.config import CompressConfig
+from deepspeed_compress.session.nodes import ranks_per_node, split_by_node
+
+__all__ = ["find_place_among", "find_place_in", "make_group", "make_groups", "make_hybrid_groups"]
+
+
+def make_groups(whole: ProcessGroup, config: CompressConfig) -> Groups:
+    """Return groups of the ranks of `whole`, divided by nodes if `config` has a hierarchy.
+
+    All ranks of `whole` must call this.
+
+    Raises:
+        ConfigError: the division is impossible or has no effect.
+    """
+    ranks, gloo = dist.get_process_group_ranks(whole), dist.get_backend(whole) == "gloo"
+    nodes = _nodes(ranks, config)
+    own = make_group(ranks)
+    if nodes is None:
+        return Groups(own, downward=make_group(ranks) if gloo and len(ranks) > 1 else None)
+    node = next(make_group(one) for one in nodes if dist.get_rank() in one)
+    place = next(one for one in zip(*nodes, strict=True) if dist.get_rank() in one)
+    return Groups(own, node, make_group(place), make_group(place) if gloo else None)
+
+
+def make_hybrid_groups(node: ProcessGroup, across: ProcessGroup, whole: ProcessGroup) -> Groups:
+    """Return groups of the ranks of `whole` for copies of the model.
+
+    Each `node` holds a copy, and the ranks of `across` hold the same part of it. All ranks of `whole` must call this.
+    """
+    ranks = [dist.get_process_group_ranks(group) for group in (whole, node, across)]
+    downward = make_group(ranks[2]) if dist.get_backend(across) == "gloo" else None
+    return Groups(make_group(ranks[0]), make_group(ranks[1]), make_group(ranks[2]), downward, copies=True)
+
+
+def find_place_in(whole: ProcessGroup, config: CompressConfig) -> Position:
+    """Return the position of this rank in `whole`, to which all of its residuals belong."""
+    nodes = _nodes(dist.get_process_group_ranks(whole), config)
+    return Position(whole.rank(), whole.size(), 0, 1, node_size=len(nodes[0]) if nodes else 1)
+
+
+def find_place_among(whole: ProcessGroup | None, config: CompressConfig) -> Position | None:
+    """Return this rank's position among all ranks of the job, which form groups like `whole`.
+
+    Returns None if `whole` is None.
+
+    All ranks of the job must call this.
+    """
+    mine: tuple[int, ...] = () if whole is None else tuple(dist.get_process_group_ranks(whole))
+    found: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    groups = sorted(set(found) - {()})
+    if whole is None:
+        return None
+    return replace(find_place_in(whole, config), group=groups.index(mine), groups=len(groups))
+
+
+def _nodes(ranks: Sequence[int], config: CompressConfig) -> list[tuple[int, ...]] | None:
+    on_node = ranks_per_node(config)
+    return None if on_node is None else split_by_node(ranks, on_node, dist.get_world_size())
+
+
+def make_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Return a new group of these global `ranks`, all of which must call this."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-any-return]

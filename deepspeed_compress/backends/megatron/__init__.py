@@ -1,0 +1,25 @@
+"""Adapter for Megatron-core's data parallelism, whose bucket groups reduce compressed gradients.
+
+    attach       attaches everything to the model chunks of a rank
+    buckets      layout and ownership of the elements of buckets
+    gradients    the seam for gradients: `start_grad_sync` of each bucket group
+    weights      the seam for weights: `start_param_sync` of each bucket group
+    shares       dense parameters and experts, each with a separate group
+    steps        the outcome of the optimizer's steps
+    checkpoints  the state of compression inside Megatron's checkpoints
+    limits       supported versions, and what is refused
+
+Written for megatron-core 0.16.1.
+"""
+
+try:
+    import megatron.core  # noqa: F401  (whether it can be)
+except ImportError as error:
+    raise ImportError(
+        "deepspeed_compress.megatron needs megatron-core, which this environment does not have; write: pip install "
+        '"deepspeed-compress[megatron]"'
+    ) from error
+
+from deepspeed_compress.backends.megatron.attach import Attached, attach
+
+__all__ = ["Attached", "attach"]

@@ -1,0 +1,240 @@
+"""Compression of the model chunks of a rank: the gradients of its data-parallel group and those of its experts."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed_compress.backends import sessions
+from deepspeed_compress.backends.groups import find_place_among, make_group
+from deepspeed_compress.backends.limits import refuse
+from deepspeed_compress.backends.megatron.buckets import name_parameters
+from deepspeed_compress.backends.megatron.checkpoints import load_files, request_files, saved_files
+from deepspeed_compress.backends.megatron.gradients import Gradients, count_gradients
+from deepspeed_compress.backends.megatron.limits import check_version, find_limits
+from deepspeed_compress.backends.megatron.shares import Share
+from deepspeed_compress.backends.megatron.steps import MegatronSteps
+from deepspeed_compress.backends.megatron.weights import PlainWeights, Weights, has_masters
+from deepspeed_compress.backends.sessions import Config, Exchanged, make_session, read_section
+from deepspeed_compress.collectives.reducer import Run
+from deepspeed_compress.collectives.reduction import Parameters, WeightReduction
+from deepspeed_compress.config import CompressConfig, CompressedWeights
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.session.exact import ExactWeights
+from deepspeed_compress.session.memories import Place, on_all_ranks, save_on_all
+from deepspeed_compress.session.session import Session
+
+__all__ = ["Attached", "attach"]
+
+EXPERTS = "experts"
+"""Subdirectory for everything that concerns only experts."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Compression of the model chunks of this rank, for as long as they live.
+
+    Attributes:
+        dense: handle for all parameters except those of experts.
+        experts: handle for experts, which have a separate data-parallel group; None on ranks without any.
+        any_experts: True if any rank has experts.
+        weights: weights that are sent as differences.
+    """
+
+    dense: sessions.Attached
+    experts: sessions.Attached | None
+    any_experts: bool
+    weights: Sequence[Weights] = ()
+
+    @property
+    def session(self) -> Session:
+        """Return the session of `dense`; that of experts is `experts.session`.
+
+        It holds the settings in force and reports on them (`subscribe`, `settings`, `events`).
+        """
+        return self.dense.session
+
+    def synchronise(self) -> None:
+        """Make the weights exact on all ranks, as before an export. All ranks must call this."""
+        for part in (self.dense, self.experts):
+            if part is not None:
+                part.session.synchronise()
+
+    def save(self, directory: str | Path) -> None:
+        """Write the state of compression into `directory`, two files per rank, and two more for its experts.
+
+        All ranks of the job must call this, between steps.
+
+        Raises:
+            StateError: on all ranks, if one of them cannot write.
+        """
+        self.dense.save(directory)
+        if self.experts is not None:
+            self.experts.save(Path(directory) / EXPERTS)
+        elif self.any_experts:
+            save_on_all(_nothing)
+
+    def load(self, directory: str | Path) -> None:
+        """Resume from the files that `save` wrote.
+
+        All ranks of the job must call this before a step, after Megatron's checkpoint has been loaded. Errors are
+        handled on all ranks according to `on_missing_state`.
+        """
+        for one in self.weights:
+            one.forget()
+        self.dense.load(directory)
+        if self.experts is not None:
+            self.experts.load(Path(directory) / EXPERTS)
+        elif self.any_experts:
+            problem = on_all_ranks(_nothing)
+            if problem and self.session.config.on_missing_state == "error":
+                raise StateError(problem)
+
+    def sharded_state_dict(self, checkpoint: str | Path | None = None) -> dict[str, Any]:
+        """Return the state of compression for Megatron's checkpoints.
+
+        All ranks of the job must call this, between steps.
+
+        Args:
+            checkpoint: None to save; else the directory from which the state dict will be loaded.
+
+        Returns:
+            An entry of the state dict for `megatron.core.dist_checkpointing.save` or `load`. Its bytes are copies, so
+                training
+            may continue while Megatron writes. Empty if `checkpoint` was written without this package.
+
+        Raises:
+            StateError: on all ranks, if one of them cannot write its state.
+
+        Examples:
+            >>> dist_checkpointing.save({**state_dict, **compression.sharded_state_dict()}, directory)
+            >>> request = {**state_dict, **compression.sharded_state_dict(directory)}
+            >>> compression.load_state_dict(dist_checkpointing.load(request, directory))
+        """
+        return saved_files(self.save) if checkpoint is None else request_files(Path(checkpoint))
+
+    def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
+        """Resume from a state dict that Megatron has loaded, of which `sharded_state_dict` was a part; see `load`."""
+        load_files(loaded, self.load)
+
+
+def attach(ddp_modules: Any, optimizer: Any, config: Config) -> Attached:
+    """Compress the gradients of Megatron's model chunks.
+
+    All ranks of the job must call this once, before the first backward.
+
+    Args:
+        ddp_modules: a `megatron.core.distributed.DistributedDataParallel`, or a list of the model chunks of this rank.
+        optimizer: result of `get_megatron_optimizer` for all of them. Its `step` also ends the step of compression.
+        config: a path or a dict, with the section `deepspeed_compress`.
+
+    Returns:
+        A handle that saves and loads the state of compression and reports on it.
+
+    Raises:
+        ConfigError: the section is missing or wrong.
+        SeamError: this version of Megatron is not supported.
+        UnsupportedError: these modules cannot be compressed correctly, or not with this section.
+
+    Examples:
+        >>> compression = deepspeed_compress.megatron.attach(model, optimizer, "ds_config.json")
+        >>> compression.save("checkpoints/iter_0000100")
+    """
+    section, document = read_section(config)
+    chunks = list(ddp_modules) if isinstance(ddp_modules, list | tuple) else [ddp_modules]
+    refuse(chunks[0] if chunks else None, _of_all(find_limits(chunks, optimizer, section)))
+    check_version(chunks)
+    names = {parameter: name for name, parameter in name_parameters(chunks).items()}
+    dense, experts = (_made(Share(chunks, names, experts), section, document) for experts in (False, True))
+    assert dense is not None, "all ranks reduce parameters that are no experts'"
+    present = [one for one in (dense, experts) if one is not None]
+    steps = MegatronSteps(
+        [one.session for one in present], optimizer, chunks, [around for one in present for around in one.weights]
+    )
+    for one in present:
+        one.follow(steps)
+    steps.begin(0)
+    return Attached(
+        dense.attached(steps),
+        None if experts is None else experts.attached(steps),
+        any_experts=_on_any(experts is not None),
+        weights=[weights for one in present for weights in one.compressed],
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A share of the parameters with its session, the senders of its weights, and its place in checkpoints."""
+
+    share: Share
+    session: Session
+    weights: Sequence[PlainWeights | Weights]
+    place: Place
+
+    def follow(self, steps: MegatronSteps) -> None:
+        """Let Megatron's bucket groups reduce through the session from now on."""
+        if self.session.config.gradients.method == "none":
+            count_gradients(self.session, self.share.groups, self.share.group)
+        else:
+            Gradients(self.session, steps, self.share.groups, self.share.group)
+        for weights in self.compressed:
+            self.session.exact = ExactWeights(steps, weights.synchronise)
+
+    @property
+    def compressed(self) -> list[Weights]:
+        return [one for one in self.weights if isinstance(one, Weights)]
+
+    def attached(self, steps: MegatronSteps) -> sessions.Attached:
+        return sessions.Attached(self.session, steps, self.place)
+
+
+def _made(share: Share, section: CompressConfig, document: Mapping[str, Any]) -> _Made | None:
+    """Return a share with its session, or None if there is nothing to reduce. All ranks of the job must call this."""
+    position, parameters = find_place_among(share.whole, section), share.described()
+    if position is None or share.whole is None:
+        return None
+    if share.experts and section.monitor.path is not None:
+        beside = section.monitor.model_copy(update={"path": str(Path(section.monitor.path) / EXPERTS)})
+        section = section.model_copy(update={"monitor": beside})
+    rank = dist.get_rank()
+    exchanged = Exchanged(share.whole, parameters, share.device, position)
+    session = make_session(exchanged, section, document, writes=rank == 0)
+    weights = list(_weights(share, session, section, parameters))
+    return _Made(share, session, weights, Place(rank, position, share.device))
+
+
+def _weights(
+    share: Share, session: Session, section: CompressConfig, parameters: Parameters
+) -> Iterator[PlainWeights | Weights]:
+    """Yield the senders of a share's weights. Those with fp32 master weights are sent as differences if configured."""
+    if not isinstance(section.weights, CompressedWeights):
+        yield PlainWeights(session, share.weight_bytes(share.sources))
+        return
+    whole, run = (
+        make_group(dist.get_process_group_ranks(share.group)),
+        Run(session.clock, session.meter, section.seed, session.pace),
+    )
+    gather = partial(WeightReduction(section.weights, parameters, run).difference_gather, whole)
+    with_masters = [source for source in share.sources if has_masters(source)]
+    yield Weights(session, with_masters, share.names, gather)
+    yield PlainWeights(session, share.weight_bytes([source for source in share.sources if not has_masters(source)]))
+
+
+def _of_all(problems: Iterable[str]) -> list[str]:
+    """Return the problems of all ranks. Pipeline stages differ, and no rank may wait for one that has stopped."""
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, list(problems))
+    return list(dict.fromkeys(problem for each in found for problem in each))
+
+
+def _on_any(here: bool) -> bool:
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    return any(found)
+
+
+def _nothing() -> None:
+    """Stand in for saving and loading on a rank without experts."""

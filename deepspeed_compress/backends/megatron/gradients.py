@@ -1,0 +1,193 @@
+"""Reduction of Megatron's gradients: replaces the collective in `start_grad_sync` of each bucket group.
+
+Megatron keeps a handle of the collective that it has started, and waits for it in `finish_grad_sync`. The adapter
+provides such a handle. Without `overlap_grad_reduce`, the reduction starts and finishes in `start_grad_sync`.
+
+The order in which buckets become complete is learned in the first batch of a process. Messages are numbered by the
+place of their bucket, so bits do not depend on that order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.backends.megatron.buckets import Bucket, BucketGroup
+from deepspeed_compress.backends.steps import StepFollower
+from deepspeed_compress.collectives.payload import PendingMeans
+from deepspeed_compress.collectives.reducer import Pending
+from deepspeed_compress.compression.segments import gather, scatter
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.config.schedules import OWN_MOMENTUM
+from deepspeed_compress.errors import UnsupportedError
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.traffic import ring_all_reduce, ring_reduce_scatter
+
+__all__ = ["Gradients", "count_gradients"]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Number of bytes that a rank of `group` would send for a bucket without compression."""
+
+    group: ProcessGroup
+
+    def size(self, bucket: Any, everywhere: bool) -> int:
+        """Return the bytes for Megatron's `bucket`, including padding, which Megatron sends.
+
+        gloo implements reduce-scatter by all-reduce.
+        """
+        ring = ring_all_reduce if everywhere or dist.get_backend(self.group) == "gloo" else ring_reduce_scatter
+        return ring(bucket.grad_data.nbytes, self.group.size())
+
+
+def count_gradients(session: Session, groups: Sequence[BucketGroup], whole: ProcessGroup) -> None:
+    """Count the bytes of method "none", with which Megatron is left unchanged."""
+    for group in groups:
+        session.patches.wrap(group.source, "finish_grad_sync", partial(_finish_and_count, session, group, Ring(whole)))
+
+
+def _finish_and_count(
+    session: Session,
+    group: BucketGroup,
+    ring: Ring,
+    original: Callable[..., None],
+    force_all_reduce: bool | None = False,
+) -> None:
+    original(force_all_reduce=force_all_reduce)
+    for bucket in group.source.buckets:
+        size = ring.size(bucket, bool(force_all_reduce) or not group.distributed)
+        for kind in ("bytes_uncompressed", "bytes_sent"):
+            session.meter.count(kind, size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A bucket whose reduction is in progress. If `pending` is None, it is reduced when it is waited for."""
+
+    session: Session
+    bucket: Bucket
+    everywhere: bool
+    pending: Pending | PendingMeans | None
+
+    def send_back(self) -> None:
+        if isinstance(self.pending, PendingMeans):
+            self.pending.send_back()
+
+    def finish(self) -> None:
+        flat, pending = self.bucket.gradients, self.pending
+        if pending is None:
+            self.session.reduce(flat, self.bucket.partition, self.bucket.scale, self.everywhere)
+        elif isinstance(pending, PendingMeans):
+            pending.finish(flat)
+        else:
+            scatter(pending.finish(gather(flat, pending.own)), pending.own, flat)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """Handle for Megatron to wait for the buckets of a group, which are among all that are `under_way`."""
+
+    sent: Sequence[_Sent]
+    under_way: list[_Sent]
+
+    def wait(self) -> None:
+        # Send all means back before waiting for the first of them.
+        for one in self.under_way:
+            one.send_back()
+        for one in self.sent:
+            one.finish()
+            self.under_way.remove(one)
+
+
+@dataclass
+class _Numbers:
+    """Message numbers of a step.
+
+    Attributes:
+        begun: the step, counted from the start of the process.
+        firsts: first number of each bucket, in the order of all buckets.
+        total: count of numbers for all buckets.
+        passes: how often each bucket was reduced in this step.
+    """
+
+    begun: int = -1
+    firsts: list[int] = field(default_factory=list)
+    total: int = 0
+    passes: dict[int, int] = field(default_factory=dict)
+
+
+class Gradients:
+    """Reducer of the gradients of `groups` through `session`, over the ranks `whole`."""
+
+    def __init__(
+        self, session: Session, steps: StepFollower, groups: Sequence[BucketGroup], whole: ProcessGroup
+    ) -> None:
+        self._session, self._steps = session, steps
+        self._ring = Ring(whole)
+        self._buckets = [bucket for group in groups for bucket in group.buckets]
+        self._place = {id(bucket): place for place, bucket in enumerate(self._buckets)}
+        self._numbers = _Numbers()
+        self._under_way: list[_Sent] = []
+        for group in groups:
+            session.patches.wrap(group.source, "start_grad_sync", partial(self._start, group))
+
+    def _start(self, group: BucketGroup, original: Callable[..., None], force_all_reduce: bool | None = False) -> None:
+        source, options = group.source, group.source.ddp_config
+        if source.grad_reduce_handle is not None:
+            # Started already. Megatron accepts that in its first batch, and raises an error later.
+            original(force_all_reduce=force_all_reduce)
+            return
+        if options.check_for_nan_in_grad or options.check_for_large_grads:
+            source.check_grads(
+                check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=options.check_for_large_grads
+            )
+        handle = self._send(group, bool(force_all_reduce) or not group.distributed)
+        if options.overlap_grad_reduce:
+            source.grad_reduce_handle = handle
+        else:
+            handle.wait()
+
+    def _send(self, group: BucketGroup, everywhere: bool) -> _Handle:
+        self._begin()
+        for bucket in group.source.buckets:
+            self._session.meter.bytes_uncompressed += self._ring.size(bucket, everywhere)
+        sent = [self._sent(bucket, everywhere) for bucket in group.buckets]
+        self._under_way += sent
+        return _Handle(sent, self._under_way)
+
+    def _sent(self, bucket: Bucket, everywhere: bool) -> _Sent:
+        number = self._number(self._place[id(bucket)])
+        pending = None
+        if self._session.early_reducer is not None:
+            flat, partition = bucket.gradients, bucket.partition
+            pending = self._session.start_early(flat, partition, bucket.scale, number, everywhere)
+        return _Sent(self._session, bucket, everywhere, pending)
+
+    def _begin(self) -> None:
+        """Assign message numbers at the first reduction of a step: two per round of every bucket."""
+        self._steps.reduced = True
+        if self._numbers.begun == self._session.clock.begun:
+            return
+        self._under_way.clear()  # what a pass that failed has left
+        reducer = self._session.early_reducer
+        rounds = [0 if reducer is None else 2 * len(reducer.layouts(bucket.partition)) for bucket in self._buckets]
+        *firsts, total = accumulate(rounds, initial=0)
+        self._numbers = _Numbers(self._session.clock.begun, firsts, total)
+
+    def _number(self, place: int) -> int:
+        """Return the number of the first message of a bucket."""
+        numbers = self._numbers
+        passes = numbers.passes.get(place, 0)
+        method = self._session.config.gradients.method
+        if passes and method in OWN_MOMENTUM:
+            raise UnsupportedError(
+                f'/{SECTION}/gradients/method: "{method}" gives gradients a momentum, and these were reduced before in '
+                "this optimizer step; reduce once a step: all micro-batches but the last in no_sync()"
+            )
+        numbers.passes[place] = passes + 1
+        return 1 + numbers.firsts[place] + passes * numbers.total

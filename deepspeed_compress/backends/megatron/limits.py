@@ -1,0 +1,138 @@
+"""Checks of what cannot work with Megatron. Problems are reported by name before anything is attached."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import megatron.core
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from packaging.version import Version
+
+from deepspeed_compress.backends.limits import find_common_limits
+from deepspeed_compress.backends.megatron.weights import has_masters
+from deepspeed_compress.config import SECTION, CompressConfig, CompressedWeights
+from deepspeed_compress.errors import SeamError
+
+__all__ = ["check_version", "find_limits"]
+
+OLDEST, NEWEST = Version("0.16.0"), Version("0.17")
+"""Supported versions: from the first, up to and excluding the second."""
+SUPPORTED = f"megatron-core >={OLDEST},<{NEWEST}"
+
+_SEAMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "start_grad_sync": ("force_all_reduce",),
+        "finish_grad_sync": ("force_all_reduce",),
+        "start_param_sync": ("force_sync",),
+        "finish_param_sync": ("skip_next_bucket_dispatch",),
+        "check_grads": ("check_for_nan_or_inf", "check_for_large"),
+    }
+)
+"""Methods of a bucket group, and their parameters."""
+_OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+
+
+def check_version(chunks: Sequence[Any]) -> None:
+    """Check that Megatron's version is supported and that its bucket groups have the expected methods.
+
+    Raises:
+        SeamError: they do not.
+    """
+    found = megatron.core.__version__
+    if not OLDEST <= Version(found) < NEWEST:
+        raise SeamError(
+            f"megatron-core {found} is installed, but deepspeed_compress attaches to internals that it knows in "
+            f'{SUPPORTED} only; install one of these: pip install "megatron-core>={OLDEST},<{NEWEST}"'
+        )
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for name, parameters in _SEAMS.items():
+                takes = tuple(inspect.signature(getattr(group, name)).parameters)
+                if takes != parameters and not hasattr(getattr(group, name), "__wrapped__"):
+                    raise SeamError(
+                        f"{type(group).__name__}.{name} takes {takes}, not {parameters}, in megatron-core {found}; "
+                        f"supported: {SUPPORTED}"
+                    )
+
+
+def find_limits(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -> Iterator[str]:
+    """Yield what is wrong with these model chunks and this optimizer, or with the section for them."""
+    if any(type(chunk) is not DistributedDataParallel for chunk in chunks) or not chunks:
+        kinds = ", ".join(sorted({type(chunk).__name__ for chunk in chunks})) or "nothing"
+        yield f"it is {kinds} (allowed: DistributedDataParallel of megatron.core.distributed, one or a list)"
+        return
+    device = next(chunks[0].parameters()).device
+    yield from find_common_limits(config, optimizer, device)
+    yield from (said for applies, said in _LIMITS if any(applies(chunk) for chunk in chunks))
+    yield from _limits_of_optimizer(chunks, optimizer)
+    yield from _limits_of_weights(chunks, optimizer, config)
+    if any(_attached(chunk) for chunk in chunks):
+        yield "it is attached already; attach once"
+
+
+_LIMITS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda chunk: chunk.ddp_config.num_distributed_optimizer_instances > 1,
+        "num_distributed_optimizer_instances reduces over two groups, one after the other; write 1 (for fewer bytes "
+        "between nodes: gradients.hierarchy)",
+    ),
+    (
+        lambda chunk: chunk.ddp_config.use_megatron_fsdp or chunk.ddp_config.use_custom_fsdp,
+        "use_megatron_fsdp divides parameters, and reduces by other code; write False",
+    ),
+    (
+        lambda chunk: chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
+        "reuse_grad_buf_for_mxfp8_param_ag puts weights where gradients are; write False",
+    ),
+    (
+        lambda chunk: chunk.ddp_config.nccl_ub,
+        "nccl_ub registers buffers that compressed messages do not use; write False",
+    ),
+    (
+        lambda chunk: getattr(chunk.config, "cuda_graph_impl", "none") != "none",
+        'cuda_graph_impl captures what is decided anew in every step; write "none"',
+    ),
+)
+
+
+def _limits_of_optimizer(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
+    parts = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
+    others = {type(part).__name__ for part in parts if type(part) not in _OPTIMIZERS}
+    if others:
+        allowed = ", ".join(known.__name__ for known in _OPTIMIZERS)
+        found = ", ".join(sorted(others))
+        yield f"its optimizer is {found} (allowed: {allowed}); use get_megatron_optimizer with Adam or SGD"
+        return
+    distributed = {type(part) is DistributedOptimizer for part in parts}
+    if distributed and distributed != {chunk.ddp_config.use_distributed_optimizer for chunk in chunks}:
+        yield "use_distributed_optimizer differs between DistributedDataParallelConfig and OptimizerConfig; write one"
+
+
+def _limits_of_weights(chunks: Sequence[Any], optimizer: Any, config: CompressConfig) -> Iterator[str]:
+    if not isinstance(config.weights, CompressedWeights):
+        return
+    where = f'/{SECTION}/weights/method: "{config.weights.method}"'
+    remedy = 'Write "method": "none", or remove weights'
+    if config.weights.overlap:
+        yield (
+            f"/{SECTION}/weights/overlap: true has no effect with Megatron (allowed: false), which decides it by "
+            "overlap_param_gather; write that there, and remove the key"
+        )
+    sources = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
+        yield f"{where} has no effect without use_distributed_optimizer: no weights are sent. {remedy}, or use it"
+    elif not any(has_masters(source) for source in sources):
+        yield f"{where}: weights in fp32 are their own masters (allowed: bf16 and fp16 weights). {remedy}"
+    if any(chunk.ddp_config.fp8_param_gather for chunk in chunks):
+        yield f"{where} with fp8_param_gather (allowed: without). {remedy}"
+    for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(getattr(optimizer, "config", None), option, False):
+            yield f"{where} with {option}, which keeps masters out of sight (allowed: without). {remedy}"
+
+
+def _attached(chunk: Any) -> bool:
+    groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    return any(vars(group).keys() & {"start_grad_sync", "finish_grad_sync"} for group in groups)

@@ -1,0 +1,192 @@
+"""The session of a model outside DeepSpeed, and the handle that its user holds: `Attached`."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from deepspeed_compress.backends.groups import find_place_in, make_groups
+from deepspeed_compress.backends.steps import Scaler, StepFollower, Steps
+from deepspeed_compress.collectives.pace import make_pace
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, Parameters, Reductions, Site
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import SECTION, CompressConfig, check_world, parse_section, read_ds_config, total_steps
+from deepspeed_compress.config.names import user_name
+from deepspeed_compress.diagnostics import pointer
+from deepspeed_compress.errors import CompressWarning
+from deepspeed_compress.monitor import Journal, Meter, write_configuration
+from deepspeed_compress.policy import Policy
+from deepspeed_compress.session.memories import Place, load_memories, save_memories, save_on_all
+from deepspeed_compress.session.observer import new_run
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.records import make_records
+from deepspeed_compress.session.reporting import Reporter, Sizes
+from deepspeed_compress.session.session import Session
+from deepspeed_compress.session.torch_version import check_torch
+
+__all__ = ["Attached", "Config", "Exchanged", "Target", "attach_session", "make_session", "read_section"]
+
+Config = str | Path | dict[str, Any]
+"""Path or content of a ds_config.json, of which only the section `deepspeed_compress` is used."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The gradients that one session compresses.
+
+    Attributes:
+        group: ranks that reduce the gradients.
+        parameters: their parameters.
+        device: device of the gradients.
+        position: position of this rank among those whose states are saved together.
+        make_groups: creates the groups for messages. Engines that partition the ranks replace it.
+    """
+
+    group: ProcessGroup
+    parameters: Parameters
+    device: torch.device
+    position: state.Position
+    make_groups: Callable[[ProcessGroup, CompressConfig], Groups] = make_groups
+
+
+@dataclass(frozen=True)
+class Target:
+    """Gradients of whole `parameters`, by name, which the ranks of `group` reduce."""
+
+    parameters: Mapping[str, Parameter]
+    group: ProcessGroup
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def exchanged(self, config: CompressConfig) -> Exchanged:
+        return Exchanged(self.group, self.described(), self.device, find_place_in(self.group, config))
+
+    def described(self) -> Parameters:
+        """Return the description of the parameters for reducers.
+
+        Uncompressed elements are sent in a dtype that holds all gradients exactly.
+        """
+        dtypes = {parameter.dtype for parameter in self.parameters.values()}
+        names = {name: user_name(parameter, name) for name, parameter in self.parameters.items()}
+        return Parameters(
+            shapes={name: tuple(parameter.shape) for name, parameter in self.parameters.items()},
+            everywhere=sorted(names.values()),
+            dtype=reduce(torch.promote_types, dtypes),
+            user_names=names,
+        )
+
+
+@dataclass(frozen=True)
+class Attached:
+    """Compression of one model, for as long as the model lives.
+
+    `session` holds the settings in force and reports on them (`subscribe`, `settings`, `events`).
+    """
+
+    session: Session
+    steps: StepFollower
+    place: Place
+
+    def save(self, directory: str | Path) -> None:
+        """Write the state of compression into `directory`, two files per rank.
+
+        All ranks of the model must call this, between steps.
+
+        Raises:
+            StateError: on all ranks, if one of them cannot write.
+        """
+        scale = self.session.clock.loss_scale
+        save = partial(
+            save_memories, self.session, Path(directory), self.place, 0, self.steps.count, scale, state.write
+        )
+        save_on_all(save, self.place.group)
+
+    def load(self, directory: str | Path) -> None:
+        """Resume from the files that `save` wrote.
+
+        All ranks of the model must call this before a step, after the model, the optimizer and the gradient scaler have
+        been loaded. If the number of ranks differs, the sums of the residuals are preserved.
+
+        An error on one rank raises StateError on all ranks or, with `on_missing_state` "reset", emits a CompressWarning
+        and leaves the residuals empty.
+        """
+        self.session.reset()
+        self.session.journal.adopt(None)
+        step = load_memories(self.session, Path(directory), self.place, self.steps.loss_scale)
+        self.steps.begin(self.steps.count if step is None else step)
+        self.session.journal.go_on(self.steps.count)
+
+
+def read_section(config: Config) -> tuple[CompressConfig, dict[str, Any]]:
+    """Return the validated section and the whole configuration.
+
+    Emits a CompressWarning that names DeepSpeed keys outside the section, which have no effect. Raises ConfigError as
+    `parse_section` does.
+    """
+    document = read_ds_config(config)
+    section, others = parse_section(document), sorted(document.keys() - {SECTION, "scheduler"})
+    if others:
+        text = f"{', '.join(pointer((key,)) for key in others)}: no effect without DeepSpeed; pass {SECTION} alone"
+        warnings.warn(text, CompressWarning, stacklevel=3)
+    return section, document
+
+
+def attach_session(
+    exchanged: Exchanged,
+    optimizer: Optimizer,
+    scaler: Scaler | None,
+    section: CompressConfig,
+    document: Mapping[str, Any],
+) -> Attached:
+    """Create the session of `exchanged` and follow the steps of `optimizer`, some of which `scaler` may skip.
+
+    All ranks of the group must call this.
+    """
+    group = exchanged.group
+    session = make_session(exchanged, section, document, writes=group.rank() == 0)
+    with session.patches.undone_on_failure():
+        steps = Steps(session, optimizer, scaler)
+        steps.begin(0)
+    return Attached(session, steps, Place(group.rank(), exchanged.position, exchanged.device, group))
+
+
+def make_session(exchanged: Exchanged, section: CompressConfig, document: Mapping[str, Any], writes: bool) -> Session:
+    """Return a session. All ranks of the group of `exchanged` must call this. `writes`: this rank reports."""
+    check_torch(torch.__version__)
+    check_world(section, exchanged.group.size())
+    run = Run(StepClock(), Meter(), section.seed, make_pace(section.communication, exchanged.group))
+    told = partial(_first_alone, writes)
+    reporter = Reporter(section.monitor, run.meter, told, exchanged.device, group=exchanged.group)
+    journal = Journal(section.monitor.path, new_run(exchanged.group))
+    records = make_records(reporter, journal, writes)
+    policy = Policy(section, total_steps(document, section.schedule), records.log.record)
+    if writes:
+        write_configuration(journal, document)
+    return Session(section, policy, run, _reductions(section, exchanged, run), records, None, Patches())
+
+
+def _reductions(section: CompressConfig, exchanged: Exchanged, run: Run) -> Reductions | None:
+    if section.gradients.method == "none":
+        return None
+    # Any step may be skipped, by a scaler or by the program.
+    stores = ResidualStores(transactional=True)
+    groups = exchanged.make_groups(exchanged.group, section)
+    dist.barrier(exchanged.group)
+    return Reductions(Site(groups, exchanged.parameters, stores, run))
+
+
+def _first_alone(first: bool, sizes: Sizes) -> tuple[int, Sizes] | None:
+    """Return what this rank sends if it is the first one. All ranks send alike, so only the first one reports."""
+    return (0, sizes) if first else None

@@ -1,0 +1,105 @@
+"""Exclusive use of a checkpoint directory by one job, one start of the job, and one running island, for all ranks.
+
+See `checkpoints.alone` for the lock and `checkpoints.claim` for the start of a job.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from deepspeed_compress.checkpointing.claim import Claim, this_start
+from deepspeed_compress.checkpointing.completeness import replace_text
+from deepspeed_compress.checkpointing.directory_lock import hold, in_turn
+from deepspeed_compress.errors import ConfigError, StateError
+from deepspeed_compress.session.memories import on_all_ranks
+
+__all__ = ["alone_in", "start_of_all", "take_for_island"]
+
+_ISLAND = "deepspeed_compress_island.json"
+"""File in a checkpoint directory that names the island to which it belongs."""
+
+
+def alone_in(directory: str | None, start: str) -> TextIO | None:
+    """Lock the directory of automatic checkpoints on the first rank, and claim it for `start`. Collective.
+
+    Returns:
+        The lock, on the first rank; None on other ranks, without a directory, or if nothing can be written there.
+
+    Raises:
+        ConfigError: another job saves there. Raised on all ranks.
+    """
+    held: list[TextIO | None] = []
+    if directory is None:
+        return None
+    problem = on_all_ranks(lambda: held.append(None if dist.get_rank() else _lock(directory, start)))
+    if problem:
+        raise ConfigError(problem)
+    return held[0]
+
+
+def start_of_all() -> str:
+    """Return the name of this start of the job, which is the same on all ranks. Collective."""
+    named = [this_start()]
+    dist.broadcast_object_list(named, src=0)
+    return named[0]
+
+
+def _lock(directory: str, start: str) -> TextIO | None:
+    """Lock `directory` and claim it for `start`.
+
+    Returns None if nothing can be written there; each checkpoint reports that itself.
+
+    Raises:
+        StateError: another job holds the lock.
+    """
+    try:
+        held = hold(Path(directory))
+    except OSError:
+        return None
+    if held is None:
+        raise StateError(
+            f"/deepspeed_compress/checkpointing/directory: {directory}: another job that runs now saves its "
+            "checkpoints there (allowed: one at a time); write another directory"
+        )
+    with suppress(OSError):
+        Claim(Path(directory), start).take()
+    return held
+
+
+def take_for_island(directory: Path, run: str | None, number: int, others: Collection[int]) -> None:
+    """Reserve `directory` for the checkpoints of island `number` of `run`.
+
+    Args:
+        directory: the directory of checkpoints; it is created if necessary.
+        run: the run of the islands.
+        number: the number of this island.
+        others: the numbers of the other islands that are running.
+
+    Raises:
+        StateError: the directory belongs to one of `others`. They would overwrite each other's files.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with in_turn(directory):
+        found = _island_of(directory / _ISLAND)
+        if found.get("run") == run and found["number"] in others:
+            raise StateError(
+                f"{directory} is where island {found['number']} saves, and this is island {number} (allowed: one "
+                "directory for each); give save_checkpoint, or output_dir of Trainer, another one on every island"
+            )
+        replace_text(directory / _ISLAND, json.dumps({"run": run, "number": number}))
+
+
+def _island_of(file: Path) -> Mapping[str, Any]:
+    """Return the run and number of the island in `file`.
+
+    Empty if the file is missing or unreadable; it is then written anew.
+    """
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {"run": found["run"], "number": int(found["number"])}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return {}

@@ -1,0 +1,177 @@
+"""Checkpoints of an engine with balanced ownership (`ownership`), stored in the parameter order of the program.
+
+DeepSpeed writes and reads flat partitions without the names of their parameters, so a run without this package would
+misread partitions in another order. Ranks exchange their elements when a file is written and when it is read. The bits
+in the file equal those of an engine in the given order with the same values. A direct call of the optimizer's
+`state_dict`, which one rank may make without the others, keeps the order of memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from deepspeed_compress.backends.deepspeed.ownership import DEALT, GivenOrder
+from deepspeed_compress.collectives.reorder import Reordering
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.session.patches import Patches
+
+__all__ = ["keep_file_order"]
+
+Move = Callable[[Tensor, torch.device], Tensor]
+
+
+def keep_file_order(engine: Any, given: GivenOrder) -> None:
+    """Have `engine` write and read checkpoints in the order `given`. Does nothing if the order was not changed.
+
+    This lasts for as long as the engine exists, even after `detach`, because its parameters stay where they are.
+    """
+    if not given.groups:
+        return
+    files, patches = _Files(engine, given), Patches()
+    patches.replace(engine, DEALT, files)
+    patches.wrap(engine, "_get_zero_param_shapes", files.shapes)
+    patches.wrap(engine, "_save_zero_checkpoint", files.save)
+    patches.wrap(engine, "_load_zero_checkpoint", files.load)
+
+
+class _Files:
+    """Translation between this rank's partitions in memory and those in files, for one engine."""
+
+    def __init__(self, engine: Any, given: GivenOrder) -> None:
+        self._optimizer = engine.optimizer
+        self._device = torch.device(engine.device)
+        self._names = [[engine.param_names[parameter] for parameter in group] for group in given.groups]
+        self._sizes = [_sizes(engine, group) for group in given.groups]
+        held = [_sizes(engine, group) for group in self._optimizer.bit16_groups]
+        self._reorderings = [
+            Reordering(group, before, after, share)
+            for group, before, after, share in zip(
+                self._optimizer.real_dp_process_group, held, self._sizes, self._optimizer.partition_size, strict=True
+            )
+        ]
+
+    def shapes(self, original: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+        """Return DeepSpeed's `_get_zero_param_shapes` in the order of files.
+
+        Tools that consolidate weights rely on it.
+        """
+        return [
+            OrderedDict((name, shapes[name]) for name in names)
+            for names, shapes in zip(self._names, original(), strict=True)
+        ]
+
+    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `_save_zero_checkpoint`, whose call of `state_dict` gets the order of files."""
+        patches = Patches()
+        patches.wrap(self._optimizer, "state_dict", self._written)
+        try:
+            return original(*args, **options)
+        finally:
+            patches.undo()
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `_load_zero_checkpoint`, whose call of `load_state_dict` converts from file order."""
+        patches = Patches()
+        patches.wrap(self._optimizer, "load_state_dict", self._read)
+        try:
+            return original(*args, **options)
+        finally:
+            patches.undo()
+
+    def _written(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimizer's `state_dict` in the order of files. Collective."""
+        moves: list[Move] = [reordering.forward for reordering in self._reorderings]
+        return {**self._moved(original(), moves), PARAM_SLICE_MAPPINGS: self._slices()}
+
+    def _read(self, original: Callable[..., Any], state_dict_list: Any = None, *args: Any, **options: Any) -> Any:
+        """Call `load_state_dict` with this rank's entry of `state_dict_list` in the order of memory. Collective.
+
+        Universal checkpoints are stored by name, and have no such list.
+        """
+        rank = self._optimizer.dp_process_group.rank()
+        if state_dict_list is not None and _fits(state_dict_list, self._optimizer):
+            moves: list[Move] = [reordering.backward for reordering in self._reorderings]
+            state_dict_list = list(state_dict_list)
+            state_dict_list[rank] = self._moved(state_dict_list[rank], moves)
+        return original(state_dict_list, *args, **options)
+
+    def _moved(self, state: dict[str, Any], moves: Sequence[Move]) -> dict[str, Any]:
+        """Return a copy of `state` in which master weights and optimizer states are reordered with `moves`.
+
+        DeepSpeed removes the padding of the master weights, so it is added for the move.
+        """
+        masters = [
+            move(_padded(master, padding), self._device)[: master.numel()]
+            for move, master, padding in zip(
+                moves, state[SINGLE_PARTITION_OF_FP32_GROUPS], state[GROUP_PADDINGS], strict=True
+            )
+        ]
+        base = dict(state[BASE_OPTIMIZER_STATE])
+        base["state"] = {
+            index: self._moved_states(values, index, moves[index]) for index, values in sorted(base["state"].items())
+        }
+        return {**state, SINGLE_PARTITION_OF_FP32_GROUPS: masters, BASE_OPTIMIZER_STATE: base}
+
+    def _moved_states(self, values: Mapping[str, Any], index: int, move: Move) -> dict[str, Any]:
+        share = self._optimizer.partition_size[index]
+        return {name: self._moved_state(name, value, share, move) for name, value in values.items()}
+
+    def _moved_state(self, name: str, value: Any, share: int, move: Move) -> Any:
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return value
+        if value.shape != (share,):
+            raise StateError(
+                f'/deepspeed_compress/ownership: "balanced" cannot save or load the state {name!r} of the optimizer, '
+                f"of shape {tuple(value.shape)} (allowed: one number, or one for each of the {share} elements of a "
+                'rank); write "contiguous", or take an optimizer without such a state'
+            )
+        return move(value, self._device)
+
+    def _slices(self) -> list[Mapping[str, fragment_address]]:
+        """Return the slice of each parameter in this rank's partition of files, by parameter group.
+
+        The format is that of DeepSpeed's `_create_param_mapping`.
+        """
+        return [
+            _slices(sizes, group.rank() * share, share)
+            for sizes, group, share in zip(
+                self._sizes, self._optimizer.real_dp_process_group, self._optimizer.partition_size, strict=True
+            )
+        ]
+
+
+def _sizes(engine: Any, group: Sequence[Any]) -> list[tuple[str, int]]:
+    return [(engine.param_names[parameter], parameter.numel()) for parameter in group]
+
+
+def _padded(part: Tensor, padding: int) -> Tensor:
+    return torch.cat([part.detach(), part.new_zeros(padding)])
+
+
+def _fits(states: Sequence[Any], optimizer: Any) -> bool:
+    """Return True if the states were saved by the current number of ranks. DeepSpeed refuses or ignores others."""
+    return len(states) == optimizer.dp_process_group.size() and (
+        list(states[optimizer.dp_process_group.rank()][PARTITION_COUNT]) == list(optimizer.partition_count)
+    )
+
+
+def _slices(sizes: Sequence[tuple[str, int]], first: int, share: int) -> Mapping[str, fragment_address]:
+    found: OrderedDict[str, fragment_address] = OrderedDict()
+    offset = 0
+    for name, numel in sizes:
+        begin, end = max(offset, first), min(offset + numel, first + share)
+        if begin < end:
+            found[name] = fragment_address(numel=end - begin, start=begin - first)
+        offset += numel
+    return found

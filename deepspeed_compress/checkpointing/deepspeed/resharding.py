@@ -1,0 +1,247 @@
+"""Loading of DeepSpeed checkpoints saved by another number of data-parallel ranks, by repartitioning ZeRO's states.
+
+DeepSpeed refuses them ("Automatic adjustment ... is not currently supported", `engine.py`, `_load_zero_checkpoint`; it
+checks this before `elastic_checkpoint`). Each rank's partition is assembled from the files of all ranks that saved the
+checkpoint (`zero_parts`). The files are memory-mapped, so a rank reads only what it needs.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SHAPES,
+)
+from torch import Tensor
+
+from deepspeed_compress.checkpointing.completeness import latest_tag
+from deepspeed_compress.checkpointing.deepspeed.universal import check_universal
+from deepspeed_compress.checkpointing.deepspeed.zero_parts import state_of_zero_3, state_of_zero_12
+from deepspeed_compress.checkpointing.parts import Fragments, even_piece
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.session.memories import on_all_ranks
+from deepspeed_compress.session.patches import Patches
+
+__all__ = ["other_size"]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Description of a checkpoint, from the file of its first rank.
+
+    Attributes:
+        directory: the directory of checkpoints.
+        tag: the tag of the checkpoint.
+        ranks: the size of its data-parallel groups.
+        models: the number of combinations of tensor and pipeline rank.
+        batch: sequences per step; None if unknown.
+    """
+
+    directory: Path
+    tag: str
+    ranks: int
+    models: int
+    batch: int | None
+
+
+@contextmanager
+def other_size(engine: Any, directory: Path, tag: str | None, models: int | None, states: bool) -> Iterator[None]:
+    """Let `engine.load_checkpoint` load a checkpoint of any number of data-parallel ranks within the block. Collective.
+
+    Warns (CompressWarning) if the batch size differs from the saved one: data and learning rate would continue
+    elsewhere.
+
+    Args:
+        engine: the engine.
+        directory: the directory of checkpoints.
+        tag: the tag of the checkpoint; None for the latest.
+        models: the number of combinations of tensor and pipeline rank of this run; None to skip the comparison.
+        states: True if optimizer states are loaded.
+
+    Raises:
+        StateError: the checkpoint cannot be repartitioned. Raised before anything is loaded.
+    """
+    if engine.load_universal_checkpoint():
+        check_universal(engine, directory, tag)
+        yield
+        return
+    tag = tag or latest_tag(directory)
+    saved = None if tag is None else _read_saved(engine, directory, tag)
+    if saved is not None and states and models not in (None, saved.models):
+        raise StateError(
+            f"{saved.directory / saved.tag}: saved with {saved.models} combinations of tensor and pipeline rank, this "
+            f"run has {models} (allowed: the same; the data-parallel size may change). Convert it, ds-compress "
+            f'checkpoint convert {directory} --tag {saved.tag}, and write "checkpoint": {{"load_universal": true}}'
+        )
+    if saved is None or saved.ranks == engine.seq_dp_world_size:
+        yield
+        return
+    _warn_of_batch(engine, saved)
+    with _cut_anew(engine, saved, states):
+        yield
+
+
+def _read_saved(engine: Any, directory: Path, tag: str) -> _Saved | None:
+    """Return the description of a checkpoint; None if its files are missing, which DeepSpeed reports."""
+    names = _model_files(engine, str(directory), tag)
+    if not names:
+        return None
+    found = _opened(Path(names[0]))
+    return _Saved(directory, tag, int(found["dp_world_size"]), len(names), _batch_of(found))
+
+
+def _model_files(engine: Any, directory: str, tag: str) -> list[str]:
+    """Return the files of the first data-parallel rank, one for each combination of tensor and pipeline rank."""
+    pattern = Path(engine._get_ckpt_name(directory, tag, mp_placeholder="*", pp_placeholder="0"))
+    return sorted(map(str, pattern.parent.glob(pattern.name)))
+
+
+def _opened(file: Path) -> dict[str, Any]:
+    """Return the contents of a file, unpickled as DeepSpeed does, with memory-mapped tensors.
+
+    Raises:
+        StateError: the file is missing or damaged.
+    """
+    try:
+        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"{file} is missing or damaged ({error})") from error
+    return found
+
+
+def _batch_of(found: Mapping[str, Any]) -> int | None:
+    """Return the sequences per step, computed from the saved configuration as DeepSpeed does; None if unknown."""
+    config = found.get("ds_config") or {}
+    given = [config.get(f"train_{name}") for name in ("batch_size", "micro_batch_size_per_gpu")]
+    batch, micro = (value if isinstance(value, int) else None for value in given)
+    steps = config.get("gradient_accumulation_steps")
+    return batch or (micro and micro * (steps if isinstance(steps, int) else 1) * int(found["dp_world_size"]))
+
+
+def _warn_of_batch(engine: Any, saved: _Saved) -> None:
+    now = int(engine.train_batch_size())
+    if saved.batch in (None, now) or dist.get_rank():
+        return
+    micro = int(engine.train_micro_batch_size_per_gpu())
+    assert saved.batch is not None
+    steps, rest = divmod(saved.batch, micro * engine.seq_dp_world_size)
+    instead = (
+        f'"gradient_accumulation_steps": {steps}'
+        if steps and not rest
+        else "sizes whose product with the number of ranks is that"
+    )
+    text = (
+        f"/train_batch_size: {now} on {engine.seq_dp_world_size} ranks, but {saved.directory / saved.tag} was saved at "
+        f"{saved.batch} on {saved.ranks}: steps are counted on, so the position in the data and the learning-rate "
+        f"schedule are not those of the samples that were seen. To go on as before write {instead}"
+    )
+    warnings.warn(text, CompressWarning, stacklevel=6)
+
+
+@contextmanager
+def _cut_anew(engine: Any, saved: _Saved, states: bool) -> Iterator[None]:
+    cut, patches = _Cut(engine, saved), Patches()
+    if states and engine.zero_optimization():
+        _check(engine, saved)
+        patches.wrap(engine, "_load_zero_checkpoint", cut.load_zero)
+    if engine.zero_optimization_partition_weights():
+        patches.wrap(engine, "_get_all_ckpt_names", cut.model_files)
+        patches.wrap(engine, "load_module_state_dict", cut.load_module)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _check(engine: Any, saved: _Saved) -> None:
+    kept = {
+        "experts": engine.has_moe_layers,
+        "optimizer states on NVMe": engine.zero_nvme_offload_optimizer(),
+    }
+    for what in (name for name, there in kept.items() if there):
+        raise StateError(
+            f"{saved.directory / saved.tag}: saved by {saved.ranks} data-parallel ranks, this run has "
+            f"{engine.seq_dp_world_size}: {what} cannot be divided anew (allowed: the same number)"
+        )
+
+
+class _Cut:
+    """Replacements for an engine's loading functions, which read the files of another number of ranks."""
+
+    def __init__(self, engine: Any, saved: _Saved) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._rank = dist.get_rank(engine.seq_data_parallel_group)
+
+    def load_zero(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
+        """Load the ZeRO states in place of DeepSpeed's `_load_zero_checkpoint`. Collective.
+
+        Raises:
+            StateError: some rank failed. Raised on all ranks.
+        """
+        states: list[dict[str, Any] | None] = [None] * self._engine.seq_dp_world_size
+
+        def read() -> None:
+            states[self._rank] = self._state()
+
+        problem = on_all_ranks(read)
+        if problem:
+            raise StateError(f"{self._saved.directory / self._saved.tag}: {problem}")
+        engine = self._engine
+        engine.optimizer.load_state_dict(
+            state_dict_list=states, load_from_fp32_weights=engine.zero_load_from_fp32_weights()
+        )
+        return True
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._engine
+        files = engine._get_mp_rank_zero_checkpoint_names(
+            str(self._saved.directory),
+            self._saved.tag,
+            engine.checkpoint_mp_rank,
+            self._saved.ranks,
+            engine.bfloat16_enabled(),
+        )
+        found = [_opened(Path(file))[OPTIMIZER_STATE_DICT] for file in files]
+        shapes = _opened(self._model_file(0))[PARAM_SHAPES]
+        make = state_of_zero_3 if engine.zero_optimization_partition_weights() else state_of_zero_12
+        return make(engine, self._rank, found, shapes)
+
+    def _model_file(self, rank: int) -> Path:
+        """Return the model state file of `rank` with this rank's tensor and pipeline rank."""
+        saved = self._saved
+        return Path(self._engine._get_ckpt_name(str(saved.directory), saved.tag, pp_placeholder=str(rank)))
+
+    def model_files(self, original: Callable[..., list[str]], checkpoints_path: str, tag: str) -> list[str]:
+        """Return the result of DeepSpeed's `_get_all_ckpt_names`, or the first rank's files if this rank has none."""
+        return original(checkpoints_path, tag) or _model_files(self._engine, checkpoints_path, tag)
+
+    def load_module(self, original: Callable[..., Any], *args: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
+        """Call DeepSpeed's `load_module_state_dict` with this rank's partitions of frozen parameters.
+
+        The checkpoint that DeepSpeed read has those of another rank.
+        """
+        shapes = checkpoint.get(FROZEN_PARAM_SHAPES)
+        if shapes:
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: self._frozen(shapes)}
+        return original(*args, checkpoint=checkpoint, **options)
+
+    def _frozen(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Return this rank's partitions of frozen parameters, by name."""
+        fragments, engine = Fragments(), self._engine
+        for rank in range(self._saved.ranks):
+            for key, part in _opened(self._model_file(rank))[FROZEN_PARAM_FRAGMENTS].items():
+                fragments.add([even_piece(key, shapes[key].numel(), rank, self._saved.ranks, 0)[0]], part.flatten())
+        wanted = {
+            key: even_piece(key, shape.numel(), self._rank, engine.seq_dp_world_size, 0)
+            for key, shape in shapes.items()
+        }
+        return {key: fragments.cut([piece], room) for key, (piece, room) in wanted.items()}

@@ -1,0 +1,290 @@
+"""Copies of checkpoint files in the memory of another host: the sending side, and the process that receives them.
+
+Connections use `transport`, with a secret that only the ranks of the job know. A message consists of the list of a rank
+(`files.FileList`), which has the digests of its files, and the files themselves. Every file must match its digest. The
+rank's list is written last, so its presence means that the files are complete.
+
+When a rank ends, it waits for copies in progress as long as they advance, but not for a silent peer.
+"""
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from deepspeed_compress.checkpointing.completeness import FileList, list_file, temporary, write_list
+from deepspeed_compress.checkpointing.movement import DRAIN, LOOK, Movement
+from deepspeed_compress.checkpointing.processes import leave_rank
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError
+from deepspeed_compress.transport.fields import Table, a_boolean, a_mapping, a_text, an_integer, check_message
+from deepspeed_compress.transport.frames import Limits
+from deepspeed_compress.transport.secret import Secret
+from deepspeed_compress.transport.server import Bounds, Server
+from deepspeed_compress.transport.tls import find_tls
+
+__all__ = ["COPIES", "Destination", "Receiver", "own_address", "send_copies", "write_checked"]
+
+COPIES = "copies"
+"""Name of the service."""
+_PATIENCE = 60.0
+"""Maximum number of seconds for which a connection may be silent."""
+_GRACE = 5.0
+"""Seconds for which the process keeps receiving after its rank has died, for copies that are already in progress."""
+_CHUNK = 1 << 18
+_LONGEST = 1 << 24
+"""Maximum number of bytes of a list."""
+_MOST = 1 << 50
+"""Maximum number of bytes of the files of a rank."""
+_CONNECTIONS = 256
+"""Maximum number of connections: enough for all ranks of the sending host."""
+_COUNT = an_integer(0, 2**63 - 1)
+_MESSAGES: Table = {
+    "copy": {"tag": a_text(1000, 1), "list": a_mapping},
+    "list": {
+        **dict.fromkeys(("version", "number", "step", "rank", "world"), _COUNT),
+        "run": a_text(1000),
+        "problem": a_text(1 << 16),
+        "automatic": a_boolean,
+        "files": a_mapping,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The process that receives copies on the next host.
+
+    Attributes:
+        address: host.
+        port: port.
+        key: secret of the job.
+        max_rate: bytes per second; None for no limit.
+    """
+
+    address: str
+    port: int
+    key: bytes
+    max_rate: float | None = None
+
+
+def own_address(towards: str) -> str:
+    """Return this host's address on the route to `towards`, at which other hosts reach it. Sends nothing."""
+    family = socket.getaddrinfo(towards, None, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])
+
+
+def send_copies(
+    place: Path, listed: FileList, destination: Destination, moves: Callable[[], None] = lambda: None
+) -> None:
+    """Send the files of `listed` to `destination`.
+
+    Args:
+        place: tag directory of the files.
+        listed: list of the files.
+        destination: the receiving process.
+        moves: called whenever a part was sent.
+
+    Raises:
+        OSError: the connection fails.
+        StateError: the other host refuses the files, or one of them has changed.
+    """
+    host = f"[{destination.address}]" if ":" in destination.address else destination.address
+    try:
+        credentials, limits = _credentials(destination.key), Limits(patience=_PATIENCE)
+        with connect(f"{host}:{destination.port}", COPIES, credentials, limits=limits) as connection:
+            answer = _sent(connection, place, listed, _paced(place, listed, destination.max_rate, moves))
+    except AuthenticationError as error:
+        raise StateError(f"host {destination.address} takes copies of another job") from error
+    if answer.get("kind") != "taken":
+        raise StateError(f"host {destination.address} did not take a copy: {answer.get('why')}")
+
+
+def _sent(connection: Connection, place: Path, listed: FileList, pieces: Iterator[bytes]) -> Mapping[str, Any]:
+    size = sum(size for size, _ in listed.files.values())
+    try:
+        connection.send_pieces({"kind": "copy", "tag": place.name, "list": listed.fields}, size, pieces)
+    except ValueError as error:
+        raise StateError(f"the files of {place} have changed since they were listed") from error
+    answer = connection.receive(_PATIENCE)
+    if answer is None:
+        raise TimeoutError(f"{connection.peer} has not answered for {_PATIENCE:g} s")
+    return answer
+
+
+def _paced(place: Path, listed: FileList, rate: float | None, moves: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the content of the files at `rate` bytes per second."""
+    begun, sent, chunk = time.monotonic(), 0, _CHUNK if rate is None else max(1, min(_CHUNK, int(rate)))
+    for name in sorted(listed.files):
+        with (place / name).open("rb") as stream:
+            while piece := stream.read(chunk):
+                yield piece
+                sent += len(piece)
+                moves()
+                if rate is not None:
+                    time.sleep(max(0.0, begun + sent / rate - time.monotonic()))
+
+
+def _credentials(key: bytes) -> Credentials:
+    return Credentials(Secret(key, "the key of this job"), find_tls())
+
+
+class Receiver:
+    """Handle of this host's process that receives copies into `directory`, used by the rank that starts it.
+
+    The process ends after that rank has ended and copies in progress have arrived.
+    """
+
+    def __init__(self, directory: Path, key: bytes) -> None:
+        taker = _Taker(directory, key)
+        self.port = taker.server.port
+        theirs, self._connection = Pipe(duplex=False)
+        self.process = os.fork()
+        if not self.process:
+            _live(taker, theirs)
+        taker.server.close()
+        theirs.close()
+
+    def close(self) -> None:
+        """End the process, after copies that are advancing have arrived."""
+        self._connection.send(None)
+        self._connection.close()
+        os.waitpid(self.process, 0)
+
+
+class _Taker:
+    """The receiving process: serves connections until its rank ends."""
+
+    def __init__(self, directory: Path, key: bytes) -> None:
+        self._directory, self._movement = directory, Movement()
+        limits, bounds = Limits(head=_LONGEST, patience=_PATIENCE), Bounds(_CONNECTIONS)
+        self.server = Server(COPIES, self._serve, "", 0, _credentials(key), limits, bounds)
+
+    def end_with(self, rank: Any) -> None:
+        """End the server when the rank at the other end of a pipe ends or sends a message."""
+        try:
+            rank.recv()
+        except EOFError:
+            # The rank was killed.
+            time.sleep(_GRACE)
+        self.server.stop(DRAIN)
+        while True:
+            for connection in self._movement.still():
+                connection.end()
+            time.sleep(LOOK)
+
+    def _serve(self, connection: Connection) -> None:
+        self._movement.begin(connection)
+        try:
+            head = connection.receive(_PATIENCE, _MOST)
+            if head is not None:
+                connection.send(self._answer(head, connection))
+        finally:
+            self._movement.end(connection)
+
+    def _answer(self, head: Mapping[str, Any], connection: Connection) -> dict[str, Any]:
+        try:
+            self._take(head, connection)
+        except (OSError, StateError, ValueError, KeyError, TypeError) as error:
+            # The sender reads the answer only after it has sent everything.
+            for _ in self._pieces(connection):
+                pass
+            return {"kind": "refused", "why": f"{type(error).__name__}: {error}"[:1000]}
+        return {"kind": "taken"}
+
+    def _take(self, head: Mapping[str, Any], connection: Connection) -> None:
+        """Write the files of one message. The rank's old list is removed first, as when it replaces files itself."""
+        place, listed = self._read_head(head, connection.left)
+        place.mkdir(exist_ok=True)
+        list_file(place, listed.rank).unlink(missing_ok=True)
+        pieces = _Pieces(self._pieces(connection))
+        for name, (size, sha256) in sorted(listed.files.items()):
+            write_checked(pieces.take(size), _inside(place, name), sha256)
+        write_list(place, listed)
+
+    def _read_head(self, head: Mapping[str, Any], left: int) -> tuple[Path, FileList]:
+        check_message(head, _MESSAGES)
+        check_message({**head["list"], "kind": "list"}, _MESSAGES)
+        listed = FileList.of({key: value for key, value in head["list"].items() if key != "sha256"})
+        for name, (size, sha256) in listed.files.items():
+            if not _COUNT(size) or not isinstance(sha256, str) or not name:
+                raise StateError(f"the list has {name!r} of {size!r} bytes")
+        if sum(size for size, _ in listed.files.values()) != left:
+            raise StateError(f"the files have {left} bytes, and the list says otherwise")
+        if head["tag"] in (".", "..") or Path(head["tag"]).name != head["tag"]:
+            raise StateError(f"{head['tag']} is outside of {self._directory}")
+        return _inside(self._directory, head["tag"]), listed
+
+    def _pieces(self, connection: Connection) -> Iterator[memoryview]:
+        self._movement.note(connection)
+        for piece in connection.pieces():
+            self._movement.note(connection)
+            yield piece
+
+
+class _Pieces:
+    """A message body that is split into files."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def take(self, size: int) -> Iterator[memoryview]:
+        """Yield the next `size` bytes, which must be available."""
+        while size:
+            if not self._rest:
+                self._rest = next(self._pieces)
+            piece, self._rest = self._rest[:size], self._rest[size:]
+            size -= len(piece)
+            yield piece
+
+
+def _inside(place: Path, name: str) -> Path:
+    found = (place / name).resolve()
+    if found == place.resolve() or not found.is_relative_to(place.resolve()):
+        raise StateError(f"{name} is outside of {place}")
+    return found
+
+
+def write_checked(chunks: Iterable[bytes | memoryview], file: Path, sha256: str) -> None:
+    """Write `chunks` to `file`.
+
+    Raises:
+        StateError: `sha256` is not their digest. Nothing is left of them.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written, digest = temporary(file), hashlib.sha256()
+    try:
+        with written.open("wb") as target:
+            os.fchmod(target.fileno(), 0o600)
+            for chunk in chunks:
+                digest.update(chunk)
+                target.write(chunk)
+        if digest.hexdigest() != sha256:
+            raise StateError(f"{file.name} was damaged on its way")
+        os.replace(written, file)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
+
+
+def _live(taker: _Taker, rank: Any) -> None:
+    """Run the receiving process. Does not return."""
+    code = 1
+    try:
+        leave_rank({rank.fileno(), *taker.server.descriptors})
+        threading.Thread(target=taker.end_with, args=(rank,), daemon=True).start()
+        taker.server.run()
+        code = 0
+    finally:
+        os._exit(code)

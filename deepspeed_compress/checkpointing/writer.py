@@ -1,0 +1,255 @@
+"""The writer process of a rank, which is forked from it and runs until all snapshots are written.
+
+A fork shares all modules that are needed to read snapshots, at no cost of memory. It holds none of the rank's sockets,
+so others notice when the rank dies, and it then continues to write.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from threading import Lock, Thread
+from typing import IO, Any, TypeVar, cast
+
+import torch
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing.completeness import FileList, Save
+from deepspeed_compress.checkpointing.direct import DirectFile
+from deepspeed_compress.checkpointing.memory_copies import Destination, send_copies
+from deepspeed_compress.checkpointing.memory_directory import keep_only
+from deepspeed_compress.checkpointing.movement import Movement
+from deepspeed_compress.checkpointing.processes import leave_rank
+from deepspeed_compress.checkpointing.snapshot import Call, Kept, read_calls
+from deepspeed_compress.errors import StateError
+
+__all__ = ["Outcome", "Task", "Writer", "write_torch"]
+
+T = TypeVar("T")
+
+_LOOK_EVERY = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """A snapshot to write under a `claim`.
+
+    Attributes:
+        save: the save.
+        rank: the rank.
+        claim: the claim on the directory.
+        kept: description of the snapshot.
+        publishes: this rank lets `latest` name the checkpoint once all ranks have written theirs, and prunes old ones.
+        patience: seconds to wait for all ranks.
+        keep: number of automatic checkpoints to keep; None for all.
+        problem: reason why it cannot be written, to be reported to the other ranks.
+        only: for checkpoints in memory, the tags to keep, including this one. All others are removed before writing.
+        copy: destination for a copy of the files.
+    """
+
+    save: Save
+    rank: int
+    claim: Claim
+    kept: Kept
+    publishes: bool
+    patience: float
+    keep: int | None = None
+    problem: str = ""
+    only: frozenset[str] | None = None
+    copy: Destination | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of writing, or of sending a copy.
+
+    Attributes:
+        save: the save.
+        problem: what went wrong; empty on success.
+        of_copy: True for the result of sending a copy.
+        notice: what else went wrong although the checkpoint is complete.
+    """
+
+    save: Save
+    problem: str
+    of_copy: bool = False
+    notice: str = ""
+
+
+class Writer:
+    """Handle of the writer process, used by its rank. `private`: only this user can access the files."""
+
+    def __init__(self, private: bool = False) -> None:
+        self._connection, theirs = Pipe()
+        self.process = os.fork()
+        if not self.process:
+            _serve(theirs, private)
+        theirs.close()
+
+    def send(self, task: Task, descriptor: int) -> None:
+        """Let the process write the snapshot in the memory `descriptor`.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self._connection.send(task)
+        send_handle(self._connection, descriptor, self.process)
+
+    def outcomes(self, wait: bool = False) -> list[Outcome]:
+        """Return the outcomes since the last call. If `wait`, wait for at least one.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        found: list[Outcome] = []
+        while self._connection.poll(None if wait and not found else 0):
+            found.append(self._connection.recv())
+        return found
+
+    def close(self) -> None:
+        """Wait until the process has written everything, and end it."""
+        self._connection.close()
+        os.waitpid(self.process, 0)
+
+
+def _serve(connection: Connection, private: bool) -> None:
+    """Run the writer process. Does not return."""
+    code = 1
+    try:
+        leave_rank({connection.fileno()})
+        if private:
+            os.umask(0o077)
+            # Every file has a digest, and only torch.load reads it.
+            torch.serialization.set_crc32_options(False)
+        code = _write_all(connection)
+    finally:
+        os._exit(code)
+
+
+def _write_all(connection: Connection) -> int:
+    said, movement = Lock(), Movement()
+    while True:
+        try:
+            task: Task = connection.recv()
+            descriptor = recv_handle(connection)
+        except (EOFError, OSError):
+            break
+        listed, problem = _tried(partial(_write, task, descriptor))
+        os.close(descriptor)
+        _, notice = _tried(partial(_prune, task)) if not problem else (None, "")
+        _say(connection, said, Outcome(task.save, problem, notice=notice))
+        if task.copy is not None:
+            # The next checkpoint must not wait for the network.
+            movement.note(task.save)
+            Thread(target=_copy, args=(connection, said, task, listed, problem, movement), daemon=True).start()
+    # The end of a rank must not wait for a silent host.
+    movement.wait()
+    return 0
+
+
+def _say(connection: Connection, said: Lock, outcome: Outcome) -> None:
+    # The rank may have died or stopped reading. What it sent before is written anyway.
+    with suppress(OSError), said:
+        connection.send(outcome)
+
+
+def _copy(
+    connection: Connection, said: Lock, task: Task, listed: FileList | None, problem: str, movement: Movement
+) -> None:
+    if listed is not None and task.copy is not None:
+        _, problem = _tried(partial(send_copies, task.save.place, listed, task.copy, partial(movement.note, task.save)))
+    _say(connection, said, Outcome(task.save, problem, of_copy=True))
+    movement.end(task.save)
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of `work` and an error text. Any error is reported to the training process, which continues."""
+    try:
+        return work(), ""
+    except Exception as error:
+        return None, _told(error)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
+
+
+def _write(task: Task, descriptor: int) -> FileList:
+    with task.claim.held():
+        if task.only is not None:
+            keep_only(task.save.directory, task.only)
+        files.unlist(task.save, task.rank)
+    try:
+        if task.problem:
+            raise StateError(task.problem)
+        digests: dict[Path, str] = {}
+        for call in read_calls(task.kept, descriptor):
+            digests |= _carry_out(call, task)
+        listed = files.listed(task.save, task.rank, digests)
+        with task.claim.held():
+            files.write_list(task.save.place, listed)
+    except Exception as error:
+        # Spare the rank that waits for all lists from waiting for this one.
+        with suppress(OSError, StateError), task.claim.held():
+            files.list_failure(task.save, task.rank, _told(error))
+        raise
+    if task.publishes:
+        _await_lists(task)
+        with task.claim.held():
+            files.publish(task.save)
+    return listed
+
+
+def _prune(task: Task) -> None:
+    """Remove old checkpoints, once the new one is complete."""
+    if task.publishes and task.keep is not None:
+        with task.claim.held():
+            files.prune(task.save.directory, task.keep)
+
+
+def _carry_out(call: Call, task: Task) -> dict[Path, str]:
+    """Run the call, and return the SHA-256 of each of its files."""
+    files.check_place(task.save)
+    task.claim.check()
+    known = call.function(*call.arguments) or {}
+    return {file: known.get(file) or files.digest(file) for file in call.files}
+
+
+def _await_lists(task: Task) -> None:
+    """Wait until all ranks have listed their files.
+
+    Raises:
+        StateError: `patience` has elapsed, a rank has failed, or a later start has taken the directory.
+    """
+    deadline = time.monotonic() + task.patience
+    while missing := files.find_missing(task.save):
+        task.claim.check()
+        if time.monotonic() > deadline:
+            raise StateError(
+                f"{task.save.place}: ranks {missing} have not listed their files in {task.patience:.0f} s; do all "
+                "hosts share this directory?"
+            )
+        time.sleep(_LOOK_EVERY)
+
+
+def write_torch(
+    state: Any, path: Path, max_rate: float | None, held: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Mapping[Path, str]:
+    """Write `state` to `path` by `torch.save`, and return the SHA-256 of the file.
+
+    It is written under a temporary name, which is renamed while `held()` is entered, at no more than `max_rate` bytes
+    per second.
+    """
+    temporary = files.temporary(path)
+    with DirectFile(temporary, max_rate) as stream:
+        torch.save(state, cast(IO[bytes], stream))
+        digest = stream.finish()
+    files.rename(temporary, path, held)
+    return {path: digest}

@@ -1,0 +1,234 @@
+"""All-gather of updated weights as compressed differences to the weights that every rank already holds.
+
+Source: the weight differences of Jia et al., "SDP4Bit" (arXiv:2410.15526, section 3.1). The owner of the fp32 master
+weights sends C(master - held), and every rank, including the owner, sets held <- round(held + decoded). The next
+difference is taken to the new held weights, so it contains whatever the last message left out: this is error feedback
+without a residual.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.exchange import Link, PendingExchange
+from deepspeed_compress.collectives.messages import MessageLayout, Messages, Piece, layouts_of_parts
+from deepspeed_compress.collectives.reducer import LEVELS, MessageCounter, Run
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors.base import message_key
+from deepspeed_compress.compression.segments import elements, scatter, stretch
+
+__all__ = ["CHUNK_NUMEL", "EXACT", "DifferenceGather", "PendingWeights"]
+
+EXACT = 0
+"""Channel of uncompressed parameters. It sends the master weights rounded to the dtype of the held weights."""
+
+_LEVEL = -1
+"""Key component that keeps these random numbers apart from those of gradients (see `PayloadReducer`)."""
+
+CHUNK_NUMEL = 1 << 20
+"""Elements that a rank sends in one message: few enough to stay in a cache between passes."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Messages in progress, by owner."""
+
+    layout: MessageLayout
+    messages: Sequence[Tensor]
+    exchange: PendingExchange
+
+
+class DifferenceGather:
+    """Gather of one flat buffer of weights from the owners of their fp32 master weights to all ranks of `group`.
+
+    Each rank owns a run of the buffer of near-equal length (`even_partition`, the same cut as DeepSpeed's). A buffer is
+    sent in rounds of at most `chunk_numel` elements per rank, and the next round is encoded while one is in flight.
+    This bounds the work space: two payloads from every rank and a few fp32 [chunk_numel].
+
+    The held weights must have the same bits on all ranks, and do so afterwards: all ranks decode the same payloads onto
+    the same weights, with one fp32 sum and one rounding per element. A non-finite master weight spoils the elements
+    encoded together with it (its block) on every rank alike, until `synchronise`.
+
+    Args:
+        group: ranks that hold the buffer.
+        sizes: (name, numel) of the parameters in the order of the buffer. Padding is included under any name.
+        messages: the messages. Channel `EXACT` sends elements in the dtype of the buffer: fp32, bf16 or fp16. No
+            channel has feedback.
+        run: state of the run.
+        chunk_numel: maximum number of elements per rank and round.
+        order: rank of each parameter in the sending order, smallest first. Parameters that it lacks are sent last. If
+            empty, the order is that of the buffer.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        sizes: Sequence[tuple[str, int]],
+        messages: Messages,
+        run: Run,
+        chunk_numel: int = CHUNK_NUMEL,
+        order: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.group = group
+        self.messages = messages
+        self.run = run
+        self._counter = MessageCounter(run.clock)
+        self._rank: int = group.rank()
+        partition = even_partition(sizes, group.size())
+        parts = [partition.owned_by(rank) for rank in range(group.size())]
+        travelling = [sorted(part, key=lambda one: order.get(one.parameter, len(order))) for part in parts]
+        self._numels = [sum(segment.numel for segment in part) for part in parts]
+        # The largest share determines the number of rounds, because a rank sends its share.
+        rounds = -(-max(self._numels) // chunk_numel)
+        self._layouts = layouts_of_parts(messages, travelling, rounds)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of the buffer."""
+        return sum(self._numels)
+
+    @property
+    def own_numel(self) -> int:
+        """Return the number of elements whose master weights this rank owns."""
+        return self._numels[self._rank]
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of messages that a rank sends in one `gather`."""
+        return len(self._layouts)
+
+    def last_rounds(self) -> dict[str, int]:
+        """Return the last round that contains any part of each parameter, by name."""
+        return {
+            segment.parameter: number
+            for number, layout in enumerate(self._layouts)
+            for pieces in layout.pieces
+            for piece in pieces
+            for segment in piece.segments
+        }
+
+    def own(self, held: Tensor) -> Tensor:
+        """Return the part of `held` whose master weights this rank owns, as a view."""
+        return torch.split(held, self._numels)[self._rank]
+
+    @torch.no_grad()
+    def gather(self, held: Tensor, master: Tensor) -> None:
+        """Move the weights of all ranks towards their master weights.
+
+        Args:
+            held: the flat buffer, updated in place. This rank's own part must also equal that of the other ranks.
+            master: flat master weights of `own(held)`, of any floating dtype and on any device; not changed.
+        """
+        under_way: deque[_Round] = deque()
+        for layout in self._layouts:
+            under_way.append(self._send(held, master, layout))
+            if len(under_way) > 1:
+                self.take(held, under_way.popleft())
+        while under_way:
+            self.take(held, under_way.popleft())
+
+    @torch.no_grad()
+    def begin(self, held: Tensor, master: Tensor, first_tag: int = 0) -> "PendingWeights":
+        """Start a `gather` by sending all messages now.
+
+        While the rounds are waited for, `held` becomes bit for bit what `gather` would make it. It must not change
+        before that; `master` may change at once.
+
+        Args:
+            held: see `gather`.
+            master: see `gather`.
+            first_tag: first of `rounds` message numbers. Gathers in progress at the same time need distinct numbers.
+        """
+        sent = [self._send(held, master, layout, first_tag) for layout in self._layouts]
+        return PendingWeights(self, held, deque(sent))
+
+    @torch.no_grad()
+    def synchronise(self, held: Tensor, master: Tensor) -> None:
+        """Replace the weights of all ranks by their rounded master weights, uncompressed. See `gather`."""
+        parts = torch.split(held, self._numels)
+        parts[self._rank].copy_(master)
+        # Not numbered: random numbers must not depend on how often weights were saved.
+        exchange = self._start([part.view(torch.uint8) for part in parts], 0)
+        self._wait(exchange, held.device)
+
+    def _send(self, held: Tensor, master: Tensor, layout: MessageLayout, first_tag: int = 0) -> _Round:
+        """Encode this rank's message of a round and start the exchange."""
+        number, meter, rank = self._counter.next(), self.run.meter, self._rank
+        messages = [held.new_empty(size, dtype=torch.uint8) for size in layout.sizes]
+        with meter.phase("compress", held.device):
+            for piece in layout.pieces[rank]:
+                key = message_key((self.run.seed, self.run.clock.step, _LEVEL, number, rank, piece.channel), rank)
+                difference = self._target(held, master, piece) - _base(held, piece)
+                out = messages[rank][piece.begin : piece.end]
+                self._codec(piece).encode(difference, piece.segments, out, key)
+        exact = sum(piece.numel for piece in layout.pieces[rank]) * held.itemsize
+        meter.count("bytes_weights_saved", (exact - messages[rank].numel()) * (len(messages) - 1))
+        return _Round(layout, messages, self._start(messages, first_tag + number))
+
+    def _codec(self, piece: Piece) -> Codec:
+        return self.messages.channels[piece.channel].codec
+
+    def _target(self, held: Tensor, master: Tensor, piece: Piece) -> Tensor:
+        """Return the target weights of `piece`: flat fp32 on the device of `held`, possibly a view of `master`."""
+        first = sum(self._numels[: self._rank])
+        segments = [replace(segment, offset=segment.offset - first) for segment in piece.segments]
+        target = elements(master, segments).to(held.device)
+        return target.to(held.dtype).to(torch.float32) if piece.channel == EXACT else target
+
+    def _start(self, messages: Sequence[Tensor], number: int) -> PendingExchange:
+        """Send this rank's message to all others and start to receive `messages[r]` from every rank r."""
+        mine = messages[self._rank]
+        size = mine.numel() * (len(messages) - 1)
+        self.run.meter.count("bytes_weights", size)
+        with self.run.meter.phase("communicate", mine.device):
+            self.run.wait_to_send(size)
+            return Link(self.group).start([mine] * len(messages), messages, number * LEVELS + LEVELS - 1)
+
+    def _wait(self, exchange: PendingExchange, device: torch.device) -> None:
+        with self.run.meter.phase("communicate", device):
+            exchange.finish()
+
+    def take(self, held: Tensor, sent: _Round) -> None:
+        """Wait for the messages of a round and add them to the weights."""
+        self._wait(sent.exchange, held.device)
+        with self.run.meter.phase("decompress", held.device):
+            for payload, pieces in zip(sent.messages, sent.layout.pieces, strict=True):
+                for piece in pieces:
+                    place = None if piece.channel == EXACT else stretch(held, piece.segments)
+                    values, encoded = _base(held, piece) if place is None else place, payload[piece.begin : piece.end]
+                    self._codec(piece).decode_add([encoded], piece.segments, values, 1.0)
+                    if place is None:
+                        scatter(values, piece.segments, held)
+
+
+@dataclass(frozen=True)
+class PendingWeights:
+    """Handle of a gather into `held` that `DifferenceGather.begin` started."""
+
+    source: DifferenceGather
+    held: Tensor
+    rounds: deque[_Round]
+    """Rounds that have not been waited for."""
+
+    @torch.no_grad()
+    def wait_for(self, last: int) -> None:
+        """Block until the rounds up to number `last` are added to the weights."""
+        while self.source.rounds - len(self.rounds) <= last and self.rounds:
+            self.source.take(self.held, self.rounds.popleft())
+
+    def finish(self) -> None:
+        """Block until all rounds are added to the weights."""
+        self.wait_for(self.source.rounds)
+
+
+def _base(held: Tensor, piece: Piece) -> Tensor:
+    """Return the values that the message of `piece` is a difference to: flat fp32, possibly a view of `held`."""
+    if piece.channel == EXACT:
+        return torch.zeros(piece.numel, dtype=torch.float32, device=held.device)
+    return elements(held, piece.segments)

@@ -1,0 +1,92 @@
+"""Two-level reduction: first among the ranks of a node, then over the slower link between nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition, relabel, select
+from deepspeed_compress.collectives.messages import Transfer
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.reducer import Pending, Reducer, reduce_at_once
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import Segment, gather, scatter
+
+__all__ = ["HierarchicalReducer"]
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The partitions of the two levels.
+
+    Attributes:
+        node: the bucket, with each segment assigned to the local rank of its owner.
+        mine: this local rank's segments of the bucket.
+        across: those segments as a bucket, each assigned to the node of its owner.
+    """
+
+    node: Partition
+    mine: tuple[Segment, ...]
+    across: Partition
+
+
+def _make_levels(locals_: int, nodes: int, local: int, partition: Partition) -> _Levels:
+    """Return the levels of local rank `local` out of `locals_`, on one of `nodes` nodes."""
+    mine, across = select(partition, lambda segment: segment.owner % locals_ == local)
+    return _Levels(
+        node=relabel(partition, lambda owner: owner % locals_, locals_),
+        mine=mine,
+        across=relabel(across, lambda owner: owner // locals_, nodes),
+    )
+
+
+class HierarchicalReducer:
+    """Reducer over `group`, whose ranks are `local + node * ranks_per_node`.
+
+    `node` reduces over the ranks of one node, in their order. `across` reduces over the ranks with the same local rank,
+    one per node, in the order of nodes. Every element crosses the link between nodes once per node instead of once per
+    rank.
+    """
+
+    def __init__(self, group: ProcessGroup, node: PayloadReducer, across: Reducer) -> None:
+        self.group = group
+        self.node = node
+        self.across = across
+        # A node's sum could overflow fp16, in which it may be sent. Scaling by a power of two causes no rounding.
+        self._node_factor = float(1 << (node.group.size() - 1).bit_length())
+        shape = (node.group.size(), across.group.size(), node.group.rank())
+        self._levels: Callable[[Partition], _Levels] = lru_cache(maxsize=LAYOUTS)(partial(_make_levels, *shape))
+
+    def start_reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> Pending:
+        """Reduce at once, because every phase needs the previous one; see `Reducer`."""
+        return reduce_at_once(self, bucket, partition, scale)
+
+    def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """Replace this rank's own segments of `bucket` by `scale` times their sum over the ranks, and no others."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        part = gather(whole, levels.mine)
+        self.across.reduce_scatter(part, levels.across, scale * self._node_factor)
+        own, _ = select(levels.across, lambda segment: segment.owner == self.across.group.rank())
+        scatter(gather(part, own), partition.owned_by(self.group.rank()), bucket)
+
+    def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """Replace all of `bucket` by `scale` times its sum over the ranks, with the same bits on every rank."""
+        levels, whole = self._levels(partition), bucket.to(torch.float32, copy=True)
+        self.node.reduce_scatter(whole, levels.node, 1.0 / self._node_factor)
+        part = gather(whole, levels.mine)
+        self.across.all_reduce(part, levels.across, scale * self._node_factor)
+        scatter(part, levels.mine, whole)
+        self.node.all_gather(whole, levels.node)
+        bucket.copy_(whole)
+
+    def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
+        levels = self._levels(partition)
+        inside, between = (self.node, levels.node), (self.across, levels.across)
+        return tuple(one for reducer, part in (inside, between) for one in reducer.transfers(part, everywhere))
+
+    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
+        return self.across.stored(self._levels(partition).across)

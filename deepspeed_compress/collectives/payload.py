@@ -1,0 +1,396 @@
+"""Compressed reduce-scatter, all-gather and all-reduce of a flat bucket: one packed message per owner, fp32 sums.
+
+The order of the code follows a bucket to the wire: `start_reduce_scatter` -> `_send_parts` -> `_encode` -> the
+channel's feedback and codec -> `_start` -> `Link.start`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.buckets import LAYOUTS, Partition
+from deepspeed_compress.collectives.exchange import Link, PendingExchange
+from deepspeed_compress.collectives.messages import MessageLayout, Messages, Piece, Transfer, make_layouts
+from deepspeed_compress.collectives.reducer import INSIDE_LEVEL, LEVELS, MessageCounter, Pending, Run, reduce_at_once
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors.base import message_key
+from deepspeed_compress.compression.feedback import NoFeedback
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import Segment, elements, gather, scatter, stretch
+
+__all__ = ["PayloadReducer", "PendingGather", "PendingMeans"]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Messages of one layout in progress, whose tensors are kept alive. `number` is the message number."""
+
+    layout: MessageLayout
+    number: int
+    outgoing: Sequence[Tensor]
+    incoming: Sequence[Tensor]
+    exchange: PendingExchange
+
+
+@dataclass(frozen=True)
+class _PendingSums:
+    """Handle of a reduce-scatter (see `Pending`) that yields `scale` times the sums of `rounds`."""
+
+    reducer: "PayloadReducer"
+    rounds: Sequence[_Round]
+    scale: float
+
+    @property
+    def own(self) -> list[Segment]:
+        rank = self.reducer.group.rank()
+        return [segment for sent in self.rounds for segment in _segments(sent.layout.pieces[rank])]
+
+    def finish(self, local: Tensor) -> Tensor:
+        rank = self.reducer.group.rank()
+        parts = torch.split(local, [sent.layout.numels[rank] for sent in self.rounds])
+        for part, sent in zip(parts, self.rounds, strict=True):
+            self.reducer.sum(part, sent, self.scale, deliver=True)
+        return local
+
+
+@dataclass(frozen=True)
+class PendingGather:
+    """Handle of an all-gather in progress, which `wait` writes into the bucket."""
+
+    reducer: "PayloadReducer"
+    bucket: Tensor
+    rounds: Sequence[_Round]
+
+    def wait(self) -> None:
+        for sent in self.rounds:
+            self.reducer.take(self.bucket, sent)
+
+
+@dataclass
+class PendingMeans:
+    """Handle of an all-reduce in progress.
+
+    Its second half begins with `send_back`, which `finish` calls if needed. `bucket` must not change before
+    `send_back`, which may overwrite the elements that this rank owns. `numbers` are the message numbers of the second
+    half, one per round.
+    """
+
+    reducer: "PayloadReducer"
+    bucket: Tensor
+    scale: float
+    parts: Sequence[_Round]
+    numbers: Sequence[int]
+    means: list[_Round] = field(default_factory=list)
+
+    def send_back(self) -> None:
+        """Wait for the parts of the other ranks, and send the means that this rank owns to all ranks."""
+        # One at a time: the mean of a round is sent before the parts of the next round are waited for.
+        for sent, number in zip(self.parts[len(self.means) :], self.numbers[len(self.means) :], strict=True):
+            own = elements(self.bucket, self.reducer.owned(sent.layout))
+            mean = self.reducer.sum(own, sent, self.scale, deliver=False)
+            self.means.append(self.reducer.send_owned(mean, sent.layout, number, in_basis=True))
+
+    def finish(self, out: Tensor) -> None:
+        """Write `scale` times the sum over the ranks into `out`, which may be the bucket."""
+        self.send_back()
+        PendingGather(self.reducer, out, self.means).wait()
+
+
+class PayloadReducer:
+    """Reducer (see `Reducer`) that sends packed messages, described by `messages`, over the group of `link`.
+
+    A rank's own elements are never sent. A bucket is split into rounds of about `chunk_numel` elements; the next round
+    is compressed while one is in flight. `traffic` is the meter's name for the bytes sent. A reducer is used as long as
+    its `messages` are in force.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        messages: Messages,
+        run: Run,
+        chunk_numel: int | None = None,
+        traffic: str = "bytes_sent",
+    ) -> None:
+        assert 0 <= messages.level < LEVELS, f"level {messages.level}"
+        self.link = link
+        self.messages = messages
+        self.run = run
+        self.chunk_numel = chunk_numel
+        self.traffic = traffic
+        self._counter = MessageCounter(run.clock)
+        self._rank: int = link.group.rank()
+        self._sender = self._rank if link.sender is None else link.sender
+        # Not a bound method: a reference cycle would keep the process group alive until garbage collection.
+        self._layouts = lru_cache(maxsize=LAYOUTS)(partial(_make_layouts, messages, chunk_numel))
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.link.group
+
+    def without_feedback(self) -> "PayloadReducer":
+        """Return a reducer with the same messages whose sender neither applies nor updates its residuals.
+
+        It shares this reducer's message numbers. The feedback of the means that an owner sends back is unchanged.
+        """
+        channels = tuple(replace(channel, feedback=NoFeedback()) for channel in self.messages.channels)
+        messages = replace(self.messages, channels=channels)
+        other = PayloadReducer(self.link, messages, self.run, self.chunk_numel, self.traffic)
+        other._counter = self._counter
+        return other
+
+    def layouts(self, partition: Partition) -> tuple[MessageLayout, ...]:
+        """Return the message layouts for `partition`, one per round."""
+        return self._layouts(partition)
+
+    def start_reduce_scatter(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
+    ) -> Pending:
+        """Start a reduce-scatter; see `Reducer`.
+
+        `number` is the number of the first message, with one message per round. If None, the next numbers are used.
+        Explicit numbers do not advance the counter: see `skip_messages`.
+        """
+        assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
+        if self.group.size() == 1:
+            return reduce_at_once(self, bucket, partition, scale)
+        layouts = self.layouts(partition)
+        numbers = self._numbers(len(layouts), number)
+        rounds = [self._send_parts(bucket, layout, one) for layout, one in zip(layouts, numbers, strict=True)]
+        return _PendingSums(self, rounds, scale)
+
+    def _numbers(self, count: int, first: int | None) -> Sequence[int]:
+        """Return `count` message numbers, from `first` on or, if that is None, the next ones."""
+        return [self._counter.next() for _ in range(count)] if first is None else range(first, first + count)
+
+    def _send_parts(self, bucket: Tensor, layout: MessageLayout, number: int) -> _Round:
+        """Encode this rank's contribution to every other owner's elements and start the exchange."""
+        ranks = range(len(layout.sizes))
+        with self.run.meter.phase("compress", bucket.device):
+            outgoing = [
+                self._encode(bucket, layout, owner, number) if owner != self._rank else _room(bucket.device)
+                for owner in ranks
+            ]
+        incoming = [_room(bucket.device, layout.sizes[self._rank] if owner != self._rank else 0) for owner in ranks]
+        return self._start(layout, number, outgoing, incoming)
+
+    def _encode(self, bucket: Tensor, layout: MessageLayout, owner: int, number: int) -> Tensor:
+        """Return the packed message of the elements of `owner`: uint8 [layout.sizes[owner]]."""
+        payload = _room(bucket.device, layout.sizes[owner])
+        for piece in layout.pieces[owner]:
+            channel, key = self.messages.channels[piece.channel], self._key(number, owner, piece, self._sender)
+            x = channel.codec.coefficients(elements(bucket, piece.segments), piece.segments)
+            out = payload[piece.begin : piece.end]
+            channel.feedback.encode(x, piece.segments, out, key, channel.codec)
+        return payload
+
+    def _key(self, number: int, owner: int, piece: Piece, sender: int) -> int:
+        run, level = self.run, self.messages.level
+        return message_key((run.seed, run.clock.step, level, number, owner, piece.channel), sender)
+
+    def _start(
+        self, layout: MessageLayout, number: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    ) -> _Round:
+        size = sum(part.numel() for peer, part in enumerate(outgoing) if peer != self._rank)
+        self.run.meter.count(self.traffic, size)
+        with self.run.meter.phase("communicate", incoming[0].device):
+            if self.messages.level != INSIDE_LEVEL:
+                self.run.wait_to_send(size)
+            # Messages of several reducers may be in progress in one group.
+            exchange = self.link.start(outgoing, incoming, tag=number * LEVELS + self.messages.level)
+        return _Round(layout, number, outgoing, incoming, exchange)
+
+    def skip_messages(self, count: int) -> None:
+        """Advance the message counter as if this step had sent `count` more messages."""
+        self._counter.skip(count)
+
+    def reduce_scatter(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """Reduce `bucket` for its owners; see `Reducer`. Segments that other ranks own stay as they are."""
+        if self.group.size() == 1:
+            _scale_alone(bucket, scale)
+            return
+        pending = self.start_reduce_scatter(bucket, partition, scale)
+        scatter(pending.finish(gather(bucket, pending.own)), pending.own, bucket)
+
+    def all_reduce(self, bucket: Tensor, partition: Partition, scale: float) -> None:
+        """Reduce `bucket` for all ranks; see `Reducer`.
+
+        Each owner encodes its mean again, with its own error feedback (the two-sided scheme of 1-bit Adam,
+        arXiv:2102.02888, algorithm 1), and decodes it like the other ranks.
+        """
+        if self.group.size() == 1:
+            _scale_alone(bucket, scale)
+            return
+        self.start_all_reduce(bucket, partition, scale).finish(bucket)
+
+    def start_all_reduce(
+        self, bucket: Tensor, partition: Partition, scale: float, number: int | None = None
+    ) -> PendingMeans:
+        """Start an `all_reduce` in a group of several ranks.
+
+        `number` is as in `start_reduce_scatter`, but with two messages per round.
+        """
+        assert bucket.numel() == partition.numel, f"bucket of {bucket.numel()} for a partition of {partition.numel}"
+        layouts = self.layouts(partition)
+        numbers = self._numbers(2 * len(layouts), number)
+        parts = [self._send_parts(bucket, layout, one) for layout, one in zip(layouts, numbers, strict=False)]
+        return PendingMeans(self, bucket, scale, parts, numbers[len(layouts) :])
+
+    def all_gather(self, bucket: Tensor, partition: Partition) -> None:
+        """Replace every segment of `bucket` by its owner's values as decoded from its message.
+
+        All ranks, including the owner, get the same bits.
+        """
+        self.start_all_gather(bucket, partition).wait()
+
+    def start_all_gather(self, bucket: Tensor, partition: Partition) -> PendingGather:
+        """Start an `all_gather`. `bucket` is written when the handle is waited for."""
+        layouts = self.layouts(partition)
+        if self.traffic == "bytes_weights":
+            exact = sum(segment.numel for segment in partition.owned_by(self._rank)) * bucket.itemsize
+            sent = sum(layout.sizes[self._rank] for layout in layouts)
+            self.run.meter.count("bytes_weights_saved", (exact - sent) * (self.group.size() - 1))
+        rounds = [
+            self.send_owned(elements(bucket, self.owned(layout)), layout, self._counter.next(), in_basis=False)
+            for layout in layouts
+        ]
+        return PendingGather(self, bucket, rounds)
+
+    def send_owned(self, total: Tensor, layout: MessageLayout, number: int, in_basis: bool) -> _Round:
+        """Encode the elements that this rank owns, and start to send them to all ranks.
+
+        `total` holds them in message order, as elements or, if `in_basis`, as the codec's coefficients.
+        """
+        with self.run.meter.phase("compress", total.device):
+            mine = _room(total.device, layout.sizes[self._rank])
+            for piece in layout.pieces[self._rank]:
+                # Keyed by the rank, not by the sender: what an owner sends back is the same on every node.
+                channel, key = self.messages.channels[piece.channel], self._key(number, self._rank, piece, self._rank)
+                x, out = _part(total, piece), mine[piece.begin : piece.end]
+                x = x if in_basis else channel.codec.coefficients(x, piece.segments)
+                channel.mean_feedback.encode(x, piece.segments, out, key, channel.codec)
+        incoming = [_room(total.device, size) for size in layout.sizes]
+        incoming[self._rank] = mine
+        return self._start(layout, number, [mine] * len(incoming), incoming)
+
+    def take(self, bucket: Tensor, sent: _Round) -> None:
+        """Wait for a round of an all-gather and write it into `bucket`."""
+        for owner, pieces in enumerate(sent.layout.pieces):
+            payload = self._arrived(sent, owner)
+            with self.run.meter.phase("decompress", bucket.device):
+                for piece in pieces:
+                    place = stretch(bucket, piece.segments)
+                    total = bucket.new_empty(piece.numel, dtype=torch.float32) if place is None else place
+                    self._codec(piece).decode([payload[piece.begin : piece.end]], piece.segments, total, 1.0)
+                    delivered = self._delivered(total, piece)
+                    if delivered is not place:
+                        scatter(delivered, piece.segments, bucket)
+        sent.exchange.finish()
+
+    def sum(self, local: Tensor, sent: _Round, scale: float, deliver: bool) -> Tensor:
+        """Return `scale` times the sum of this rank's elements of a round, fp32.
+
+        Messages are added in the order of ranks.
+
+        Args:
+            local: this rank's values in message order; overwritten with the result.
+            sent: the round.
+            scale: factor of the sum.
+            deliver: return elements for the optimizer; otherwise, return coefficients for `send_owned`.
+        """
+        others = [source for source in range(len(sent.layout.sizes)) if source != self._rank]
+        payloads = [self._arrived(sent, source) for source in others]
+        with self.run.meter.phase("decompress", local.device):
+            for piece in sent.layout.pieces[self._rank]:
+                own, parts = _part(local, piece), [payload[piece.begin : piece.end] for payload in payloads]
+                if deliver:
+                    own.copy_(self._delivered(self._sum_elements(own, parts, piece, sent.number, scale), piece))
+                else:
+                    own.copy_(self._sum_coefficients(own, parts, piece, sent.number, scale))
+        sent.exchange.finish()
+        return local
+
+    def _sum_elements(self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float) -> Tensor:
+        """Return `scale` times the sum of `own`, which is overwritten, and the `parts` of the other ranks."""
+        codec = self._codec(piece)
+        exact, parts = self._own_part(own, parts, piece, number)
+        if exact is None:
+            codec.decode(parts, piece.segments, own, scale)
+            return own
+        codec.decode_add(parts, piece.segments, exact.mul_(scale), scale)
+        return exact
+
+    def _sum_coefficients(
+        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int, scale: float
+    ) -> Tensor:
+        """Return the coefficients of the sum that `_sum_elements` describes."""
+        codec = self._codec(piece)
+        exact, parts = self._own_part(own, parts, piece, number)
+        total = own.zero_() if exact is None else codec.coefficients(exact.mul_(scale), piece.segments)
+        codec.add_coefficients(parts, total, scale)
+        return total
+
+    def _own_part(
+        self, own: Tensor, parts: Sequence[Tensor], piece: Piece, number: int
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """Return this rank's exact contribution to a part, and the messages to add to it.
+
+        If this rank contributes nothing exactly, the first value is None and its own encoded message comes first.
+        """
+        channel, segments = self.messages.channels[piece.channel], piece.segments
+        exact = channel.feedback.keep(own, segments, channel.codec)
+        if exact is not None:
+            return exact, parts
+        mine, key = _room(own.device, piece.end - piece.begin), self._key(number, self._rank, piece, self._sender)
+        channel.feedback.encode(channel.codec.coefficients(own, segments), segments, mine, key, channel.codec)
+        return None, [mine, *parts]
+
+    def _arrived(self, sent: _Round, source: int) -> Tensor:
+        """Wait for the message of rank `source` and return it."""
+        with self.run.meter.phase("communicate", sent.incoming[source].device):
+            sent.exchange.wait_for(source)
+        return sent.incoming[source]
+
+    def _codec(self, piece: Piece) -> Codec:
+        return self.messages.channels[piece.channel].codec
+
+    def _delivered(self, total: Tensor, piece: Piece) -> Tensor:
+        spread = self.messages.channels[piece.channel].spread
+        return total if spread is None else spread.deliver(total, piece.segments, self.run.clock.step)
+
+    def owned(self, layout: MessageLayout) -> list[Segment]:
+        """Return the segments of a bucket that this rank owns, in the order of its message."""
+        return list(_segments(layout.pieces[self._rank]))
+
+    def transfers(self, partition: Partition, everywhere: bool) -> tuple[Transfer, ...]:
+        return (Transfer(self.messages, self.layouts(partition), self._rank, everywhere),)
+
+    def stored(self, partition: Partition) -> tuple[tuple[Residuals, int], ...]:
+        return ()
+
+
+def _make_layouts(messages: Messages, chunk_numel: int | None, partition: Partition) -> tuple[MessageLayout, ...]:
+    rounds = -(-partition.numel // chunk_numel) if chunk_numel else 1
+    return make_layouts(messages, partition, max(1, rounds))
+
+
+def _segments(pieces: Sequence[Piece]) -> Iterator[Segment]:
+    return (segment for piece in pieces for segment in piece.segments)
+
+
+def _part(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.first : piece.first + piece.numel]
+
+
+def _scale_alone(bucket: Tensor, scale: float) -> None:
+    """Compute the sum over one rank. Nothing is sent, so nothing is encoded and no residual changes."""
+    bucket.copy_(bucket.to(torch.float32) * scale)
+
+
+def _room(device: torch.device, size: int = 0) -> Tensor:
+    """Return an uninitialized uint8 buffer for a message of `size` bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,0 +1,434 @@
+"""Builds the reducers for the settings in force in a step. No other module knows both settings and reducers.
+
+`Reductions.at` resolves the settings of a step into one frozen description (`Codecs`, then `Messages`) and caches the
+reducers of the most recent descriptions.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed_compress.collectives.clipping import ClippingReducer
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.gather import CHUNK_NUMEL, EXACT, DifferenceGather
+from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
+from deepspeed_compress.collectives.hybrid import HybridReducer
+from deepspeed_compress.collectives.low_rank import LowRank
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.powersgd import PowerSGDReducer
+from deepspeed_compress.collectives.reducer import Reducer, Run
+from deepspeed_compress.compression.codec import Codec, NoSend
+from deepspeed_compress.compression.compressors import Cast
+from deepspeed_compress.compression.feedback import Feedback, NoFeedback, SpreadSum
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import (
+    AnyCompressedGradients,
+    CompressedWeights,
+    DGCGradients,
+    LayeredGradients,
+    MethodConfig,
+    NodeConfig,
+    Override,
+    OverrideConfig,
+    PowerSGDGradients,
+)
+from deepspeed_compress.errors import CompressWarning
+
+__all__ = ["SETTINGS", "Groups", "Parameters", "Reduction", "Reductions", "Site", "WeightReduction"]
+
+RAW = 0
+"""Channel of uncompressed parameters; elements keep the gradient dtype."""
+MAIN = 1
+"""Channel of the chosen method. The channels of overrides follow it."""
+FACTORS_LEVEL, WEIGHTS_LEVEL = 2, 3
+"""Levels of the reducers of low-rank factors and of gathered weights (see `Messages`).
+
+Level 0 is between nodes and level 1 inside a node.
+"""
+SETTINGS = 16
+"""Number of settings whose reducers are cached, since adaptation candidates and guard levels alternate."""
+GRADIENTS = "/deepspeed_compress/gradients"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a reduction.
+
+    Attributes:
+        whole: the data-parallel group.
+        node: with a hierarchy, the ranks of `whole` on this node.
+        across: with a hierarchy, the ranks with the same local rank on every node.
+        downward: second group of the ranks whose messages cross nodes; see `Link`.
+        copies: every node holds a complete copy of the model, so owners are ranks of `node`.
+    """
+
+    whole: ProcessGroup
+    node: ProcessGroup | None = None
+    across: ProcessGroup | None = None
+    downward: ProcessGroup | None = None
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Facts about the model that reducers need.
+
+    Attributes:
+        shapes: shapes of this rank's parameters, by name.
+        everywhere: user-facing names of the parameters of all ranks.
+        exempt: names of parameters that must stay uncompressed, whatever the configuration says.
+        dtype: dtype of the gradients, and of uncompressed elements in messages.
+        user_names: user-facing names of the parameters for which it differs from the internal name.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    everywhere: Sequence[str]
+    exempt: frozenset[str] = frozenset()
+    dtype: torch.dtype = torch.float32
+    user_names: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """Return the row length of each matrix. All dimensions after the first are flattened into one."""
+        return {name: int(torch.Size(shape[1:]).numel()) for name, shape in self.shapes.items() if len(shape) > 1}
+
+    def numel(self, name: str) -> int:
+        return int(torch.Size(self.shapes[name]).numel())
+
+    def user_name(self, name: str) -> str:
+        """Return the name that the patterns of overrides are matched against."""
+        return self.user_names.get(name, name)
+
+    def uncompressed(self, min_numel: int) -> frozenset[str]:
+        """Return the excluded parameters and those with fewer than `min_numel` elements."""
+        return self.exempt | {name for name in self.shapes if self.numel(name) < min_numel}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Everything a reduction needs that does not depend on the settings.
+
+    `traffic` is the meter's name for the bytes sent.
+    """
+
+    groups: Groups
+    parameters: Parameters
+    stores: ResidualStores
+    run: Run
+    traffic: str = "bytes_sent"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reducers for one set of settings.
+
+    Attributes:
+        compressed: reducer of the method.
+        plain: reducer without compression.
+        flushing: reducer without compression that also sends, and thereby empties, the residuals.
+    """
+
+    compressed: Reducer
+    plain: Reducer
+    flushing: Reducer
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """Codecs of the messages of one step.
+
+    Attributes:
+        main: codec of the method.
+        overrides: codecs of the overrides that have their own channel.
+        inside: codec of the method inside a node; None if there is no such method.
+    """
+
+    main: Codec
+    overrides: tuple[Codec, ...] = ()
+    inside: Codec | None = None
+
+
+class Reductions:
+    """Reducers of a run for any gradient settings.
+
+    The first use of settings emits a CompressWarning for each override that matches no parameter, and if nothing is
+    left to compress.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        # Not bound methods: a reference cycle would keep the process groups alive until garbage collection.
+        self._channels_of = lru_cache(maxsize=SETTINGS)(partial(find_channels, site.parameters))
+        self._reduction = lru_cache(maxsize=SETTINGS)(partial(_make_reduction, site))
+
+    def at(self, settings: AnyCompressedGradients, step: int) -> Reduction:
+        """Return the reducers for `settings` in optimizer step `step` (0-based)."""
+        codecs = find_codecs(settings, self.site.parameters, step)
+        return self._reduction(settings, codecs, self._channels_of(settings))
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelTable:
+    """Map from parameter name to channel. Parameters that are not in it are sent uncompressed."""
+
+    channel_of: Mapping[str, int]
+
+
+def find_codecs(settings: AnyCompressedGradients, parameters: Parameters, step: int) -> Codecs:
+    """Return the codecs of optimizer step `step`.
+
+    A method without messages of its own (PowerSGD) sends everything that it does not approximate uncompressed.
+    """
+    raw, widths = Codec(Cast(parameters.dtype)), parameters.widths
+    main = Codec(settings.compressor(step), settings.transform(widths)) if isinstance(settings, MethodConfig) else raw
+    inside = settings.hierarchy.inside if isinstance(settings, LayeredGradients) and settings.hierarchy else None
+    return Codecs(
+        main,
+        tuple(_override_codec(one, raw, step) for one in _own(settings)),
+        Codec(inside.compressor(step)) if isinstance(inside, MethodConfig) else None,
+    )
+
+
+def _override_codec(override: Override, raw: Codec, step: int) -> Codec:
+    if (step + 1) % override.every:
+        # Between two sends, everything is added to the error-feedback buffer.
+        return Codec(NoSend())
+    return Codec(override.compressor(step)) if isinstance(override, MethodConfig) else raw
+
+
+def _own(settings: AnyCompressedGradients) -> list[Override]:
+    """Return the overrides that have their own channel."""
+    return [override for override in settings.overrides if not override.is_uncompressed]
+
+
+def find_channels(parameters: Parameters, settings: AnyCompressedGradients) -> ChannelTable:
+    """Return the channel of every compressed parameter: that of the first matching override, else the method's.
+
+    Warns as described in `Reductions`.
+    """
+    exempt = {parameters.user_name(name) for name in parameters.exempt}
+    _warn_of_unmatched(settings.overrides, [name for name in parameters.everywhere if name not in exempt])
+    own, raw = _own(settings), parameters.uncompressed(settings.min_numel)
+    found = {}
+    for name in parameters.shapes:
+        override = _first_match(settings.overrides, parameters.user_name(name))
+        if name not in raw and not (override is not None and override.is_uncompressed):
+            found[name] = MAIN if override is None else MAIN + 1 + own.index(override)
+    _warn_of_nothing(settings, parameters, found)
+    return ChannelTable(found)
+
+
+def _first_match(overrides: Sequence[Override], name: str) -> Override | None:
+    return next((one for one in overrides if re.search(one.parameters, name)), None)
+
+
+def _warn_of_unmatched(overrides: Sequence[Override], names: Sequence[str]) -> None:
+    """Emit a CompressWarning for each override that is not the first match of any of `names`."""
+    used = {id(_first_match(overrides, name)) for name in names}
+    for index, override in enumerate(overrides if names else ()):
+        if id(override) not in used:
+            warnings.warn(
+                f"{GRADIENTS}/overrides/{index}/parameters: {override.parameters!r} matches none of the {len(names)} "
+                f"parameters that are left for it (for example {names[0]!r}), so it has no effect; write a regular "
+                "expression that is found in their names, or remove the override",
+                CompressWarning,
+                stacklevel=2,
+            )
+
+
+def _warn_of_nothing(settings: AnyCompressedGradients, parameters: Parameters, found: Mapping[str, int]) -> None:
+    """Emit a CompressWarning if `settings` leave no parameter of this rank compressed."""
+    low_rank = _low_rank(settings, parameters, found) if isinstance(settings, PowerSGDGradients) else None
+    left = [name for name in found if low_rank is None or found[name] != MAIN or low_rank.saves(name)]
+    if left or not parameters.shapes:
+        return
+    reasons = [f"min_numel {settings.min_numel}"] if settings.min_numel else []
+    if low_rank is not None:
+        reasons.append(f"rank {low_rank.rank}, at which factors are no smaller than matrices")
+    reasons += ["overrides"] if settings.overrides else []
+    reasons.append("copies of parameters on ranks outside the data-parallel group")
+    warnings.warn(
+        f'{GRADIENTS}/method: "{settings.method}" compresses none of the {len(parameters.shapes)} parameters of this '
+        f'rank, because of {" or ".join(reasons)}. Write smaller values, fewer overrides, or "method": "none".',
+        CompressWarning,
+        stacklevel=2,
+    )
+
+
+def _low_rank(settings: PowerSGDGradients, parameters: Parameters, channel_of: Mapping[str, int]) -> LowRank:
+    shapes = {name: shape for name, shape in parameters.shapes.items() if channel_of.get(name, RAW) == MAIN}
+    return LowRank(shapes, settings.rank)
+
+
+def _make_reduction(site: Site, settings: AnyCompressedGradients, codecs: Codecs, table: ChannelTable) -> Reduction:
+    maker = _Maker(site, settings, codecs, table.channel_of)
+    return Reduction(maker.compressed(), maker.plain(), maker.flushing())
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Builder of the reducers of one description."""
+
+    site: Site
+    settings: AnyCompressedGradients
+    codecs: Codecs
+    channel_of: Mapping[str, int]
+
+    @cached_property
+    def raw(self) -> Channel:
+        return Channel(Codec(Cast(self.site.parameters.dtype)), uncompressed=True)
+
+    def compressed(self) -> Reducer:
+        settings = self.settings
+        if isinstance(settings, PowerSGDGradients):
+            return self._powersgd(settings)
+        reducer = self._levels(Messages(tuple(self._channels()), self.channel_of), self._inside())
+        clip_norm = settings.clip_norm if isinstance(settings, DGCGradients) else None
+        return reducer if clip_norm is None else ClippingReducer(reducer, clip_norm, self.site.run.clock)
+
+    def plain(self) -> Reducer:
+        """Return a reducer without compression.
+
+        It still has two levels if configured, to reduce traffic on the slow link.
+        """
+        return self._levels(Messages((self.raw,)), Messages((self.raw,), level=1))
+
+    def flushing(self) -> Reducer:
+        """Return a reducer without compression that also sends the residuals and leaves them empty."""
+        return self._levels(
+            self._uncompressed(Messages(tuple(self._channels()), self.channel_of)), self._uncompressed(self._inside())
+        )
+
+    def _uncompressed(self, messages: Messages) -> Messages:
+        """Return `messages` with the same feedback and an uncompressed codec on every channel."""
+        channels = (replace(one, codec=self.raw.codec, uncompressed=True) for one in messages.channels)
+        return replace(messages, channels=tuple(channels))
+
+    def _levels(self, messages: Messages, inside: Messages) -> Reducer:
+        """Return a reducer with one level, or two if the groups define nodes. `inside`: messages in a node."""
+        groups = self.site.groups
+        if groups.node is None or groups.across is None:
+            return self._payload(groups.whole, messages, groups.downward)
+        across = self._payload(groups.across, messages, groups.downward)
+        if groups.copies:
+            return HybridReducer(self._payload(groups.node, inside), across)
+        return HierarchicalReducer(groups.whole, self._payload(groups.node, inside), across)
+
+    def _payload(self, group: ProcessGroup, messages: Messages, downward: ProcessGroup | None = None) -> PayloadReducer:
+        itemsize = self.site.parameters.dtype.itemsize
+        chunk_bytes = self.settings.chunk_bytes or CHUNK_NUMEL * group.size() * itemsize
+        link = Link(group, downward, self.site.groups.whole.rank())
+        return PayloadReducer(link, messages, self.site.run, chunk_bytes // itemsize, self.site.traffic)
+
+    def _channels(self) -> Iterator[Channel]:
+        """Yield the channels between nodes: uncompressed, the method's, and the overrides'."""
+        settings, stores = self.settings, self.site.stores
+        yield self.raw
+        yield self._channel(
+            self.codecs.main, settings.gradient_feedback(stores), settings.residual_feedback(stores, "means")
+        )
+        yield from self._override_channels()
+
+    def _override_channels(self) -> Iterator[Channel]:
+        for override, codec in zip(_own(self.settings), self.codecs.overrides, strict=True):
+            feedback, back = (self._feedback(override, name) for name in ("gradients", "means"))
+            yield self._channel(codec, feedback, back, self._spread(override))
+
+    def _channel(self, codec: Codec, feedback: Feedback, back: Feedback, spread: SpreadSum | None = None) -> Channel:
+        """Return a channel, marked as uncompressed if its codec keeps the gradient dtype (`bf16` under bf16)."""
+        return Channel(codec, feedback, back, spread, uncompressed=codec == self.raw.codec)
+
+    def _feedback(self, method: Override | NodeConfig, name: str) -> Feedback:
+        """Return the feedback of a method that replaces the chosen one in an override or inside a node."""
+        collects = isinstance(method, OverrideConfig) and method.every > 1
+        if method.method == "qsgd" and not collects:
+            # qsgd is unbiased, and too noisy for the error feedback of another method.
+            return NoFeedback()
+        return self.settings.residual_feedback(self.site.stores, name)
+
+    def _spread(self, override: Override) -> SpreadSum | None:
+        kept = self.settings.residuals
+        if not override.spread or kept is None:
+            return None
+        return SpreadSum(self.site.stores.get("spread", kept.dtype, kept.on_host), override.every)
+
+    def _inside(self) -> Messages:
+        """Return the messages inside a node.
+
+        If the hierarchy has its own method, it applies to the parameters that are compressed between nodes.
+        """
+        settings = self.settings
+        hierarchy = settings.hierarchy if isinstance(settings, LayeredGradients) else None
+        if hierarchy is None or self.codecs.inside is None:
+            return Messages((self.raw,), level=1)
+        inside = hierarchy.inside
+        there, back = (self._feedback(inside, name) for name in ("node", "node_means"))
+        sent = [settings.method, *(override.method for override in _own(settings))]
+        chosen = {name: 1 for name, index in self.channel_of.items() if sent[index - MAIN] != "none"}
+        return Messages((self.raw, self._channel(self.codecs.inside, there, back)), chosen, level=1)
+
+    def _powersgd(self, settings: PowerSGDGradients) -> Reducer:
+        """Return a reducer that sends the matrices of the main channel as low-rank factors.
+
+        The other parameters of the channel, such as vectors, are sent uncompressed together with their residuals.
+        """
+        site, kept = self.site, settings.residuals
+        # Residuals that other settings left for parameters without factors are sent once.
+        left, left_back = (settings.residual_feedback(site.stores, name) for name in ("gradients", "means"))
+        rest = replace(self.raw, feedback=left, mean_feedback=left_back)
+        others = Messages((self.raw, rest, *self._override_channels()), self.channel_of)
+        factors = Messages((Channel(Codec(settings.factor_compressor())),), level=FACTORS_LEVEL)
+        return PowerSGDReducer(
+            self._payload(site.groups.whole, others, site.groups.downward),
+            self._payload(site.groups.whole, factors, site.groups.downward),
+            _low_rank(settings, site.parameters, self.channel_of),
+            None if kept is None else site.stores.get("gradients", kept.dtype, kept.on_host),
+            site.stores.get("factors", "fp32", scaled=False),
+        )
+
+
+@dataclass(frozen=True)
+class WeightReduction:
+    """Builder of the communication of weights for given `settings`."""
+
+    settings: CompressedWeights
+    parameters: Parameters
+    run: Run
+
+    def difference_gather(
+        self, group: ProcessGroup, sizes: Sequence[tuple[str, int]], dtype: torch.dtype
+    ) -> DifferenceGather:
+        """Return the gather of one flat buffer of weights.
+
+        Parameters are sent in the order of the model, which is roughly that of the forward pass.
+
+        Args:
+            group: ranks that share the weights.
+            sizes: (name, numel) of the parameters in the order of the buffer.
+            dtype: dtype of the buffer.
+        """
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), Channel(Codec(self.settings.compressor())))
+        channel_of = {name: EXACT if name in raw else 1 for name, _ in sizes}
+        order = {name: place for place, name in enumerate(self.parameters.shapes)}
+        return DifferenceGather(group, sizes, Messages(channels, channel_of), self.run, order=order)
+
+    def rounding_reducer(self, group: ProcessGroup, dtype: torch.dtype) -> PayloadReducer:
+        """Return a reducer that gathers rounded weights over `group`, without feedback.
+
+        Weights that are not rounded are sent in `dtype`. Every parameter has its own channel, although all channels are
+        equal, so that its blocks, and therefore its rounding, do not depend on which parameters are gathered together.
+        """
+        raw = self.parameters.uncompressed(self.settings.min_numel)
+        place = {name: index for index, name in enumerate(self.parameters.shapes, 1)}
+        rounded = [Channel(Codec(self.settings.compressor()))] * len(place)
+        channels = (Channel(Codec(Cast(dtype)), uncompressed=True), *rounded)
+        channel_of = {name: index for name, index in place.items() if name not in raw}
+        messages = Messages(channels, channel_of, WEIGHTS_LEVEL)
+        return PayloadReducer(Link(group), messages, self.run, traffic="bytes_weights")

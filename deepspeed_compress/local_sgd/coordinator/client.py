@@ -1,0 +1,302 @@
+"""An island's side of the connection to its coordinator, which its own threads maintain."""
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.local_sgd.coordinator.messages import FROM_COORDINATOR
+from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR, Anchor, Message, Outcome, Round
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.errors import AuthenticationError, OtherServiceError
+from deepspeed_compress.transport.fields import check_message
+from deepspeed_compress.transport.frames import Limits
+
+__all__ = ["Client", "forget", "status"]
+
+_ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "arrive": frozenset({"round", "over", "anchor"}),
+        "vote": frozenset({"outcome"}),
+        "sources": frozenset({"anchor"}),
+        "claim": frozenset({"anchor"}),
+    }
+)
+BEATS = 4
+"""Number of beats in `timeout`."""
+PAUSE = 0.2
+"""Seconds between attempts to connect."""
+CONNECTING = 5.0
+"""Least timeout in seconds for connecting: short timeouts are meant for established connections."""
+LEAVING = 1.0
+"""Longest time in seconds that an ending island waits until the coordinator has received its message."""
+_HEAD = 1 << 24
+"""Largest size in bytes of a message: a round, or an anchor, of thousands of ranks."""
+
+
+class Client:
+    """Client that joins as a new island when it is made. Call it from one thread.
+
+    Every request is repeated if a connection was lost in the meantime, so callers need not retry.
+
+    Args:
+        address: "host:port" of the coordinator.
+        timeout: seconds of silence after which either side considers the other dead.
+        give_up: seconds without an answer after which a request fails.
+        terms: settings that all islands must share, including `timeout` and `minimum`.
+        store: "host:port" of the store of this island.
+        addresses: "host:port" at which each rank serves its anchor.
+        process: unique identifier of this process; "" if it may hold several islands.
+        credentials: credentials of this side; None for those that the environment and the user's files name.
+
+    Raises:
+        ConfigError: from any request, if the coordinator refuses this island.
+        IslandError: from any request that is not answered for `give_up` seconds.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float,
+        give_up: float,
+        terms: Mapping[str, Any],
+        store: str,
+        addresses: Sequence[str],
+        process: str = "",
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.run: str | None = None
+        self.number = -1
+        self.opened = False
+        """True if others wait for this island to exchange."""
+        self.version = 0
+        """Version of this island's anchor, which it reports when it joins again."""
+        self._address, self._timeout, self._give_up = address, timeout, give_up
+        self._joining: dict[str, Any] = {"kind": "join", "name": uuid.uuid4().hex, "terms": dict(terms), "store": store}
+        self._joining |= {"addresses": list(addresses), "process": process, "give_up": float(give_up)}
+        self._change = threading.Condition()
+        self._credentials = credentials or Credentials.find()
+        self._connection: Connection | None = None
+        self._pending: Message | None = None
+        self._answer: Message | None = None
+        self._why, self._refused = "it has not answered yet", ""
+        self._heard = time.monotonic()
+        self._closed = False
+        self._talking = threading.Thread(target=self._stay_connected, daemon=True)
+        self._talking.start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            with self._change:
+                self._await(lambda: self.run is not None, time.monotonic())
+        except BaseException:
+            # Its threads would join later, and the others would wait for an island that does not train.
+            self.leave()
+            raise
+
+    def sources(self) -> Anchor:
+        """Return the islands that hold the newest anchor. Blocks until `minimum` islands have joined."""
+        return _anchor(self._ask({"kind": "sources"}))
+
+    def claim(self, run: str, number: int, version: int) -> Anchor:
+        """Report that this island has loaded the anchor that island `number` of `run` saved.
+
+        Returns:
+            The anchor to use, without sources if all islands begin with the loaded one.
+        """
+        return _anchor(self._ask({"kind": "claim", "run": run, "number": number, "version": version}))
+
+    def ready(self, version: int) -> None:
+        """Report that this island has the anchor of `version`, and must be waited for from now on."""
+        self.version = version
+        self._send({"kind": "ready", "version": version})
+
+    def arrive(self, samples: int) -> Round | Anchor | None:
+        """Request to exchange the weight changes of `samples` samples.
+
+        Returns:
+            The round; None if it is too late for one, so that the island continues to train; or an Anchor if the
+                island's own anchor no longer belongs to this run.
+        """
+        found = self._ask({"kind": "arrive", "version": self.version, "samples": samples})
+        if found["kind"] == "anchor":
+            return _anchor(found)
+        return Round.of(found) if found["kind"] == "round" else None
+
+    def vote(self, round_: int, ok: bool) -> Outcome:
+        """Report whether this island's exchange was `ok`, and return whether the round is committed."""
+        while True:
+            found = self._ask({"kind": "vote", "round": round_, "ok": ok})
+            if found["id"] == round_:
+                return Outcome(round_, found["committed"])
+
+    def leave(self) -> None:
+        """Leave for good. The coordinator ends the connection once it has received the message."""
+        self._closed = True
+        self._send({"kind": "leave"})
+        if self._connection is not None:
+            self._talking.join(LEAVING)
+        connection = self._connection
+        if connection is not None:
+            connection.end()
+
+    def _ask(self, message: Message) -> Message:
+        with self._change:
+            self._answer, self._pending = None, message
+        self._send(message)
+        with self._change:
+            self._await(lambda: self._answer is not None, time.monotonic(), long=message["kind"] == "vote")
+            found, self._answer, self._pending = self._answer, None, None
+        assert found is not None
+        return found
+
+    def _await(self, done: Any, begun: float, long: bool = False) -> None:
+        """Wait until `done`.
+
+        With `long`, wait as long as the coordinator is reachable, because other islands may be slow.
+        """
+        while not done():
+            if self._refused:
+                raise ConfigError(f"/deepspeed_compress/islands/elastic/rendezvous: {self._refused}")
+            left = max(begun, self._heard if long else 0.0) + self._give_up - time.monotonic()
+            if left <= 0:
+                raise IslandError(
+                    f"/deepspeed_compress/islands/elastic/rendezvous: {self._address} has let this island wait for "
+                    f"more than give_up, {self._give_up:g} s: {self._why}. Nothing was exchanged since version "
+                    f"{self.version}, and to train on alone is not allowed; start the coordinator with its --state, or "
+                    "more islands, and this one again"
+                )
+            self._change.wait(min(left, 0.5))
+
+    def _send(self, message: Message) -> None:
+        """Send `message` if there is a connection. Important messages are repeated after the next `join`."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.send(message)
+
+    def _beat(self) -> None:
+        while not self._closed and not self._refused:
+            time.sleep(self._timeout / BEATS)
+            self._send({"kind": "beat"})
+
+    def _stay_connected(self) -> None:
+        while not self._closed and not self._refused:
+            try:
+                with self._connect() as connection:
+                    self._talk(connection)
+            except (OSError, ValueError) as error:
+                self._fail(error)
+            finally:
+                self._connection = None
+            if not self._closed:
+                time.sleep(PAUSE)
+
+    def _connect(self) -> Connection:
+        limits = Limits(head=_HEAD, patience=self._timeout)
+        patience = max(self._timeout, CONNECTING)
+        return connect(self._address, COORDINATOR, self._credentials, patience, limits, self._timeout)
+
+    def _fail(self, error: OSError | ValueError) -> None:
+        """Try again, unless it is the first attempt and cannot succeed. A run that has begun waits for `give_up`."""
+        self._why = f"it cannot be reached ({error or type(error).__name__})"
+        if self.run is None and isinstance(error, AuthenticationError | OtherServiceError | ValueError):
+            with self._change:
+                self._refused = f"{self._address}: {_ADVICE.get(getattr(error, 'service', ''), error)}"
+                self._change.notify_all()
+
+    def _talk(self, connection: Connection) -> None:
+        self._connection = connection
+        self._join()
+        while (message := connection.receive(self._timeout)) is not None:
+            check_message(message, FROM_COORDINATOR)
+            self._hear(message)
+            if self._refused:
+                return
+        raise TimeoutError(f"it has been silent for {self._timeout:g} s")
+
+    def _join(self) -> None:
+        known = {} if self.run is None else {"run": self.run, "number": self.number}
+        self._send({**self._joining, "version": self.version, **known})
+        pending = self._pending
+        if pending is not None:
+            self._send(pending)
+
+    def _hear(self, message: Message) -> None:
+        with self._change:
+            self._heard, kind = time.monotonic(), message["kind"]
+            if kind == "welcome":
+                self.run, self.number = message["run"], message["number"]
+            elif kind == "open":
+                self.opened = True
+            elif kind == "refused":
+                self._refused = (
+                    f"{self._address} refuses this island: {message['why']} (allowed: the same in all islands); write "
+                    "the same, or name another coordinator"
+                )
+            elif kind == "waiting":
+                self._why = message["why"]
+            elif kind == "unknown":
+                self._join()
+            elif self._pending is not None and kind in _ANSWERS[self._pending["kind"]]:
+                self._answer = message
+                # Here, because the next round may open before the caller has received the answer.
+                self.opened = self.opened and self._pending["kind"] != "arrive"
+            self._change.notify_all()
+
+
+def _anchor(message: Message) -> Anchor:
+    return Anchor(message["version"], message["sources"])
+
+
+def status(address: str, timeout: float = 5.0, credentials: Credentials | None = None) -> dict[str, Any]:
+    """Return the summary of whichever service of this package runs at `address`.
+
+    Raises:
+        OSError: if nothing answers there in time, or something else does.
+    """
+    found = credentials or Credentials.find()
+    try:
+        return _status_after(address, COORDINATOR, timeout, found)
+    except OtherServiceError as error:
+        return _status_after(address, error.service, timeout, found)
+
+
+def forget(
+    address: str, numbers: Sequence[int], timeout: float = 5.0, credentials: Credentials | None = None
+) -> dict[str, Any]:
+    """Declare the islands `numbers` gone for good, and return the coordinator's summary after that.
+
+    Raises:
+        OSError: if no coordinator answers at `address` in time.
+    """
+    request = {"kind": "forget", "numbers": list(numbers)}
+    return _status_after(address, COORDINATOR, timeout, credentials or Credentials.find(), request)
+
+
+def _status_after(
+    address: str, service: str, timeout: float, credentials: Credentials, *requests: Message
+) -> dict[str, Any]:
+    with connect(address, service, credentials, timeout, Limits(head=_HEAD, patience=timeout)) as connection:
+        for request in (*requests, {"kind": "status"}):
+            connection.send(request)
+        answer = connection.receive(timeout)
+    if answer is None:
+        raise TimeoutError(f"no answer for {timeout:g} s")
+    return {key: value for key, value in answer.items() if key != "kind"}
+
+
+_ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "parameter server": (
+            'the server is a parameter server, and this island meets in rounds; write "parameter_server": {}, or name '
+            "a coordinator"
+        )
+    }
+)
+"""Advice for an island that has found another service, by the name of that service."""

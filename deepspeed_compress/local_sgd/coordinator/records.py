@@ -1,0 +1,150 @@
+"""Records of a coordinator: its islands, the running round, and the state that must outlive it."""
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_compress.local_sgd.coordinator.requests import Join
+from deepspeed_compress.local_sgd.coordinator.wire import Round
+
+__all__ = ["Holder", "Island", "Running", "Saved"]
+
+KEPT = 1000
+"""Number of versions that are remembered: an island that returns after more exchanges is treated as a new one."""
+PATIENCE = 30.0
+"""Patience with an absent island that has not specified how long it waits, in units of `timeout`."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Island that has an anchor of the run and has not left, connected or not.
+
+    `patience` is the seconds of absence after which the others may continue from an older anchor.
+    """
+
+    version: int
+    host: str = ""
+    patience: float = 0.0
+
+
+@dataclass
+class Saved:
+    """State that must outlive the coordinator.
+
+    Attributes:
+        run: unique name of the run.
+        terms: settings that all islands must share.
+        version: version of the newest anchor.
+        lineage: versions from which the newest anchor derives, including its own.
+        next_round: id of the next round.
+        next_number: number of the next island.
+        members: numbers of the islands in the last committed round.
+        claimed: run and version of the checkpoint from which the run began; None if it began with new weights.
+        unproven: True until something is exchanged after the run began with new weights.
+        holders: the islands that have an anchor of the lineage and have not left, by number. The file of an earlier
+            release has none: then they are the members of the last round.
+    """
+
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    terms: Mapping[str, Any] | None = None
+    version: int = 0
+    lineage: list[int] = field(default_factory=list)
+    next_round: int = 1
+    next_number: int = 0
+    members: list[int] = field(default_factory=list)
+    claimed: list[Any] | None = None
+    unproven: bool = True
+    holders: dict[int, Holder] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found: Mapping[Any, Any] = self.holders or {number: Holder(self.version) for number in self.members}
+        # JSON keys are strings.
+        self.holders = {int(number): one if isinstance(one, Holder) else Holder(**one) for number, one in found.items()}
+
+    def begin(self, version: int, claimed: list[Any] | None, members: Iterable[int] = ()) -> None:
+        """Begin again with the anchor of `version`, on which `members` have agreed. Anchors of others become void."""
+        self.version, self.lineage, self.claimed, self.unproven = version, [version], claimed, claimed is None
+        self.next_round = max(self.next_round, version + 1)
+        self.members, self.holders = list(members), {}
+
+    def commit(self, round_: Round) -> None:
+        """Make the anchor that `round_` results in the newest. Versions after its base are dropped."""
+        self.version, self.unproven = round_.id, False
+        self.lineage = [*(one for one in self.lineage if one <= round_.base), round_.id][-KEPT:]
+        self.members = [one.number for one in round_.partners]
+        self.holders = {number: one for number, one in self.holders.items() if one.version in self.lineage}
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        """Remove the islands `numbers`, which are gone for good."""
+        gone = set(numbers)
+        self.members = [number for number in self.members if number not in gone]
+        self.holders = {number: one for number, one in self.holders.items() if number not in gone}
+
+
+@dataclass
+class Island:
+    """Connected island.
+
+    Attributes:
+        number: unique number of the island.
+        store: "host:port" of its store.
+        addresses: "host:port" at which each of its ranks serves its anchor.
+        process: identifier of its process; "" if a process may hold several islands.
+        patience: seconds of absence after which the others may continue from an older anchor.
+        heard: time of its last message.
+        version: version of its anchor; 0 for none.
+        arrived: number of samples with which it waits for a round; None if it does not wait for one.
+        waits: kind of the message by which it waits for an anchor; "" if it does not wait for one.
+        asked: time since which it waits for an anchor.
+        claim: run and version of the anchor that it has loaded.
+        late: True if it made the others wait and has not arrived since.
+        told: reason for waiting that it was given.
+    """
+
+    number: int
+    store: str
+    addresses: list[str]
+    process: str
+    patience: float
+    heard: float
+    version: int = 0
+    arrived: int | None = None
+    waits: str = ""
+    asked: float = 0.0
+    claim: list[Any] | None = None
+    late: bool = False
+    told: str = ""
+
+    @classmethod
+    def of(cls, join: Join, number: int, now: float) -> "Island":
+        """Return the island `number`, which has sent `join`."""
+        timeout = float(join.terms.get("timeout", 1.0))
+        # Half: the islands that wait for it then outlast it, although they wait no longer than it would.
+        patience = PATIENCE * timeout if join.give_up is None else max(timeout, join.give_up / 2)
+        return cls(number, join.store, list(join.addresses), join.process, patience, now)
+
+    @property
+    def host(self) -> str:
+        return self.store.rpartition(":")[0]
+
+    def wait(self, kind: str, now: float) -> None:
+        """Wait for an anchor, by a message of `kind`."""
+        if not self.waits:
+            self.asked, self.told = now, ""
+        self.waits = kind
+
+
+@dataclass
+class Running:
+    """Round whose exchange is running.
+
+    Attributes:
+        round: the round.
+        votes: vote of each island by name; None until it has voted.
+        told: time at which islands that have voted were last told for which ones they wait.
+    """
+
+    round: Round
+    votes: dict[str, bool | None]
+    told: float

@@ -1,0 +1,296 @@
+"""Islands within one DeepSpeed job: exchanges, data of the whole job, checkpoints.
+
+An engine's data-parallel group is that of its island (`division`), so ZeRO, norms and overflow checks stay within it.
+This module handles what would otherwise go wrong: samplers, initial weights, and checkpoint files that islands would
+overwrite for each other.
+"""
+
+import atexit
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.weights.master_weights import find_masters
+from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import CompressConfig, masked
+from deepspeed_compress.config.islands import island_directory
+from deepspeed_compress.errors import CompressWarning, StateError
+from deepspeed_compress.local_sgd.deepspeed.alike import (
+    check_masters_alike,
+    fixed_parameters,
+    forget_not_finite,
+    share_fixed,
+)
+from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
+from deepspeed_compress.local_sgd.deepspeed.rates import rates_of, warn_of_unequal_rates
+from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike, handed_on
+from deepspeed_compress.local_sgd.deepspeed.tags import ISLAND, check_tag, tag_of_file
+from deepspeed_compress.local_sgd.exchange import IslandExchange
+from deepspeed_compress.session.memories import check_owners, on_all_ranks
+from deepspeed_compress.session.patches import Patches
+from deepspeed_compress.session.session import Session
+
+__all__ = ["attach_islands", "stay_apart"]
+
+
+def attach_islands(engine: Any, unit: IslandUnit, parameters: Parameters, session: Session) -> IslandExchange:
+    """Exchange after steps of `engine` (made from a `divide_call`), and keep the files of islands apart. Collective."""
+    run = Run(StepClock(), session.meter, session.config.seed, session.pace)
+    settings = session.config.islands
+    assert settings is not None, "attached for a section without islands"
+    stores = ResidualStores(transactional=False)
+    trained = find_masters(engine)
+    masters, shared = exchanged(settings.own, trained, parameters)
+    moments = find_moments(engine, settings, masters)
+    if unit.tensor > 1 and moments is not None:
+        check_cut_alike(masters, parameters, unit)
+    if unit.tensor > 1:
+        masters = handed_on(masters, parameters, unit)
+    check_masters_alike(masters, unit)
+    _warn_of_unequal_rates(engine)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [one.parameter for one in trained.stretches])
+    share_fixed(fixed_parameters(engine, {*chain(*names)}, settings.own), engine, unit)
+    site = Site(Groups(unit.peers, downward=unit.downward), shared, stores, run, traffic="bytes_islands")
+    exchange = IslandExchange(
+        settings, masters, site, unit.whole, unit.number, moments, partial(forget_not_finite, engine, masters, session)
+    )
+    session.patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    files = _Files(engine, unit, exchange, session.config)
+    session.patches.wrap(engine, "save_checkpoint", files.save)
+    session.patches.wrap(engine, "load_checkpoint", files.load)
+    exchange.start()
+    # Most programs never destroy the engine.
+    end = partial(_end, weakref.ref(exchange))
+    atexit.register(end)
+    session.patches.precede(engine, "destroy", end)
+    session.patches.on_undo(end)
+    return exchange
+
+
+def _warn_of_unequal_rates(engine: Any) -> None:
+    """Warn, on each rank whose learning rates differ from those of the first rank. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rates_of(engine))
+    warn_of_unequal_rates(rates_of(engine), every[0], "the first island")
+
+
+def stay_apart(engine: Any, unit: IslandUnit) -> None:
+    """Keep the data and files of this island apart after `detach`, for as long as `engine` exists.
+
+    Its groups are still those of an island, whose files others must not overwrite.
+    """
+    patches = Patches()
+    patches.wrap(engine, "deepspeed_io", partial(_over_all_ranks, engine, unit))
+    patches.wrap(engine, "save_checkpoint", partial(_in_its_directory, unit, "save_dir"))
+    patches.wrap(engine, "load_checkpoint", partial(_in_its_directory, unit, "load_dir"))
+
+
+def _in_its_directory(unit: IslandUnit, key: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call DeepSpeed's `save_checkpoint` or `load_checkpoint` with the island's own directory as the argument `key`."""
+    given = inspect.signature(original).bind(*args, **options).arguments
+    if given[key]:
+        base = _base(given[key])
+        if key == "load_dir" and given.get("tag") is None:
+            # DeepSpeed writes `latest` only on the first rank of the job.
+            given["tag"] = _latest(base)
+        else:
+            check_tag(str(given.get("tag", "")))
+        given[key] = str(_directory(base, unit.number))
+    return original(**given)
+
+
+def _end(exchange: "weakref.ref[IslandExchange]") -> None:
+    """Wait for pending exchanges, since a slower island cannot receive messages from a process that has exited."""
+    found = exchange()
+    if found is not None:
+        # Other islands may have failed; they report that themselves.
+        with suppress(RuntimeError):
+            found.forget()
+
+
+def _over_all_ranks(
+    engine: Any, unit: IslandUnit, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any
+) -> Any:
+    """Call DeepSpeed's `deepspeed_io` with a sampler that divides the data over all ranks of the job.
+
+    DeepSpeed's own sampler would divide it over the island only.
+    """
+    given = inspect.signature(original).bind(dataset, *args, **options).arguments
+    if given.get("data_sampler") is None and engine.is_map_style_dataset(dataset):
+        shuffle = given.get("route", "train") == "train"
+        rank, parts = unit.share_of_job
+        given["data_sampler"] = DistributedSampler(dataset, num_replicas=parts, rank=rank, shuffle=shuffle)
+    return original(**given)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Checkpoints of islands.
+
+    Those of island 0 are stored where a job without islands stores them, those of island k in its subdirectory
+    (`island_directory`). The islands' exchange state is stored in the tag directory of island 0, a pair of files per
+    rank (`state`).
+    """
+
+    engine: Any
+    unit: IslandUnit
+    exchange: IslandExchange
+    config: CompressConfig
+
+    @property
+    def position(self) -> state.Position:
+        """Return the position of this rank among all islands.
+
+        The number of islands may change between saving and loading. Their number of ranks may not.
+        """
+        return state.Position(self.unit.number, self.unit.islands, self.unit.place, len(self.unit.ranks))
+
+    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `save_checkpoint` in the island's directory, and save the exchange state.
+
+        Pending exchanges are finished first, so that a resumed run equals this one.
+
+        Raises:
+            StateError: the exchange state was not saved on some rank.
+        """
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if not given["save_dir"]:
+            return original(**given)
+        base, tag = _base(given["save_dir"]), tag_of(self.engine, given.get("tag"))
+        check_tag(tag)
+        self.exchange.finish()
+        mine = _directory(base, self.unit.number)
+        (mine / tag).mkdir(parents=True, exist_ok=True)
+        problems = on_all_ranks(partial(self._save_state, base / tag))
+        if problems:
+            raise StateError(f"the state of islands is not saved: {problems}")
+        saved = original(**{**given, "save_dir": str(mine), "tag": tag})
+        if self.unit.number and dist.get_rank() == self.unit.ranks[0] and given.get("save_latest", True):
+            (mine / "latest").write_text(tag, encoding="utf-8")
+        dist.barrier()
+        return saved
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `load_checkpoint` in the island's directory, and restore the exchange state.
+
+        If there are more islands than were saved, the first ones are loaded more than once.
+
+        Raises:
+            StateError: islands loaded different checkpoints, or the exchange state cannot be restored.
+        """
+        given = inspect.signature(original).bind(*args, **options).arguments
+        self.exchange.forget()
+        base = _base(given["load_dir"])
+        tag = _latest(base) if given.get("tag") is None else str(given["tag"])
+        islands = 1 if tag is None else _saved_islands(base / tag)
+        if not self.engine.load_universal_checkpoint():
+            # Each directory has its own `latest`, which is outdated for an island that was not part of the last save.
+            given["tag"] = tag
+        directory = _directory(base, self.unit.number % islands)
+        found = original(**{**given, "load_dir": str(directory)})
+        loaded = None if found[0] is None else tag_of_file(found[0], directory)
+        self._check_loaded(loaded)
+        if loaded is not None:
+            whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+            self._load_state(base / loaded if whole else None)
+        return found
+
+    def _check_loaded(self, tag: str | None) -> None:
+        """Check that all islands have loaded the checkpoint `tag`; None stands for no checkpoint. Collective.
+
+        Raises:
+            StateError: they have not. Raised on all ranks.
+        """
+        tags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, tag)
+        if len(set(tags)) > 1:
+            found = ", ".join(sorted({str(tag) for tag in tags}))
+            raise StateError(
+                f"islands have loaded {found} (allowed: one checkpoint for all); give load_checkpoint a tag"
+            )
+
+    def _save_state(self, directory: Path) -> None:
+        kept = state.contents(
+            self.exchange.stores.by_name,
+            self.position,
+            int(self.engine.zero_optimization_stage()),
+            self.engine.global_steps,
+            1.0,
+            masked(self.config.model_dump(mode="json")),
+            {},
+        )
+        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+
+    def _load_state(self, directory: Path | None) -> None:
+        """Restore the exchange state. If there is none, all islands start with the weights that the first one loaded.
+
+        Raises:
+            StateError: it cannot be restored, and `on_missing_state` is "error".
+        """
+        if directory is None or not state.state_file(directory, 0, _STEM).exists():
+            self.exchange.start()
+            return
+        problems = on_all_ranks(partial(self._restore, directory))
+        if not problems:
+            self.exchange.complete()
+            return
+        if self.config.on_missing_state == "error":
+            raise StateError(
+                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+                '"error", "reset"): all islands then begin with the weights of the first one'
+            )
+        warnings.warn(f"islands begin with the weights of the first one: {problems}", CompressWarning, stacklevel=3)
+        self.exchange.start()
+
+    def _restore(self, directory: Path) -> None:
+        ranks = state.read_description(state.state_file(directory, 0, _STEM)).position.groups
+        if ranks != self.position.groups:
+            raise StateError(
+                f"{directory}: saved by islands of {ranks} ranks, these have {self.position.groups} (allowed: as many)"
+            )
+        found = state.sources(directory, dist.get_rank(), self.position, _STEM)
+        check_owners(found[0][1], self.config)
+        stores, device = self.exchange.stores.by_name, self.engine.device
+        if not state.restore(stores, found, self.position, 1.0, device):
+            self.exchange.keep_owned()
+
+
+_STEM = "deepspeed_compress_islands"
+
+
+def _base(directory: str | Path) -> Path:
+    """Return the directory of the whole job, given it or that of an island."""
+    path = Path(directory)
+    return path.parent if ISLAND.fullmatch(path.name) else path
+
+
+def _directory(base: Path, island: int) -> Path:
+    return base / island_directory(island)
+
+
+def _latest(base: Path) -> str | None:
+    file = base / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def _saved_islands(directory: Path) -> int:
+    """Return the number of islands that saved the checkpoint in the tag `directory`; 1 for a job without islands."""
+    first = state.state_file(directory, 0, _STEM)
+    return state.read_description(first).position.size if first.exists() else 1

@@ -1,0 +1,323 @@
+"""Islands that join and leave under DeepSpeed, each a job of its own.
+
+An island's engine is the same as without islands. This module provides data in an order that no other island has,
+learning-rate schedules that follow the other islands, checkpoints, and a history of exchanges. The exchange itself is a
+`Way`: in rounds, or asynchronous.
+"""
+
+import atexit
+import hashlib
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch.nn import Parameter
+from torch.utils.data import DistributedSampler
+
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, find_masters
+from deepspeed_compress.checkpointing.deepspeed.exclusive import take_for_island
+from deepspeed_compress.checkpointing.deepspeed.tags import tag_of
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Parameters, Site
+from deepspeed_compress.compression import state
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import Elastic, Islands, masked
+from deepspeed_compress.errors import CompressWarning, ConfigError, StateError, UnsupportedError
+from deepspeed_compress.local_sgd.coordinator.client import status
+from deepspeed_compress.local_sgd.deepspeed.alike import digest_of, fixed_parameters, forget_not_finite
+from deepspeed_compress.local_sgd.deepspeed.asynchronous import Pushes
+from deepspeed_compress.local_sgd.deepspeed.exchanged import exchanged
+from deepspeed_compress.local_sgd.deepspeed.moments import find_moments
+from deepspeed_compress.local_sgd.deepspeed.rates import Rates
+from deepspeed_compress.local_sgd.deepspeed.rounds import Rounds
+from deepspeed_compress.local_sgd.deepspeed.strategy import Given, Way
+from deepspeed_compress.local_sgd.deepspeed.tags import check_tag
+from deepspeed_compress.local_sgd.elastic_exchange import Met
+from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.monitor import Event
+from deepspeed_compress.session.memories import check_owners, on_all_ranks, save_on_all
+from deepspeed_compress.session.session import Session
+
+__all__ = ["SEEDS", "ElasticIsland", "attach_elastic", "prepare_call"]
+
+_POINTER = "/deepspeed_compress/islands/elastic"
+_STEM = "deepspeed_compress_islands"
+_AHEAD = "ahead"
+"""Key in the saved state: the number of steps by which the learning-rate schedule was ahead of the engine's steps."""
+KEPT = 10_000
+"""Maximum number of exchanges in the history."""
+SEEDS = 1_000_003
+"""Distance between the seeds of two islands. It is large because epochs add small numbers to a seed."""
+
+
+def prepare_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `deepspeed.initialize` without training data.
+
+    The order of the data depends on the island's number, which is known only after the engine is made.
+
+    Raises:
+        UnsupportedError: the model is a pipeline, or the call has an `mpu`.
+    """
+    if call.get("mpu") is not None or isinstance(call.get("model"), PipelineModule):
+        raise UnsupportedError(
+            f"{_POINTER} is not available beside a pipeline or an mpu (allowed: data parallelism, ZeRO 0 to 3); remove "
+            "the key, or the division of the model"
+        )
+    return {**call, "training_data": None}
+
+
+def attach_elastic(engine: Any, parameters: Parameters, session: Session) -> "ElasticIsland":
+    """Join the other islands, take their anchor, and exchange after steps from now on. Collective in the island.
+
+    Raises:
+        ConfigError: the engine already has a training data loader.
+    """
+    settings = session.config.islands
+    assert settings is not None, "attached for a section with islands"
+    if engine.training_dataloader is not None:
+        raise ConfigError(
+            f"{_POINTER}: attach came after training_data was put in an order that all islands would have (allowed: "
+            "data of deepspeed_compress.initialize); use that, or make the loader by engine.deepspeed_io after attach"
+        )
+    island = ElasticIsland(engine, settings, parameters, session)
+    session.patches.precede(engine, "destroy", island.leave)
+    session.patches.on_undo(island.leave)
+    # Most programs never destroy the engine, and process exit takes time.
+    atexit.register(island.leave)
+    session.patches.wrap(engine, "deepspeed_io", island.deepspeed_io)
+    session.patches.wrap(engine, "save_checkpoint", island.save)
+    session.patches.wrap(engine, "load_checkpoint", island.load)
+    island.follow(island.way.start(int(engine.global_samples)))
+    return island
+
+
+class ElasticIsland:
+    """This rank's island among others that join and leave, available as `engine.compression.islands`.
+
+    Attributes:
+        history: the results of the newest exchanges, at most `KEPT`.
+        way: the exchange strategy.
+    """
+
+    def __init__(self, engine: Any, settings: Islands, parameters: Parameters, session: Session) -> None:
+        assert settings.elastic is not None, "attached for elastic islands"
+        self._engine, self._session, self._settings = engine, session, settings
+        self._rates, self._told = Rates(engine), 0
+        self._team = Team(dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None)
+        self.history: deque[Met] = deque(maxlen=KEPT)
+        self._gone = False
+        trained = find_masters(engine)
+        masters, shared = exchanged(settings.own, trained, parameters)
+        names = chain(*self._team.gather([one.parameter for one in trained.stretches]))
+        terms = self._terms(settings, settings.elastic, masters, fixed_parameters(engine, {*names}, settings.own))
+        site = partial(
+            Site,
+            parameters=shared,
+            stores=ResidualStores(transactional=True),
+            run=Run(StepClock(), session.meter, session.config.seed, session.pace),
+            traffic="bytes_islands",
+        )
+        kind: Callable[[Given], Way] = Rounds if settings.elastic.parameter_server is None else Pushes
+        moments = find_moments(engine, settings, masters)
+        diverged = partial(forget_not_finite, engine, masters, session)
+        self.way = kind(Given(settings, masters, site, self._team, terms, self._rates, moments, diverged))
+
+    @property
+    def exchange(self) -> Any:
+        """Return the exchange of the strategy."""
+        return self.way.exchange
+
+    @property
+    def number(self) -> int:
+        """Return the unique number of this island."""
+        return int(self.exchange.number)
+
+    def step_ended(self, step: int) -> None:
+        """Exchange after an optimizer step, if it is time or others are waiting. Collective in the island."""
+        self._rates.note()
+        met = self.way.step_ended(int(self._engine.global_samples))
+        if met is None:
+            return
+        self.history.append(met)
+        if met.about:
+            self.follow(met.about)
+        if met.kind != "exchange" or met.islands != self._told:
+            self._record(step, met)
+        self._told = met.islands
+
+    def leave(self) -> None:
+        """Leave the other islands, so that they do not wait for this one."""
+        atexit.unregister(self.leave)
+        self._gone = True
+        self.way.leave()
+
+    def follow(self, about: Mapping[str, Any]) -> None:
+        """Advance the learning rates to those of the other islands, which published `about`."""
+        self._rates.follow(about)
+
+    def deepspeed_io(self, original: Callable[..., Any], dataset: Any, *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `deepspeed_io` with training data in an order that no other island has."""
+        given = inspect.signature(original).bind(dataset, *args, **options).arguments
+        training = given.get("route", "train") == "train"
+        if training and given.get("data_sampler") is None and self._engine.is_map_style_dataset(dataset):
+            world, rank = dist.get_world_size(), dist.get_rank()
+            given["data_sampler"] = DistributedSampler(dataset, world, rank, seed=SEEDS * self.number)
+        return original(**given)
+
+    def save(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `save_checkpoint`, and save the island's state of exchanges with it."""
+        given = inspect.signature(original).bind(*args, **options).arguments
+        if given["save_dir"]:
+            tag = tag_of(self._engine, given.get("tag"))
+            check_tag(tag)
+            self.way.before_saving()
+            self._team.share(partial(self._take_directory, Path(given["save_dir"])))
+            save_on_all(partial(self._save_state, Path(given["save_dir"]) / tag))
+        return original(**given)
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call DeepSpeed's `load_checkpoint`, then take the newest anchor.
+
+        That is the anchor of the other islands, or of the newest checkpoint if all islands start again. Collective in
+        the island, and with the others if all start again.
+        """
+        given = inspect.signature(original).bind(*args, **options).arguments
+        scheduled = self._rates.step
+        found = original(**given)
+        if found[0] is None:
+            return found
+        directory, more = Path(found[0]).parent, not given.get("load_module_only", False)
+        self.way.before_loading()
+        saved = self._load_state(directory) if more and given.get("load_optimizer_states", True) else None
+        if more and given.get("load_lr_scheduler_states", True):
+            self._rates.ahead = self._saved_ahead(directory)
+        else:
+            self._rates.ahead = scheduled - int(self._engine.global_steps)
+        about = self.way.resume(saved, int(self._engine.global_steps), int(self._engine.global_samples))
+        self.follow(about)
+        return found
+
+    def _terms(
+        self, settings: Islands, elastic: Elastic, masters: FlatMasters, fixed: Sequence[Parameter]
+    ) -> dict[str, Any]:
+        """Return the settings that must be equal in all islands. Collective in the island.
+
+        They include a digest of `fixed` weights, which no anchor contains.
+        """
+        layout = repr([(one.parameter, one.begin, one.numel) for one in masters.segments])
+        return {
+            "minimum": elastic.minimum,
+            "exchange": settings.exchange.model_dump(mode="json"),
+            "outer": settings.outer.model_dump(mode="json"),
+            "second_moments": settings.second_moments and settings.second_moments.model_dump(mode="json"),
+            "ranks": dist.get_world_size(),
+            "zero_stage": int(self._engine.zero_optimization_stage()),
+            "parameters": self._digest(layout),
+            "weights that are not trained": self._digest(digest_of(fixed)),
+        }
+
+    def _digest(self, text: str) -> str:
+        """Return a digest of the texts of all ranks. Collective in the island."""
+        return hashlib.sha256("".join(self._team.gather(text)).encode()).hexdigest()[:16]
+
+    def _record(self, step: int, met: Met) -> None:
+        before, after = (f"{count} islands" for count in (self._told, met.islands))
+        evidence = {"round": float(met.round), "seconds": met.seconds}
+        reason = met.reason or ("taking part again" if met.kind == "renewed" else "islands have come or gone")
+        self._session.record(Event(step, f"islands_{met.kind}", reason, evidence, before, after))
+
+    def _take_directory(self, directory: Path) -> None:
+        """Reserve `directory` for the checkpoints of this island.
+
+        Raises:
+            StateError: another running island saves there. They would overwrite each other's files.
+        """
+        elastic, own = self._settings.elastic, self.way.described()
+        assert not self._gone, "an island saves before it leaves"
+        assert elastic is not None, "attached for elastic islands"
+        take_for_island(directory, own["run"], own["number"], _living(elastic) - {self.number})
+
+    def _save_state(self, directory: Path) -> None:
+        kept = state.contents(
+            self.exchange.stores.by_name,
+            self._position,
+            int(self._engine.zero_optimization_stage()),
+            self._engine.global_steps,
+            1.0,
+            masked(self._session.config.model_dump(mode="json")),
+            {**self.way.described(), _AHEAD: self._rates.ahead},
+        )
+        state.write(kept, state.state_file(directory, dist.get_rank(), _STEM))
+
+    @property
+    def _position(self) -> state.Position:
+        return state.Position(0, 1, dist.get_rank(), dist.get_world_size())
+
+    def _load_state(self, directory: Path) -> Mapping[str, Any] | None:
+        """Restore the residuals of a checkpoint, and return what `Way.resume` needs. Collective.
+
+        Returns:
+            The saved description of the island; None (with a CompressWarning unless there is no file) if it cannot be
+            used.
+
+        Raises:
+            StateError: the state is damaged or missing on some rank, and `on_missing_state` is "error".
+        """
+        first = state.state_file(directory, 0, _STEM)
+        if not self._team.share(first.exists):
+            return None
+        problems = on_all_ranks(partial(self._restore, directory))
+        config = self._session.config
+        if problems and config.on_missing_state == "error":
+            raise StateError(
+                f'{problems}. Restore the file, or write "on_missing_state": "reset" into deepspeed_compress (allowed: '
+                '"error", "reset"): the island then begins with the weights alone'
+            )
+        if problems:
+            warnings.warn(f"the island begins with the weights alone: {problems}", CompressWarning, stacklevel=3)
+            return None
+        saved: Mapping[str, Any] = self._team.share(lambda: state.read_description(first).decisions)
+        if "run" in saved:
+            return saved
+        warnings.warn(
+            f"the island begins with the weights alone: {directory} was saved by islands of one job",
+            CompressWarning,
+            stacklevel=3,
+        )
+        return None
+
+    def _saved_ahead(self, directory: Path) -> int:
+        """Return the steps by which the schedule was ahead of the engine's; 0 if the checkpoint is not of an island."""
+        file = state.state_file(directory, 0, _STEM)
+        return self._team.share(lambda: _ahead_in(file))
+
+    def _restore(self, directory: Path) -> None:
+        found = state.sources(directory, dist.get_rank(), self._position, _STEM)
+        check_owners(found[0][1], self._session.config)
+        state.restore(self.exchange.stores.by_name, found, self._position, 1.0, self._engine.device)
+
+
+def _ahead_in(file: Path) -> int:
+    try:
+        return int(state.read_description(file).decisions.get(_AHEAD, 0))
+    except StateError:
+        # Reported before, or not a checkpoint of an island.
+        return 0
+
+
+def _living(elastic: Elastic) -> set[int]:
+    """Return the numbers of the islands that the coordinator knows.
+
+    Empty if the coordinator is unreachable, so that saving continues without it.
+    """
+    try:
+        return {one["number"] for one in status(elastic.rendezvous)["islands"]}
+    except (OSError, ValueError, KeyError):
+        return set()

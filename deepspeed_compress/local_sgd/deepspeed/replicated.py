@@ -1,0 +1,132 @@
+"""Exchange of weights that are replicated on all ranks sharing a layer, such as norms.
+
+Each of these ranks exchanges a part of them, and broadcasts it within the island afterwards. So these weights are sent
+between islands only once, compressed like the others, and all copies stay bit-identical whatever compression does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.errors import UnsupportedError
+
+__all__ = ["check_cut_alike", "handed_on"]
+
+_Range = tuple[str, int, int]
+"""A parameter, its first element, and the end (exclusive)."""
+
+
+def handed_on(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> FlatMasters:
+    """Return `masters` without the elements that other ranks of the island exchange. Collective.
+
+    Their `publish` also broadcasts this rank's part within the island.
+
+    Args:
+        masters: the master weights of this rank.
+        parameters: the parameters; `exempt` names those that are replicated on ranks sharing layers.
+        unit: this rank's island.
+    """
+    shared = parameters.exempt
+    sizes = {name: torch.Size(shape).numel() for name, shape in parameters.shapes.items()}
+    tensor, rank = unit.tensor, unit.get_model_parallel_rank()
+    parts = {name: (sizes[name] * rank // tensor, sizes[name] * (rank + 1) // tensor) for name in shared}
+    kept = [part for one in masters.stretches for part in _within(one, parts.get(one.parameter))]
+    mine = [(one.parameter, one.begin, one.begin + one.numel) for one in kept if one.parameter in shared]
+    every: list[list[_Range]] = [[] for _ in unit.ranks]
+    dist.all_gather_object(every, mine, group=unit.whole)
+    parts_of_ranks = [_Part.of(masters, ranges) for ranges in every]
+    return replace(masters, stretches=kept, publish=_Handing(masters, parts_of_ranks, unit).publish)
+
+
+def check_cut_alike(masters: FlatMasters, parameters: Parameters, unit: IslandUnit) -> None:
+    """Check that ranks that share layers divide their replicated weights at the same places. Collective in the island.
+
+    Each of these ranks exchanges second moments, whose blocks would otherwise differ.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    cuts = [(one.parameter, one.begin, one.numel) for one in masters.stepped if one.parameter in parameters.exempt]
+    every: list[Sequence[tuple[str, int, int]]] = [[] for _ in unit.ranks]
+    dist.all_gather_object(every, cuts, group=unit.whole)
+    if any(one != every[place - place % unit.tensor] for place, one in enumerate(every)):
+        raise UnsupportedError(
+            "/deepspeed_compress/islands/second_moments: the tensor ranks have unequal parts of layers, so they cut "
+            "what is alike on them in different places (allowed with it: heads and widths that they divide); write "
+            '"second_moments": null, or another number of tensor ranks'
+        )
+
+
+def _within(one: Stretch, part: tuple[int, int] | None) -> Iterator[Stretch]:
+    """Yield the part of a run that lies in elements `part` of its parameter, if any; all of it if `part` is None."""
+    found = one if part is None else one.part(*part)
+    if found.numel:
+        yield found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Part of the replicated weights that one rank of the island exchanges, as one flat vector.
+
+    Ranks that share layers may have divided their buffers at different places.
+
+    Attributes:
+        numel: the number of elements.
+        held: the segments that this rank has as well, and their offsets in the vector.
+    """
+
+    numel: int
+    held: Sequence[tuple[Segment, int]]
+
+    @classmethod
+    def of(cls, masters: FlatMasters, ranges: Sequence[_Range]) -> "_Part":
+        """Return the part that consists of `ranges`, with the segments of it that `masters` has."""
+        held, offset = [], 0
+        for name, first, last in ranges:
+            for one in (home for home in masters.stretches if home.parameter == name):
+                same = _within(one, (first, last))
+                held += [(_segment(found), offset + found.begin - first) for found in same]
+            offset += last - first
+        return cls(offset, held)
+
+
+def _segment(one: Stretch) -> Segment:
+    """Return a segment for reading and writing master weights; it belongs to no bucket."""
+    return Segment(one.parameter, one.begin, one.numel, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Handing:
+    """Broadcast of each rank's part of the replicated weights to the rest of the island.
+
+    Attributes:
+        masters: all master weights of this rank.
+        parts: the part of each rank, by place in the island.
+        unit: this rank's island.
+    """
+
+    masters: FlatMasters
+    parts: Sequence[_Part]
+    unit: IslandUnit
+
+    def publish(self) -> None:
+        """Broadcast every part within the island, then publish the master weights. Collective."""
+        for place, part in enumerate(self.parts):
+            if part.numel:
+                self._tell(place, part)
+        self.masters.publish()
+
+    def _tell(self, place: int, part: _Part) -> None:
+        segments = [segment for segment, _ in part.held]
+        own = place == self.unit.place
+        values = self.masters.read(segments) if own else torch.empty(part.numel, device=self.masters.device)
+        dist.broadcast(values, self.unit.ranks[place], group=self.unit.whole)
+        if segments and not own:
+            found = [values.narrow(0, begin, segment.numel) for segment, begin in part.held]
+            self.masters.write(segments, torch.cat(found))

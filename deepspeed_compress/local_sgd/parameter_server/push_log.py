@@ -1,0 +1,167 @@
+"""Persistent state of a parameter server: its tensors in a safetensors file, and a log of the later calls.
+
+A call is on disk, in the log, before anybody is told of it, and replaying calls gives the same results; so a server
+that was killed resumes in exactly the state in which it was. When the log is longer than the tensors that it changes,
+they are written again, under a temporary name, and a new log begins.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO, FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.coordinator.server import hold, put_in_place
+from deepspeed_compress.local_sgd.parameter_server.calls import integer
+from deepspeed_compress.local_sgd.parameter_server.entries import read_entry, write_entry
+from deepspeed_compress.local_sgd.parameter_server.records import Records
+from deepspeed_compress.local_sgd.parameter_server.store import Store
+from deepspeed_compress.transport.connection import Buffer
+from deepspeed_compress.transport.frames import Head
+
+__all__ = ["Entry", "PushLog"]
+
+Entry = tuple[Sequence[Head], Sequence[Buffer]]
+"""Heads and bodies of all ranks of an island."""
+_RECORDS = "records"
+_SERIAL = "serial"
+_CHECKSUM = "crc32"
+_DAMAGE = (OSError, SafetensorError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+class PushLog:
+    """File `path`, and `path`.log next to it.
+
+    Raises:
+        ConfigError: if another server holds the file.
+        StateError: if a file is damaged or does not belong to a parameter server.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._log_path = path, path.with_suffix(path.suffix + ".log")
+        self._held = hold(path)
+        self._serial = 0
+        self._log: FileIO | None = None
+
+    @property
+    def logged(self) -> int:
+        """Return the number of bytes in the log."""
+        return self._log.tell() if self._log is not None else 0
+
+    def read(self) -> Store | None:
+        """Return the store that was written last; None if there is none."""
+        if not self._path.exists():
+            return None
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                about = file.metadata()
+                self._serial = int(about[_SERIAL])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
+            return Store(Records.read(json.loads(about[_RECORDS])), tensors)
+        except _DAMAGE as error:
+            raise self._damaged(self._path, error) from error
+
+    def entries(self) -> Iterator[Entry | ValueError]:
+        """Yield the calls since then, and the error in place of a damaged one. A truncated call is removed."""
+        if not self._log_path.exists():
+            return
+        with self._log_path.open("rb") as file:
+            found = self._next(file)
+            if found is None or found[0].get(_SERIAL) != self._serial:
+                # The log is older than the tensors, which include all of it.
+                return
+            end = file.tell()
+            while (found := self._next(file)) is not None:
+                end = file.tell()
+                yield _entry(*found)
+        os.truncate(self._log_path, end)
+
+    def write(self, store: Store) -> None:
+        """Write everything, and begin a new log."""
+        self._serial += 1
+        temporary = self._path.with_suffix(self._path.suffix + ".tmp")
+        about = {_RECORDS: json.dumps(store.records.as_json()), _SERIAL: str(self._serial)}
+        save_file(store.tensors(), temporary, metadata=about)
+        _sync(temporary)
+        put_in_place(temporary, self._path)
+        if self._log is not None:
+            self._log.close()
+        # Unbuffered: a buffer would keep what a full disk has refused, and write it later.
+        self._log = FileIO(self._log_path, "w")
+        self._append({"kind": "log", _SERIAL: self._serial}, b"")
+
+    def append(self, heads: Sequence[Head], bodies: Sequence[Buffer]) -> None:
+        """Append an entry. It is on disk when this returns, as a whole or not at all. Raises OSError."""
+        body = b"".join(bodies)
+        about = {"heads": list(heads), "sizes": [len(one) for one in bodies], _CHECKSUM: zlib.crc32(body)}
+        self._append({"kind": "call", **about}, body)
+
+    def close(self) -> None:
+        """Close the files, and release them for another server."""
+        if self._log is not None:
+            self._log.close()
+        self._held.close()
+
+    def _append(self, head: Head, body: Buffer) -> None:
+        assert self._log is not None, "the store was written first"
+        begun, whole = self._log.tell(), BytesIO()
+        write_entry(whole, head, body)
+        left = whole.getbuffer()
+        try:
+            while left:
+                left = left[self._log.write(left) :]
+            os.fsync(self._log.fileno())
+        except OSError:
+            self._log.truncate(begun)
+            self._log.seek(begun)
+            raise
+
+    def _next(self, file: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
+        """Return the next head and body; None at the end, and at the point at which a crash has truncated the log."""
+        begun = file.tell()
+        try:
+            return read_entry(file)
+        except EOFError:
+            return None
+        except _DAMAGE as error:
+            raise self._damaged(self._log_path, ValueError(f"at byte {begun}: {error}")) from error
+
+    def _damaged(self, path: Path, error: Exception) -> StateError:
+        self.close()
+        return StateError(
+            f"{path} is damaged or does not belong to a parameter server ({error!r}); restore it, or give another "
+            "--state file"
+        )
+
+
+def _entry(head: Mapping[str, Any], body: bytearray) -> Entry | ValueError:
+    heads, sizes = head.get("heads"), head.get("sizes")
+    try:
+        if not isinstance(heads, list) or not all(isinstance(one, dict) for one in heads):
+            raise ValueError("it has no heads")
+        if not isinstance(sizes, list) or sum(integer(size, "sizes") for size in sizes) != len(body):
+            raise ValueError("its sizes are not those of its bodies")
+        if head.get(_CHECKSUM, zlib.crc32(body)) != zlib.crc32(body):
+            raise ValueError("its bodies are damaged")
+    except ValueError as error:
+        return error
+    return heads, _cut(body, sizes)
+
+
+def _cut(body: bytearray, sizes: Sequence[int]) -> list[bytearray]:
+    found, begin = [], 0
+    for size in sizes:
+        found.append(body[begin : begin + size])
+        begin += size
+    return found
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

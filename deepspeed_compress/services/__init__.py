@@ -1,1 +1,0 @@
-"""Processes next to the ranks: agents that restart them, and services through which islands find each other."""

@@ -1,0 +1,12 @@
+"""All programs."""
+
+from tests.backends.deepspeed.programs import calls, engines, layouts, parameters, saving, settings
+
+PROGRAMS = (
+    *calls.PROGRAMS,
+    *parameters.PROGRAMS,
+    *settings.PROGRAMS,
+    *saving.PROGRAMS,
+    *engines.PROGRAMS,
+    *layouts.PROGRAMS,
+)

@@ -1,0 +1,123 @@
+"""Programs with several engines."""
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from tests.backends.deepspeed.programs.models import network
+from tests.backends.deepspeed.programs.program import WIDTH, Program, Run
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 17), nn.Tanh(), nn.Linear(17, WIDTH))
+
+
+def gan(run: Run) -> None:
+    """The generator's loss goes through the discriminator's engine."""
+    making, judging = run.start(generator()), run.start(network())
+    for _ in range(3):
+        real, fake = run.batch()[0], making(run.batch()[0])
+        loss = nn.functional.softplus(-judging(real)).mean() + nn.functional.softplus(judging(fake.detach())).mean()
+        run.keep("loss of the discriminator", loss)
+        judging.backward(loss)
+        run.step(judging)
+        loss = nn.functional.softplus(-judging(fake)).mean()
+        run.keep("loss of the generator", loss)
+        making.backward(loss)
+        run.step(making)
+        judging.zero_grad()
+
+
+def gan_with_frozen_judge(run: Run) -> None:
+    """The same, the discriminator's parameters without gradients meanwhile."""
+    making, judging = run.start(generator()), run.start(network())
+    for _ in range(3):
+        real, fake = run.batch()[0], making(run.batch()[0])
+        judging.backward((judging(real) - judging(fake.detach())).square().mean())
+        run.step(judging)
+        judging.module.requires_grad_(False)
+        loss = judging.module(fake).square().mean() if run.stage < 3 else judging(fake).square().mean()
+        run.keep("loss of the generator", loss)
+        making.backward(loss)
+        run.step(making)
+        judging.module.requires_grad_(True)
+
+
+def alternating(run: Run) -> None:
+    """Two engines, each with losses of its own, as actor and critic."""
+    actor, critic = run.start(network()), run.start(network(), {"gradient_accumulation_steps": 2})
+    for _ in range(4):
+        run.learn(actor, steps=1)
+        run.learn(critic, steps=1)
+
+
+def interleaved(run: Run) -> None:
+    """Both forwards, then both backwards, then both steps."""
+    engines = [run.start(network()), run.start(network())]
+    for _ in range(3):
+        losses = [run.loss(engine) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in engines:
+            run.step(engine)
+
+
+def one_loss_of_two(run: Run) -> None:
+    """One `backward` of the sum of losses of two engines."""
+    engines = [run.start(network()), run.start(network())]
+    for _ in range(3):
+        sum(run.loss(engine) for engine in engines).backward()
+        for engine in engines:
+            run.step(engine)
+
+
+def chained(run: Run) -> None:
+    """What the first engine returns is the input of the second; one loss trains both."""
+    first, second = run.start(generator()), run.start(network())
+    for _ in range(3):
+        loss = _loss(run, second, first(run.batch()[0]))
+        loss.backward()
+        run.step(second)
+        run.step(first)
+
+
+def _loss(run: Run, engine: nn.Module, x: Tensor) -> Tensor:
+    loss = engine(x).square().mean()
+    run.keep("loss", loss)
+    return loss
+
+
+def with_reference(run: Run) -> None:
+    """As TRL does: a reference model in an engine without optimizer, with the same configuration."""
+    engine = run.start(network())
+    config = run.config(optimizer=None)
+    reference = deepspeed.initialize(model=network(), config=config)[0] if run.stage in (0, 3) else network()
+    reference.eval()
+    for _ in range(3):
+        with torch.no_grad():
+            run.loss(reference)
+        engine.backward(run.loss(engine))
+        run.step(engine)
+
+
+def one_after_the_other(run: Run) -> None:
+    """Two runs of training in one process, both engines alive."""
+    for _ in range(2):
+        run.learn(run.start(network()))
+
+
+PROGRAMS = (
+    Program(
+        "GAN, through the discriminator's engine",
+        gan,
+        stages=(1, 2, 3),
+        fails={2: "has already been reduced", 3: "NoneType"},
+    ),
+    Program("GAN, the discriminator frozen meanwhile", gan_with_frozen_judge),
+    Program("actor and critic, alternating", alternating),
+    Program("two engines, interleaved", interleaved),
+    Program("one loss of two engines", one_loss_of_two, stages=(1, 2, 3)),
+    Program("an engine's output is the input of another", chained, stages=(1, 2, 3)),
+    Program("reference model without optimizer", with_reference),
+    Program("two engines one after the other", one_after_the_other),
+)

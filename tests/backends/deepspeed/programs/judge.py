@@ -1,0 +1,123 @@
+"""What becomes of a program: each run held against DeepSpeed's own in the same processes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from tests.backends.deepspeed.programs.ranks import Result, Task
+
+EXACT = frozenset({"plain", "none", "raw"})
+"""Sections with which every bit must be DeepSpeed's; with the others ranks must agree where DeepSpeed's agree."""
+
+
+NOTHING = ("nothing", torch.empty(0))
+"""In place of the records that one run has beyond another's."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind`: one of `COMPARISONS`, "refused", "fails" (an error that is no refusal), or "differs". `text`: how."""
+
+    kind: str
+    text: str = ""
+
+    def fulfils(self, other: "Outcome") -> bool:
+        return self.kind == other.kind and other.text in self.text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+def wanted(task: Task) -> Outcome:
+    """Of messages a part."""
+    program, stage = task.program, task.stage
+    if stage in program.fails:
+        return Outcome("fails", program.fails[stage])
+    refusals: Mapping[str, Mapping[int, str]] = {
+        "raw": program.refused,
+        "4 bits": program.refused,
+        "weights": {**program.refused_weights, **program.refused},
+    }
+    if stage in refusals.get(task.section, {}):
+        return Outcome("refused", refusals[task.section][stage])
+    return Outcome(kind(task))
+
+
+def kind(task: Task) -> str:
+    if task.section == "raw" and task.program.rounded:
+        return "near"
+    return "equal" if task.section in EXACT else "ranks equal"
+
+
+def found(task: Task, results: Mapping[Task, Sequence[Result]]) -> Outcome:
+    """What happened to `task`, beside what happened without the package."""
+    ours, plain = results[task], results[Task(task.program, task.stage, "plain")]
+    failures = [result for result in ours if result.error]
+    if failures:
+        # A rank whose neighbour ended says so; what ended the neighbour comes first.
+        first = min(
+            failures,
+            key=lambda result: any(part in result.error for part in ("gloo", "onnection", "imed out", "hangs")),
+        )
+        return Outcome("refused" if first.refused else "fails", first.error)
+    if any(result.error for result in plain):
+        return Outcome("differs", "runs, which DeepSpeed alone does not")
+    difference = COMPARISONS[kind(task)](ours, plain)
+    return Outcome("differs", difference) if difference else Outcome(kind(task))
+
+
+def differing(ours: Sequence[Result], plain: Sequence[Result]) -> str:
+    """The first record that has not DeepSpeed's bits; "" if there is none."""
+    return unlike(ours, plain, lambda label: 0.0)
+
+
+def drifting(ours: Sequence[Result], plain: Sequence[Result]) -> str:
+    """The first that is not near DeepSpeed's: of losses and norms, for Adam makes steps of the last bits of weights."""
+    return unlike(ours, plain, lambda label: float("inf") if "weights of engine" in label else 1e-2)
+
+
+def unlike(ours: Sequence[Result], plain: Sequence[Result], tolerance: Callable[[str], float]) -> str:
+    for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        for (label, value), (name, expected) in zip_longest(mine.records, theirs.records, fillvalue=NOTHING):
+            if label != name:
+                return f"rank {rank}: {label} for {name}"
+            if not same(value, expected, tolerance(label)):
+                return f"rank {rank}: {label} differs by {distance(value, expected)}"
+    return ""
+
+
+def diverging(ours: Sequence[Result], plain: Sequence[Result]) -> str:
+    """The first record in which ranks differ where DeepSpeed's do not, or that is not finite where DeepSpeed's is."""
+    mine, theirs = [dict(result.records) for result in ours], [dict(result.records) for result in plain]
+    for rank, (values, expected) in enumerate(zip(mine, theirs, strict=True)):
+        if list(values) != list(expected):
+            return f"rank {rank}: other records"
+        for label, value in values.items():
+            if torch.isfinite(expected[label]).all() and not torch.isfinite(value).all():
+                return f"{label} is not finite"
+    for rank, ((one, other), (expected, another)) in enumerate(zip(pairwise(mine), pairwise(theirs), strict=True)):
+        for label in one.keys() & other.keys():
+            if same(expected[label], another[label]) and not same(one[label], other[label]):
+                return f"ranks {rank}, {rank + 1}: {label} differs by {distance(one[label], other[label])}"
+    return ""
+
+
+def same(one: Tensor, other: Tensor, tolerance: float = 0.0) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def distance(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape:
+        return f"shape {tuple(one.shape)} for {tuple(other.shape)}"
+    return f"{float((one.double() - other.double()).abs().max()):.3g}"
+
+
+COMPARISONS: Mapping[str, Callable[[Sequence[Result], Sequence[Result]], str]] = MappingProxyType(
+    {"equal": differing, "near": drifting, "ranks equal": diverging}
+)

@@ -1,0 +1,177 @@
+"""Small models, each with one thing that a training program may do."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.backends.deepspeed.programs.program import WIDTH
+
+
+def network() -> nn.Sequential:
+    """Sizes that neither 2 nor any block size divides, some parameters smaller than the number of ranks."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 17), nn.ReLU(), nn.Linear(17, 3), nn.Linear(3, 1, bias=False)
+    )
+
+
+class Branches(nn.Module):
+    """A body and a head; between them the branches that a call names."""
+
+    def __init__(self, branches: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, 17)
+        self.branches = nn.ModuleList(nn.Linear(17, 17) for _ in range(branches))
+        self.head = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, take: Sequence[int] = (0,)) -> Tensor:
+        x = self.body(x)
+        for index in take:
+            x = x + torch.tanh(self.branches[index](x))
+        return self.head(x)
+
+
+class Chosen(nn.Module):
+    """One of its layers, by a number of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return torch.tanh(self.layers[number % 2](x))
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.chosen, self.head = nn.Linear(WIDTH, 17), Chosen(), nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.head(self.chosen(self.body(x), number))
+
+
+class Late(nn.Module):
+    """The first layer, and so the first parameter, gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 17)
+        self.second = nn.Linear(17, 17)
+        self.head = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(self.first(x).detach())))
+
+
+class Checkpointed(nn.Module):
+    """One layer used by two activation checkpoints, and a tail of its own."""
+
+    def __init__(self, reentrant: bool, layers: int = 1) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, 17)
+        self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(layers))
+        self.head = nn.Linear(17, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
+        return self.head(x)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix beside a trained one of low rank."""
+
+    def __init__(self, wide: int = 17, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, wide).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, wide, bias=False)
+        self.head = nn.Linear(wide, 1)
+        self.reentrant = reentrant
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.head(self.hidden(x))
+        x = x.detach().requires_grad_(True)
+        return self.head(checkpoint(self.hidden, x, use_reentrant=self.reentrant))
+
+
+class Words(nn.Module):
+    """Rows of an embedding, chosen by the signs of the input; the head may be tied to it."""
+
+    def __init__(self, rows: int = 40, sparse: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, WIDTH, sparse=sparse)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.output = nn.Linear(WIDTH, rows, bias=False)
+        self.head = nn.Linear(rows, 1)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, :5] > 0).long() @ torch.tensor([16, 8, 4, 2, 1])
+        return self.head(torch.tanh(self.output(torch.tanh(self.body(self.embedding(rows) + x)))))
+
+
+class Nested(nn.Module):
+    """The same module under two names, one of them inside another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, 17)
+        self.first = nn.Linear(17, 17)
+        self.inner = nn.Sequential(self.first, nn.ReLU(), nn.Linear(17, 17))
+        self.head = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(torch.tanh(self.first(self.inputs(x)))))
+
+
+class Odd(nn.Module):
+    """Parameters of unusual shapes: `sizes` of their own beside a linear layer, all used."""
+
+    def __init__(self, *sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, 1)
+        self.odd = nn.ParameterList(nn.Parameter(torch.randn(tuple(size))) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.odd:
+            x = x * (1 + parameter.sum() / 10)
+        return self.body(x)
+
+
+class Returning(nn.Module):
+    """Submodules that return dictionaries and tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _InDictionary()
+        self.head = _InTuple()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x)["hidden"])[0]
+
+
+class _InDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 17)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": torch.tanh(self.linear(x)), "input": x}
+
+
+class _InTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.linear(x), None

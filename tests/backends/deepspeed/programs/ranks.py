@@ -1,0 +1,142 @@
+"""Programs on ranks: many one after the other in the same processes, each failure kept to its own program."""
+
+import contextlib
+import gc
+import io
+import itertools
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch.distributed as dist
+
+from deepspeed_compress.backends.deepspeed.gradients import early
+from deepspeed_compress.errors import CompressError
+from deepspeed_compress.integrations import install
+from tests.backends.deepspeed.programs.program import Program, Records, Run
+from tests.support.forks import RankError, run_forks
+
+SECTIONS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType(
+    {
+        "plain": None,
+        "none": {"gradients": {"method": "none"}},
+        "raw": {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}},
+        "4 bits": {"gradients": {"bits": 4, "block_size": 32}},
+        "weights": {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 8, "min_numel": 10}},
+    }
+)
+"""`plain`: without the package. `raw`: every parameter uncompressed through our own exchange."""
+
+SECONDS = 30
+"""After which a collective is given up."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program at a ZeRO stage, with a section by its name."""
+
+    program: Program
+    stage: int
+    section: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank: what it recorded, the message of the error that ended it, and its place in the code.
+
+    `refused`: the error is ours, and came before the first step of an engine.
+    """
+
+    records: Records
+    error: str = ""
+    refused: bool = False
+    place: str = ""
+
+
+def tasks_of(programs: Iterable[Program], stage: int, sections: Sequence[str]) -> list[Task]:
+    """What there is to run at a stage: nothing beside DeepSpeed where that fails, no weights without ZeRO."""
+    return [
+        Task(program, stage, section)
+        for program in programs
+        if stage in program.stages
+        for section in sections
+        if section == "plain" or (stage not in program.fails and (section, stage) != ("weights", 0))
+    ]
+
+
+def run_tasks(tasks: Sequence[Task], directory: Path) -> Iterator[tuple[Task, list[Result]]]:
+    """Results by rank, in the order of `tasks`. After a failure the rest goes on in new ranks."""
+    for _, together in itertools.groupby(tasks, _shares):
+        batch = list(together)
+        while batch:
+            results = _run(batch, directory / str(time.monotonic_ns()))
+            yield from zip(batch, results, strict=False)
+            batch = batch[len(results) :]
+
+
+def _shares(task: Task) -> tuple[int, str]:
+    return task.program.ranks, task.program.name if task.program.alone else ""
+
+
+def _run(batch: list[Task], directory: Path) -> list[list[Result]]:
+    """Results of the tasks that ended, the last of which may have failed. A rank without a result of it hung."""
+    directory.mkdir(parents=True)
+    ranks = batch[0].program.ranks
+    # Of ranks that died or hung, the tasks that ended have left their results.
+    with contextlib.suppress(RankError, TimeoutError):
+        run_forks(ranks, _work, batch, directory, timeout=2 * SECONDS + 5 * len(batch))
+    results: list[list[Result]] = []
+    for index in range(len(batch)):
+        results.append([_read(directory / f"{index}-{rank}.pickle") for rank in range(ranks)])
+        if any(result.error and not result.refused for result in results[-1]):
+            break
+    return results
+
+
+def _read(file: Path) -> Result:
+    return pickle.loads(file.read_bytes()) if file.exists() else Result([], "hangs")
+
+
+def _work(rank: int, batch: list[Task], directory: Path) -> None:
+    sys.stdout = io.StringIO()
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=SECONDS))
+    for index, task in enumerate(batch):
+        # Nothing of what was imported is garbage: a collection, and DeepSpeed makes many, then takes no time.
+        gc.freeze()
+        result = run_task(task, rank, directory / f"files-{index}")
+        partial = directory / f"{index}-{rank}.partial"
+        partial.write_bytes(pickle.dumps(result))
+        partial.rename(partial.with_suffix(".pickle"))
+        if result.error and not result.refused:
+            return
+
+
+def run_task(task: Task, rank: int, directory: Path) -> Result:
+    section = SECTIONS[task.section]
+    run = Run(task.program, task.stage, rank, section, directory)
+    uninstall = (lambda: None) if section is None else install()
+    # Other stages are told in the configuration.
+    small = patch.object(early, "SMALLEST_BUCKET", 600 if task.stage == 0 else early.SMALLEST_BUCKET)
+    small.start()
+    try:
+        run.program.train(run)
+        run.finish()
+        dist.barrier()
+        return Result(run.records)
+    except Exception as error:
+        refused = isinstance(error, CompressError) and run.steps == 0
+        message = f"{type(error).__name__}: {error}"
+        return Result(run.records, message, refused, "".join(traceback.format_tb(error.__traceback__)))
+    finally:
+        small.stop()
+        uninstall()
+        gc.collect()

@@ -1,0 +1,121 @@
+"""Locks that a killed build has left."""
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress import CompressWarning, cli
+from deepspeed_compress.backends.deepspeed import builds
+from deepspeed_compress.backends.deepspeed.builds import abandoned_locks, clear_locks, warn_of_abandoned_locks
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    """An hour old, and nobody's."""
+    return old(tmp_path / "cpu_adam" / "lock")
+
+
+def old(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.touch()
+    before = time.time() - 3600
+    os.utime(path, (before, before))
+    return path
+
+
+def test_it_is_found_and_what_to_type_is_said(lock: Path, tmp_path: Path) -> None:
+    here = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    with pytest.warns(CompressWarning, match=rf"{lock}: .* 60 minutes .* loads cpu_adam .* type: rm {lock}$"):
+        warn_of_abandoned_locks(here)
+    assert lock.exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_abandoned_locks({**here, "LOCAL_RANK": "1"})
+
+
+def test_it_is_found_in_the_usual_place(tmp_path: Path) -> None:
+    path = old(tmp_path / "torch_extensions" / "py311_cpu" / "fused_adam" / "lock")
+    assert abandoned_locks({"XDG_CACHE_HOME": str(tmp_path)}) == [path]
+
+
+def test_what_is_being_built_is_left_alone(lock: Path, tmp_path: Path) -> None:
+    """The holder has the file open."""
+    holder = subprocess.Popen([sys.executable, "-c", f"f = open({str(lock)!r}); print(flush=True); input()"],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    here = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert abandoned_locks(here) == []
+    holder.kill()
+    holder.communicate()
+    assert abandoned_locks(here) == [lock]
+
+
+def test_a_lock_that_was_just_taken_is_left_alone(lock: Path, tmp_path: Path) -> None:
+    lock.touch()
+    assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+
+
+def test_no_locks_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_used_by_processes", lambda: pytest.fail("looked at all processes"))
+    assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+
+
+def test_run_says_it_before_anything_is_started(
+    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "execv", lambda *given: (_ for _ in ()).throw(SystemExit(0)))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--launcher", "none", "train.py"])
+    assert f"type: rm {lock}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--clear-locks", "--launcher", "none", "train.py"])
+    assert f"{lock}: removed" in capsys.readouterr().err
+    assert not lock.exists()
+
+
+def test_what_a_compiler_works_beside_is_left_alone(lock: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=lock.parent) as compiler:
+        assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+        compiler.kill()
+    assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == [lock]
+
+
+@pytest.mark.parametrize(
+    ("hours", "every", "removed"), [(1, False, False), (3, False, True), (1, True, True), (0, True, True)]
+)
+def test_only_stale_locks_are_removed_without_being_asked(
+    hours: int, every: bool, removed: bool, lock: Path, tmp_path: Path
+) -> None:
+    then = time.time() - 3600 * hours
+    os.utime(lock, (then, then))
+    told: list[str] = []
+    clear_locks(every, told.append, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert lock.exists() is not removed
+    assert ["removed" in text for text in told] == [removed]
+    assert all(str(lock) in text for text in told)
+
+
+def test_a_lock_that_is_held_is_not_removed_when_asked(lock: Path, tmp_path: Path) -> None:
+    with lock.open():
+        clear_locks(True, pytest.fail, {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert lock.exists()
+
+
+def test_the_module_is_a_command(lock: Path, tmp_path: Path) -> None:
+    """The quickstart calls it."""
+    command = [sys.executable, "-m", "deepspeed_compress.backends.deepspeed.builds"]
+    settings = {"env": {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, "capture_output": True, "text": True}
+    told = subprocess.run(command, check=True, **settings).stderr
+    assert f"type: rm {lock}" in told
+    told = subprocess.run([*command, "--clear-locks"], check=True, **settings).stderr
+    assert f"{lock}: removed" in told
+    assert not lock.exists()

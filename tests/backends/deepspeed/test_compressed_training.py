@@ -1,0 +1,135 @@
+"""Compressed training in every engine: replicas stay equal, learning goes on, precisions and options work."""
+
+import pytest
+import torch
+
+import deepspeed_compress
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, network, train
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
+
+pytestmark = pytest.mark.rotating(
+    2, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_compressed_training.py"
+)
+
+
+STEPS = {"randomk": 80}
+"""Steps of methods that learn slowly: after 40, random-k has a loss of 0.4 to 0.9 of the first one, by the seed."""
+
+
+def outcomes(ranks: int, **job) -> list:
+    return [outcome for (outcome,) in run_forks(ranks, train, Job(**job))]
+
+
+def assert_learned(results: list) -> None:
+    """The replicas agree to the bit and the loss of rank 0 fell."""
+    first = results[0]
+    assert all(result.parameters == first.parameters for result in results)
+    early, late = first.losses[:10], first.losses[-10:]
+    assert sum(late) < 0.8 * sum(early)
+
+
+@pytest.mark.parametrize(("stage", "names"), by_stage(list(METHODS)))
+def test_replicas_agree_and_learn(stage, names):
+    """Methods one after the other in the same processes."""
+    jobs = [Job(stage=stage, section={"gradients": METHODS[name]}, steps=STEPS.get(name, 40)) for name in names]
+    for results in zip(*run_forks(2, train, *jobs), strict=True):
+        assert_learned(list(results))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_methods_with_a_momentum_of_their_own(stage):
+    jobs = [Job(stage, {"gradients": method}, extra=NO_MOMENTUM, steps=40) for method in WITHOUT_MOMENTUM.values()]
+    for results in zip(*run_forks(2, train, *jobs), strict=True):
+        assert_learned(list(results))
+
+
+def attach_with_momentum(rank: int, method: str) -> None:
+    """An optimizer that the configuration does not name: only the engine shows its momentum."""
+    model, config = network(), Job(stage=2, section={"gradients": WITHOUT_MOMENTUM[method]}).config()
+    del config["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config["zero_allow_untested_optimizer"] = True
+    deepspeed_compress.initialize(model=model, optimizer=optimizer, config=config)
+
+
+@pytest.mark.parametrize("method", WITHOUT_MOMENTUM)
+def test_momentum_is_not_applied_twice(method):
+    with pytest.raises(RankError, match=r"(?s)ConfigError.*momentum"):
+        outcomes(2, stage=2, section={"gradients": WITHOUT_MOMENTUM[method]})
+    with pytest.raises(RankError, match=r"(?s)UnsupportedError.*momentum.*betas: \[0\.0"):
+        run_forks(2, attach_with_momentum, method)
+
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("inside", ["none", "blockwise"])
+def test_two_levels(stage, inside):
+    hierarchy = {"ranks_per_node": 2, "inside": {"method": inside}}
+    section = {"gradients": {"bits": 4, "block_size": 32, "hierarchy": hierarchy}}
+    assert_learned(outcomes(4, stage=stage, section=section, steps=40, accumulation=2))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_nodes_that_do_not_fit(size):
+    section = {"gradients": {"hierarchy": {"ranks_per_node": size}}}
+    with pytest.raises(RankError, match="hierarchy/ranks_per_node"):
+        outcomes(4, stage=2, section=section)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_three_ranks(stage):
+    assert_learned(outcomes(3, stage=stage, section={"gradients": METHODS["int8"]}, steps=40))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_same_seed_same_bits(stage):
+    job = Job(stage=stage, section={"gradients": METHODS["int4_stochastic"], "seed": 5})
+    other = Job(stage=stage, section={"gradients": METHODS["int4_stochastic"], "seed": 6})
+    first, second, third = run_forks(2, train, job, job, other)[0]
+    assert first == second
+    assert first != third
+
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"contiguous_gradients": False}], ids=["overlap", "separate"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reduction_options(stage, zero):
+    section = {"gradients": METHODS["int8"]}
+    assert_learned(outcomes(2, stage=stage, zero=zero, section=section, steps=40, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16(stage):
+    extra = {"bf16": {"enabled": True}}
+    assert_learned(outcomes(2, stage=stage, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_with_fp32_accumulation(stage):
+    """ZeRO 1 becomes DeepSpeed's BF16_Optimizer, which reduces on the path of ZeRO 0."""
+    extra = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    job = {"stage": stage, "extra": extra, "steps": 40, "accumulation": 2}
+    assert_learned(outcomes(2, **job, section={"gradients": METHODS["int8"]}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_offload(stage):
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    extra = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    assert_learned(outcomes(2, stage=stage, zero=zero, extra=extra, section={"gradients": METHODS["int8"]}, steps=40))
+
+
+@pytest.mark.case_a_stage
+@pytest.mark.parametrize("method", ["int8", "topk_int4"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_pipeline(stage, method):
+    """Both stages hold the tied matrix: its copies must stay equal, and so must the replicas of a stage."""
+    section = {"parallelism": {"pipeline": 2}, "gradients": METHODS[method]}
+    results = outcomes(4, stage=stage, stages=2, section=section, steps=40, accumulation=2)
+    assert results[0].parameters == results[1].parameters
+    assert results[2].parameters == results[3].parameters
+    tied = [[value for name, value in result.parameters.items() if "tied" in name] for result in results]
+    assert tied[0]
+    assert tied[0] == tied[2]
+    assert results[0].losses[-1] < results[0].losses[0]

@@ -1,0 +1,116 @@
+"""Off again: an engine that was attached to goes on as DeepSpeed's own."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+
+import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.norms import _kind
+from deepspeed_compress.errors import ConfigError, SeamError
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, start, weights
+
+RAW = {"gradients": {"method": "bf16", "overrides": [{"parameters": ".+", "method": "none"}]}}
+GRADIENTS = {"bits": 4, "block_size": 32}
+EVERYTHING = {"guard": {}, "adaptive": {}, "monitor": {"every": 1}}
+WEIGHTS = ({"gradients": GRADIENTS}, *[{"gradients": GRADIENTS, "weights": {"bits": bits}} for bits in (4, 4, 8)])
+"""By ZeRO stage."""
+
+
+def half_with_us(rank: int, *jobs: Job) -> list[tuple[list[float], dict[str, list[float]]]]:
+    return [halved(rank, job) for job in jobs]
+
+
+def halved(rank: int, job: Job) -> tuple[list[float], dict[str, list[float]]]:
+    """Two steps, attached unless the job has no section, and two more, after `detach`."""
+    engine, batches = start(job), data(rank, job)
+    losses = run(engine, batches[:2])
+    if job.section is not None:
+        assert deepspeed_compress.detach(engine) is engine
+    losses += run(engine, batches[2:])
+    outcome = losses, weights(engine)
+    engine.destroy()
+    return outcome
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*matches every parameter:deepspeed_compress.CompressWarning")
+def test_training_goes_on_bit_for_bit(stage: int) -> None:
+    for plain, ours in run_forks(2, half_with_us, Job(stage, zero=ZERO), Job(stage, RAW, ZERO)):
+        assert ours == plain
+
+
+ZERO = {"overlap_comm": False}
+"""What the section would bring along, and what stays."""
+
+
+def attach_and_detach(rank: int, stage: int) -> tuple[set[str], set[str], bool]:
+    """What leads into the package while everything is attached, and afterwards; whether settings are as before."""
+    job, model = Job(stage, {**WEIGHTS[stage], **EVERYTHING}, steps=2), network()
+    config = job.config()
+    config["zero_optimization"].pop("reduce_bucket_size")
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    owners = [engine, engine.optimizer, *engine.module.parameters()]
+    settings = [getattr(engine.optimizer, name, None) for name in ("reduce_scatter", "reduce_bucket_size")]
+    deepspeed_compress.attach(engine)
+    run(engine, data(rank, job))
+    attached = {name for owner in owners for name in ours(owner)}
+    deepspeed_compress.detach(engine)
+    left = {name for owner in owners for name in ours(owner)}
+    same = settings == [getattr(engine.optimizer, name, None) for name in ("reduce_scatter", "reduce_bucket_size")]
+    engine.destroy()
+    return attached, left, same
+
+
+def ours(owner: Any) -> Iterator[str]:
+    """Names of the instance's own attributes that are, or call, something of the package."""
+    for name, value in vars(owner).items():
+        called = value.func if isinstance(value, partial) else value
+        if (getattr(called, "__module__", None) or "").startswith("deepspeed_compress"):
+            yield name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_of_ours_is_left(stage: int) -> None:
+    for attached, left, same in run_forks(2, attach_and_detach, stage):
+        assert attached >= {"compression", "save_checkpoint", "load_checkpoint", "_take_model_step", "backward"}
+        assert left == set()
+        assert same
+
+
+def refuse(rank: int) -> tuple[str, str]:
+    model = network()
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=Job(1).config())[0]
+    with pytest.raises(ConfigError) as nothing:
+        deepspeed_compress.detach(engine)
+    engine.destroy()
+    engine = start(Job(1, {"gradients": GRADIENTS}))
+    ours = engine.save_checkpoint
+    engine.save_checkpoint = lambda *args, **options: ours(*args, **options)
+    with pytest.raises(SeamError) as covered:
+        deepspeed_compress.detach(engine)
+    assert engine.compression is not None
+    return str(nothing.value), str(covered.value)
+
+
+def test_what_cannot_be_taken_off_is_said() -> None:
+    for nothing, covered in run_forks(2, refuse):
+        assert "nothing is attached" in nothing
+        assert "save_checkpoint was replaced by other code" in covered
+
+
+def guard_again(rank: int) -> tuple[str, str, bool]:
+    """What watches the norm for a guard, before and after; whether anything is left that DeepSpeed would read."""
+    engine = start(Job(0, {"gradients": GRADIENTS, "guard": {}}, extra={"gradient_clipping": 0.0}, steps=2))
+    before = _kind(engine)
+    run(engine, data(rank, Job(steps=2)))
+    deepspeed_compress.detach(engine)
+    deepspeed_compress.attach(engine)
+    return before, _kind(engine), hasattr(engine.optimizer, "overflow")
+
+
+def test_a_guard_watches_again() -> None:
+    assert run_forks(2, guard_again) == [("plain", "plain", False)] * 2

@@ -1,0 +1,339 @@
+"""Reductions of ZeRO 0 and 1 that begin during backward: used where they prove right, else as if they had not been."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.gradients import early as early_module
+from deepspeed_compress.backends.deepspeed.gradients import zero_12
+from deepspeed_compress.backends.deepspeed.gradients.early import EarlyReductions
+from deepspeed_compress.collectives.buckets import partition_by_sizes
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start, weights
+
+SMALL = {"reduce_bucket_size": 200}
+"""The network's gradients make four buckets."""
+RANDOM = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32}}
+"""Random numbers depend on the numbers of messages."""
+INT4 = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
+
+
+STAGES = [0, 1]
+BUCKETS = {0: 3, 1: 4}
+
+
+def reductions(engine: Any) -> EarlyReductions:
+    stage = engine.zero_optimization_stage()
+    found: EarlyReductions = (
+        engine.optimizer.reduce_gradients if stage else engine.buffered_allreduce_fallback
+    ).__self__
+    return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`under_way`: buckets that were sent when backward was over, by step; `agreed`: whether they were right."""
+
+    losses: list[str]
+    parameters: dict[str, list[float]]
+    under_way: list[int]
+    agreed: list[bool]
+
+
+def watch(engine: Any) -> tuple[list[int], list[bool]]:
+    early, under_way, agreed = reductions(engine), [], []
+    agree = early._agree
+
+    def watched(step: Any, reducer: Any) -> bool:
+        under_way.append(len(step.sent))
+        agreed.append(agree(step, reducer))
+        return agreed[-1]
+
+    early._agree = watched  # type: ignore[method-assign]
+    return under_way, agreed
+
+
+def train(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+    # Without ZeRO no file says how large a bucket is.
+    with patch.object(early_module, "SMALLEST_BUCKET", 200):
+        return train_in_small_buckets(rank, job, early, program)
+
+
+def train_in_small_buckets(rank: int, job: Job, early: bool, program: Callable[[Any, int, Job], list[float]]) -> Seen:
+    engine = start(job)
+    if not early:
+        reductions(engine)._history.patience = 10**9
+    under_way, agreed = watch(engine)
+    losses = program(engine, rank, job)
+    seen = Seen([str(loss) for loss in losses], weights(engine), under_way, agreed)
+    engine.destroy()
+    return seen
+
+
+def ordinary(engine: Any, rank: int, job: Job) -> list[float]:
+    return run(engine, data(rank, job))
+
+
+def overflowing(engine: Any, rank: int, job: Job) -> list[float]:
+    """A NaN in a batch of one rank, in a step that reduces early."""
+    batches = data(rank, job)
+    if rank == 0:
+        batches[-3][0][0, 0] = float("nan")
+    return run(engine, batches)
+
+
+def touched_by_a_hook(engine: Any, rank: int, job: Job) -> list[float]:
+    """In every third step the user halves gradients behind autograd's back, after they were sent."""
+    for parameter in (engine.module[0].weight, engine.module[2].weight):
+        parameter.register_post_accumulate_grad_hook(Halved())
+    return run(engine, data(rank, job))
+
+
+@dataclass
+class Halved:
+    calls: int = 0
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0 and parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+
+def of_one_rank(engine: Any, rank: int, job: Job) -> list[float]:
+    """A rank whose backward goes twice through the model in one step, and so touches what it has sent."""
+    losses = []
+    for step, (x, y) in enumerate(data(rank, job)):
+        with checkpointed_twice(engine, step == 4 and rank == 1) as forward:
+            loss = (forward(x) - y).square().mean()
+            engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@contextmanager
+def checkpointed_twice(engine: Any, really: bool) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """The model's forward; with reentrant checkpoints each part has a backward pass of its own."""
+    if not really:
+        yield engine
+        return
+    first = engine.module[0]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        again = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=True)
+        handle = first.register_forward_hook(lambda layer, inputs, output: (output + again) / 2)
+        try:
+            return engine(x)
+        finally:
+            handle.remove()
+
+    yield forward
+
+
+def given_up(engine: Any, rank: int, job: Job) -> list[float]:
+    """In one step a backward pass fails on the way, on one rank later than on the other, and another batch is taken."""
+    batches, losses = data(rank, job), []
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
+                engine.backward((engine(2 * x) - y).square().mean())
+            for parameter in engine.module.parameters():
+                parameter.grad = None
+        losses += run(engine, [(x, y)])
+    return losses
+
+
+def interrupt(engine: Any, rank: int, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A backward pass that fails, on one rank later than on the other."""
+    x, y = batch
+    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[2 * rank].weight):
+        engine.backward((engine(2 * x) - y).square().mean())
+
+
+def loaded_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
+    """The batch that failed is taken again after the newest checkpoint was loaded; gradients are as if nothing was."""
+    batches, directory = data(rank, job), str(job.extra["directory"])
+    losses = run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    interrupt(engine, rank, batches[4])
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    engine.load_checkpoint(directory)
+    assert not reductions(engine)._step.sent
+    return losses + run(engine, batches[4:])
+
+
+def loaded_with_the_same_gradients(engine: Any, rank: int, job: Job) -> list[float]:
+    """The same gradients as before the failure: a comparison with what was sent before the load would find no fault."""
+    batches, directory = data(rank, job), str(job.extra["directory"])
+    losses = run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    with pytest.raises(RuntimeError, match="given up"), failing(engine.module[0].bias):
+        engine.backward((engine(batches[4][0]) - batches[4][1]).square().mean())
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    engine.load_checkpoint(directory)
+    return losses + run(engine, batches[4:])
+
+
+def detached_after_a_failure(engine: Any, rank: int, job: Job) -> list[float]:
+    batches = data(rank, job)
+    losses = run(engine, batches[:4])
+    interrupt(engine, rank, batches[4])
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    deepspeed_compress.detach(engine)
+    losses += run(engine, batches[4:6])
+    deepspeed_compress.attach(engine)
+    return losses + run(engine, batches[6:])
+
+
+def within_no_sync(engine: Any, rank: int, job: Job) -> list[float]:
+    """A pass that fails inside `no_sync` leaves nothing behind that the next step would send."""
+    batches, losses = data(rank, job), []
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            broken = failing(engine.module[2 * rank].weight)
+            with pytest.raises(RuntimeError, match="given up"), broken, engine.no_sync():
+                engine.backward((engine(2 * x) - y).square().mean())
+            for parameter in engine.module.parameters():
+                parameter.grad = None
+        losses += run(engine, [(x, y)])
+    return losses
+
+
+@contextmanager
+def failing(parameter: torch.Tensor) -> Iterator[None]:
+    """The gradient of `parameter` never comes."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("given up")
+
+    handle = parameter.register_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+PROGRAMS = {
+    "ordinary": ordinary,
+    "overflow": overflowing,
+    "hook": touched_by_a_hook,
+    "one rank": of_one_rank,
+    "given up": given_up,
+}
+
+
+@pytest.mark.parametrize("section", [RANDOM, INT4], ids=["random", "int4"])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_sent_early_changes_no_bit(stage: int, name: str, section: dict[str, Any]) -> None:
+    # Without ZeRO it is a guard that leaves out a step whose gradients are not finite.
+    guard = {"guard": {}} if stage == 0 and name == "overflow" else {}
+    job = Job(stage, {**section, **guard}, SMALL, steps=8)
+    ranks = run_forks(2, both, job, name)
+    for early, late in ranks:
+        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+        assert late.agreed == []
+    first, second = (early for early, _ in ranks)
+    assert first.agreed == second.agreed
+    assert first.parameters == second.parameters
+    assert set(first.agreed) == ({True} if name in ("ordinary", "overflow") else {True, False})
+
+
+def both(rank: int, job: Job, name: str) -> tuple[Seen, Seen]:
+    return train(rank, job, True, PROGRAMS[name]), train(rank, job, False, PROGRAMS[name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_buckets_are_under_way_when_backward_is_over(stage: int) -> None:
+    """From the second step on: the first shows which they are."""
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=5), "ordinary"):
+        assert early.under_way == [BUCKETS[stage]] * 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_disappointments_are_rare(stage: int) -> None:
+    """Every one doubles the number of equal steps that are asked for: 2 + 4 + 8 + 16 of 40 after the first four."""
+    for early, _ in run_forks(2, both, Job(stage, INT4, SMALL, steps=40), "hook"):
+        assert 1 <= early.agreed.count(False) <= 5
+
+
+def save_and_go_on(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:4])
+    engine.save_checkpoint(directory)
+    run(engine, batches[4:])
+    straight = weights(engine)
+    engine.destroy()
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, batches[4:])
+    return straight, weights(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_which_has_to_learn_again_has_the_same_bits(stage: int, tmp_path: Path) -> None:
+    for straight, resumed in run_forks(2, save_and_go_on, Job(stage, RANDOM, SMALL, steps=8), str(tmp_path)):
+        assert straight == resumed
+
+
+INTERRUPTED = (loaded_after_a_failure, loaded_with_the_same_gradients, detached_after_a_failure, within_no_sync)
+
+
+@pytest.mark.parametrize("program", INTERRUPTED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_that_a_failed_pass_has_sent_survives(
+    stage: int, program: Callable[[Any, int, Job], list[float]], tmp_path: Path
+) -> None:
+    job = Job(stage, RANDOM, SMALL, steps=8, extra={"directory": str(tmp_path)})
+    ranks = run_forks(2, interrupted, job, program, timeout=120)
+    assert ranks[0][0].parameters == ranks[1][0].parameters
+    for early, late in ranks:
+        assert (early.losses, early.parameters) == (late.losses, late.parameters)
+
+
+def interrupted(rank: int, job: Job, program: Callable[[Any, int, Job], list[float]]) -> tuple[Seen, Seen]:
+    return train(rank, job, True, program), train(rank, job, False, program)
+
+
+def chosen(rank: int, *jobs: Job) -> list[bool]:
+    found = []
+    for job in jobs:
+        engine = start(job)
+        found.append("reduce_gradients" in vars(engine.optimizer) or "buffered_allreduce_fallback" in vars(engine))
+        engine.destroy()
+    return found
+
+
+def test_nothing_begins_early_where_deepspeed_decides_otherwise() -> None:
+    """ZeRO 2 reduces during backward by itself, and so does `overlap_comm`; `none` leaves everything alone."""
+    written = [Job(1, INT4, {"overlap_comm": overlap}) for overlap in (True, False)]
+    none = [Job(stage, {"gradients": {"method": "none"}}) for stage in STAGES]
+    # Its gradients are no longer those of the parameters.
+    bf16 = Job(1, INT4, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
+    found = run_forks(2, chosen, Job(0, INT4), Job(1, INT4), Job(2, INT4), *written, *none, bf16)
+    assert found == [[True, True, False, False, False, False, False, False]] * 2
+
+
+def test_owners_lie_side_by_side_only_where_no_message_changes():
+    parts = {"a": [(0, 4)], "b": [(1, 4)], "c": [(0, 2), (1, 2)]}
+    names = list(parts)
+    gradients = object.__new__(zero_12._Gradients)
+    gradients.partition = lambda keys: partition_by_sizes([(names[key[1]], parts[names[key[1]]]) for key in keys], 2)
+    gradients._optimizer = SimpleNamespace(bit16_groups=[names], param_names={name: name for name in names})
+    a, b, c = ((0, index, index) for index in range(3))
+    assert gradients._side_by_side((b, a)) == (a, b)
+    assert gradients._side_by_side((c, b, a)) == (c, a, b)
+    # The second part of c would come before b in the message to rank 1.
+    assert gradients._side_by_side((b, c, a)) == (b, c, a)

@@ -1,0 +1,237 @@
+"""The three ways in, and everything that is refused at the door."""
+
+import json
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+
+import deepspeed_compress
+from deepspeed_compress import CompressWarning, ConfigError, SeamError, UnsupportedError
+from deepspeed_compress.backends.deepspeed import limits, seams
+from deepspeed_compress.config import CompressConfig, parse_section
+from deepspeed_compress.session.torch_version import check_torch
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, data, network, run, start, train, weights
+
+JOB = Job(stage=2, section={"gradients": {"bits": 4}})
+
+
+def by_attach(rank: int) -> dict:
+    model = network()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=JOB.config())
+    assert deepspeed_compress.attach(engine) is engine
+    with pytest.raises(ConfigError, match="twice"):
+        deepspeed_compress.attach(engine)
+    run(engine, data(rank, JOB))
+    return weights(engine)
+
+
+def by_install(rank: int) -> dict:
+    uninstall = deepspeed_compress.install()
+    assert deepspeed_compress.install()() is None
+    model = network()
+    engine, *_ = deepspeed.initialize(None, model, None, model.parameters(), config=JOB.config())
+    uninstall()
+    run(engine, data(rank, JOB))
+    model = network()
+    plain, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=JOB.config())
+    assert "compression" not in vars(plain)
+    return weights(engine)
+
+
+def without_section(rank: int) -> list[str]:
+    """Warnings of ours when an engine with an optimizer, and one without, are made after `install`."""
+    deepspeed_compress.install()
+    config = {**Job().config(), "compress": {}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = network()
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        deepspeed.initialize(model=network(), config={"train_batch_size": 2})
+    return [str(one.message) for one in caught if one.category is CompressWarning]
+
+
+def test_an_engine_without_the_section_is_told_by_install() -> None:
+    first, second = run_forks(2, without_section)
+    assert [text[:34] for text in first] == ["an engine is not compressed: /deep"]
+    assert 'did you mean it by "compress"?' in first[0]
+    assert '"method": "none"' in first[0]
+    assert second == []
+
+
+def by_arguments(rank: int, file: str) -> dict:
+    model = network()
+    args = Namespace(deepspeed_config=file, local_rank=rank)
+    engine, *_ = deepspeed_compress.initialize(args, model, model_parameters=model.parameters())
+    assert args.deepspeed_config == file
+    run(engine, data(rank, JOB))
+    return weights(engine)
+
+
+def test_all_ways_train_the_same(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(JOB.config()))
+    expected = run_forks(2, train, JOB)[0][0].parameters
+    assert run_forks(2, by_attach)[0] == expected
+    assert run_forks(2, by_install)[0] == expected
+    assert run_forks(2, by_arguments, str(file))[0] == expected
+
+
+def test_stage_from_the_section():
+    """`initialize` writes the stage into DeepSpeed's own key."""
+    assert run_forks(2, stage_of_engine) == [3, 3]
+
+
+def stage_of_engine(rank: int) -> int:
+    config = Job(section={"parallelism": {"zero_stage": 3}}).config()
+    del config["zero_optimization"]["stage"]
+    model = network()
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return int(engine.zero_optimization_stage())
+
+
+def test_the_older_form_of_zero_1():
+    section = {"gradients": {"bits": 4, "block_size": 32}, "weights": {"bits": 4}}
+    jobs = [Job(section=section, extra={"zero_optimization": zero}) for zero in ({"stage": 1}, True)]
+    for new, old in run_forks(2, train, *jobs):
+        assert new == old
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"parallelism": {"zero_stage": 1}}, "ConfigError.*/zero_optimization/stage"),
+        (
+            {"parallelism": {"pipeline": 2, "zero_stage": 0}},
+            "UnsupportedError.*/deepspeed_compress/parallelism/pipeline",
+        ),
+        ({"parallelism": {"pipeline": 3, "zero_stage": 0}}, "ConfigError.*divide"),
+        ({"gradients": {"bits": 5}}, "ConfigError.*/deepspeed_compress/gradients/bits"),
+    ],
+)
+def test_contradictions(section, message):
+    stage = 2 if section.get("parallelism", {}).get("zero_stage") == 1 else 0
+    with pytest.raises(RankError, match=f"(?s){message}"):
+        run_forks(2, train, Job(stage=stage, section=section))
+
+
+def test_override_that_matches_nothing_warns():
+    section = {"gradients": {"overrides": [{"parameters": "no_such_layer", "method": "none"}]}}
+    texts = run_forks(2, warnings_of_start, Job(section=section))[0]
+    assert any("/deepspeed_compress/gradients/overrides/0/parameters" in text for text in texts)
+
+
+def warnings_of_start(rank: int, job: Job) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start(job)
+    return [str(warning.message) for warning in caught]
+
+
+def test_no_configuration():
+    with pytest.raises(ConfigError, match="no configuration given"):
+        deepspeed_compress.initialize(model=network())
+
+
+def test_missing_section():
+    with pytest.raises(ConfigError, match="deepspeed_compress"):
+        parse_section({"train_batch_size": 1})
+
+
+@pytest.mark.parametrize("version", ["0.19.7", "0.20.0", "0.20.0.dev1", "1.0"])
+def test_unsupported_version(version):
+    with pytest.raises(SeamError, match=f"DeepSpeed {version}.*>=0.19.8,<0.20"):
+        seams.check_version(version)
+
+
+def test_every_seam_exists_in_the_installed_version():
+    seams.check_version(deepspeed.__version__)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117"])
+def test_a_torch_that_is_too_old_is_refused(version: str) -> None:
+    with pytest.raises(SeamError, match=r"torch>=2\.11"):
+        check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+5228986", "2.13.0+cpu", "3.0"])
+def test_torch_from_the_oldest_on_is_accepted(version: str) -> None:
+    check_torch(version)
+    seams.check_seams(seams.STEP + seams.ZERO_0 + seams.ZERO_12 + seams.ZERO_3, deepspeed.__version__)
+
+
+@pytest.mark.parametrize(
+    ("seam", "problem"),
+    [
+        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.no_such_method", ("self",)), "is missing"),
+        (seams.Seam("deepspeed.no_such_module:Engine.step", ("self",)), "is missing"),
+        (seams.Seam("deepspeed.runtime.engine:DeepSpeedEngine.allreduce_bucket", ("self", "tensor")), "takes"),
+    ],
+)
+def test_seam_that_has_changed(seam, problem):
+    with pytest.raises(SeamError, match=f"{seam.target} {problem}.*DeepSpeed 0.19.8"):
+        seams.check_seams([seam], "0.19.8")
+
+
+def engine_like(**changes) -> SimpleNamespace:
+    """What `refuse_unsupported` looks at, with nothing to refuse."""
+    zero = SimpleNamespace(zero_quantized_gradients=False, zero_hpz_partition_size=1)
+    compile_config = SimpleNamespace(deepcompile=False)
+    usual = {
+        "optimizer": SimpleNamespace(param_groups=[{}]),
+        "has_moe_layers": False,
+        "module": network(),
+        "device": "cpu",
+        "torch_autocast_z0_gradscaler": None,
+        "is_deepcompile_active": lambda: False,
+        "_config": SimpleNamespace(zero_config=zero, compile_config=compile_config),
+    }
+    return SimpleNamespace(**{**usual, **changes})
+
+
+def test_nothing_to_refuse():
+    limits.refuse_unsupported(engine_like(), CompressConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"has_moe_layers": True}, "mixture-of-experts"),
+        ({"optimizer": None}, "no optimizer"),
+        ({"is_deepcompile_active": lambda: True}, "DeepCompile"),
+        ({"torch_autocast_z0_gradscaler": object()}, "torch_autocast"),
+        ({"device": "meta"}, "without kernels"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(UnsupportedError, match=message):
+        limits.refuse_unsupported(engine_like(**changes), CompressConfig())
+
+
+def dies(rank: int, directory: str) -> None:
+    """Rank 1 is gone after two steps, without a word."""
+    import os
+
+    job = Job(stage=2, section=JOB.section, steps=4)
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:2])
+    if rank == 1:
+        os._exit(1)
+    try:
+        run(engine, batches[2:])
+    except RuntimeError as error:
+        (Path(directory) / "error").write_text(str(error))
+        raise
+
+
+def test_rank_that_dies_ends_the_others(tmp_path):
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_forks(2, dies, str(tmp_path))
+    assert (tmp_path / "error").read_text()

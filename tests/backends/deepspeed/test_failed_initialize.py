@@ -1,0 +1,194 @@
+"""An `initialize` that is refused or fails leaves the process as it was: later engines are DeepSpeed's own."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
+from deepspeed.utils import groups
+
+import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.division import IslandUnit
+from deepspeed_compress.errors import UnsupportedError
+from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network, run, weights
+
+PACKAGE = "deepspeed_compress.backends.deepspeed."
+STEPS = (
+    "initialize.divide_call",
+    "islands.division._tensor_groups",
+    "islands.division._check_tensor",
+    "initialize.keep_file_order",
+    "initialize.attach_section",
+    "attach.check_ownership",
+    "attach._parameters",
+    "attach._session",
+    "attach.follow_losses",
+    "attach._replace_collectives",
+    "attach.attach_checkpoint",
+    "attach.attach_islands",
+    "islands.divided.share_fixed",
+    "islands.divided.IslandExchange",
+    "attach.follow_steps",
+    "attach.give_signs",
+    "attach.announce",
+    "initialize.go_on",
+    "initialize._with_data",
+)
+DEEPSPEED = (
+    "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
+    "deepspeed.runtime.engine.DeepSpeedEngine._configure_distributed_model",
+    "deepspeed.runtime.engine.DeepSpeedEngine._configure_lr_scheduler",
+)
+ISLANDS: Mapping[str, Any] = {
+    "gradients": {"method": "none"},
+    "guard": {},
+    "islands": {"size": 1, "sync_every": 2},
+    "monitor": {"announce": False},
+}
+BALANCED: Mapping[str, Any] = {"weights": {}, "ownership": "balanced", "monitor": {"announce": False}}
+
+
+class InjectedError(Exception):
+    """Raised in place of a step of `initialize`."""
+
+
+def process_state() -> list[Any]:
+    """Return what engines have in common in this process."""
+    names = [name for name in vars(groups) if name.isupper() or name in ("mpu", "mesh_device")]
+    return [
+        *(getattr(groups, name) for name in sorted(names)),
+        DeepSpeedEngine._configure_zero_optimizer,
+        deepspeed.initialize,
+        stage_1_and_2.all_gather_dp_groups,
+        bf16_optimizer.all_gather_dp_groups,
+        partition_parameters._dist_allgather_fn,
+        signal.getsignal(signal.SIGTERM),
+    ]
+
+
+def fails(rank: int, job: Job, name: str) -> list[Any]:
+    """Return whether the process is as before, and what plain DeepSpeed makes of the same model after the failure."""
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model, before = network(), process_state()
+    with mock.patch(name, side_effect=InjectedError), pytest.raises(InjectedError):
+        deepspeed_compress.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=job.config(),
+            training_data=[torch.zeros(1)] * 8,
+        )
+    after = process_state()
+    dist.barrier()
+    unchanged = [one is other or one == other for one, other in zip(before, after, strict=True)]
+    plain = replace(job, section=None)
+    if name in DEEPSPEED:
+        # DeepSpeed itself leaves hooks of half an engine on a model, with and without this package.
+        torch.manual_seed(0)
+        model = network()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain.config())
+    run(engine, data(rank, plain))
+    return [all(unchanged), engine.seq_data_parallel_group.size(), weights(engine)]
+
+
+def plainly(rank: int, job: Job) -> dict[str, list[float]]:
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = network()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    run(engine, data(rank, job))
+    return weights(engine)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, list[float]]]:
+    return run_forks(2, plainly, Job(1, section=None, steps=3))
+
+
+@pytest.mark.parametrize("name", [*(PACKAGE + step for step in STEPS), *DEEPSPEED])
+def test_a_failure_at_any_step_leaves_no_division(name: str, expected: list[dict[str, list[float]]]) -> None:
+    job = Job(1, section=ISLANDS, steps=3)
+    for found, plain in zip(run_forks(2, fails, job, name), expected, strict=True):
+        assert found == [True, 2, plain]
+
+
+@pytest.mark.parametrize("name", [PACKAGE + "initialize.keep_file_order", PACKAGE + "attach.announce", *DEEPSPEED[1:]])
+def test_a_failure_leaves_neither_patches_nor_another_order(name: str, expected: list[dict[str, list[float]]]) -> None:
+    job = Job(1, section=BALANCED, steps=3)
+    for found, plain in zip(run_forks(2, fails, job, name), expected, strict=True):
+        assert found == [True, 2, plain]
+
+
+def refused_as(rank: int, job: Job) -> tuple[str, bool, int]:
+    deepspeed.init_distributed("gloo")
+    model, before = network(), process_state()
+    with pytest.raises(UnsupportedError) as error:
+        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    same = process_state() == before
+    dist.barrier()
+    engine, *_ = deepspeed.initialize(
+        model=network(), model_parameters=None, config=replace(job, section=None).config()
+    )
+    return str(error.value), same, engine.seq_data_parallel_group.size()
+
+
+def test_a_refusal_leaves_no_division() -> None:
+    """Adam with amsgrad has no second moments for islands, which is known when the engine is there."""
+    section = {**ISLANDS, "islands": {"size": 1, "second_moments": {}}}
+    params = {"lr": 0.01, "amsgrad": True, "torch_adam": True}
+    job = Job(1, section=section, extra={"optimizer": {"type": "Adam", "params": params}})
+    for text, same, ranks in run_forks(2, refused_as, job):
+        assert "second_moments" in text
+        assert (same, ranks) == (True, 2)
+
+
+def former_mpu(rank: int, job: Job) -> list[bool]:
+    """A process with a division of its own gets that back, when islands fail and when their engine ends."""
+    deepspeed.init_distributed("gloo")
+    groups.mpu = own = object()
+    model = network()
+    with mock.patch(PACKAGE + "attach.announce", side_effect=InjectedError), pytest.raises(InjectedError):
+        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    after_failure = groups.mpu is own
+    model = network()
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    inside = isinstance(groups.mpu, IslandUnit)
+    engine.destroy()
+    return [after_failure, inside, groups.mpu is own]
+
+
+def test_the_division_of_before_comes_back() -> None:
+    assert run_forks(2, former_mpu, Job(1, section=ISLANDS)) == [[True] * 3] * 2
+
+
+def elastic_fails(rank: int, job: Job, ports: list[int], name: str) -> list[Any]:
+    """Fail once, then join rightly: no island of the failure is left with the coordinator."""
+    from deepspeed_compress.local_sgd.coordinator.client import status
+
+    become_island(rank, 1, ports)
+    address = job.section["islands"]["elastic"]["rendezvous"]  # type: ignore[index]
+    model = network()
+    with mock.patch(name, side_effect=InjectedError), pytest.raises(InjectedError):
+        deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    left = len(status(address)["islands"])
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=job.config())
+    return [left, len(status(address)["islands"]), "compression" in vars(engine)]
+
+
+@pytest.mark.parametrize("step", ["islands.rounds.ElasticExchange", "islands.rounds.Rounds.start", "attach.announce"])
+def test_an_elastic_island_that_fails_leaves_the_others(step: str) -> None:
+    with coordinator() as address, own_ports(1) as ports:
+        elastic = {"rendezvous": address, "timeout": "2 s", "give_up": "20 s"}
+        section = {"gradients": {"method": "none"}, "islands": {"elastic": elastic}, "monitor": {"announce": False}}
+        found = run_forks(1, elastic_fails, Job(1, section=section), ports, PACKAGE + step)
+        assert found == [[0, 1, True]]

@@ -1,0 +1,148 @@
+"""Buckets travel while backward goes on: they are sent off when they are full, and waited for at the end."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.backends.deepspeed.gradients.zero_3 import _Buckets
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, Outcome, data, run, start, weights
+
+INT4 = {"gradients": {"bits": 4, "block_size": 32}}
+SMALL = {"reduce_bucket_size": 200}
+
+
+def count_waiting(rank: int, job: Job) -> list[int]:
+    """How many buckets are under way after each that is sent, and at the end of every step."""
+    engine = start(job)
+    later = engine.optimizer.reduce_ipg_grads.__self__
+    reduce, waiting = engine.optimizer.gradient_reduction_w_predivide, []
+
+    def watched(bucket: torch.Tensor, *arguments: object) -> object:
+        result = reduce(bucket, *arguments)
+        if bucket.numel():
+            # Before a first gradient that fills a bucket alone DeepSpeed closes one that is empty.
+            waiting.append(len(later.pending))
+        return result
+
+    engine.optimizer.gradient_reduction_w_predivide = watched
+    for batch in data(rank, job):
+        run(engine, [batch])
+        waiting.append(len(later.pending))
+    engine.destroy()
+    return waiting
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_wait_for_each_other_until_the_last_one(stage: int) -> None:
+    """Gradients of 31 x 12, 31 x 17, 17 and fewer elements make four buckets of up to 200 elements."""
+    for waiting in run_forks(2, count_waiting, Job(stage, INT4, SMALL, steps=2)):
+        assert waiting == [1, 2, 3, 4, 0] * 2
+
+
+BUCKETS_3 = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+def watch_deferred(rank: int, job: Job) -> tuple[list[int], list[int]]:
+    """How many buckets of ZeRO 3 are under way after each that is sent, and at the end of every step; and how many
+    gradients then still hold memory."""
+    engine = start(job)
+    optimizer, waiting, held = engine.optimizer, [], []
+    reduce, deferred = getattr(optimizer, BUCKETS_3), lambda: len(buckets_of(engine)._deferred)
+
+    def watched(*arguments: object) -> object:
+        result = reduce(*arguments)
+        waiting.append(deferred())
+        return result
+
+    setattr(optimizer, BUCKETS_3, watched)
+    for batch in data(rank, job):
+        run(engine, [batch])
+        waiting.append(deferred())
+        held.append(sum(parameter.grad is not None for parameter in engine.module.parameters()))
+    engine.destroy()
+    return waiting, held
+
+
+def buckets_of(engine: Any) -> _Buckets:
+    """The one that is in the place of DeepSpeed's method: the function in the partial that `wrap` made."""
+    return engine.optimizer.independent_gradient_partition_epilogue.func.__self__
+
+
+def test_buckets_of_zero_3_wait_for_each_other_too() -> None:
+    """A weight comes before its bias here, so 31 x 12, 31, 31 x 17 and 17 elements make a bucket each."""
+    for waiting, held in run_forks(2, watch_deferred, Job(3, INT4, SMALL, steps=2)):
+        assert waiting == [1, 2, 3, 4, 5, 0] * 2
+        assert held == [0, 0]
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+DEFERRED = {
+    "fp32": Job(3, INT4, SMALL),
+    "micro-steps": Job(3, INT4, SMALL, accumulation=3),
+    "bf16": Job(3, INT4, SMALL, {"bf16": {"enabled": True}}),
+    "NaN": Job(3, INT4, SMALL, FP16, poison=(1, 1)),
+    "offload": Job(3, INT4, {**SMALL, **OFFLOAD}, accumulation=2),
+    "contiguous": Job(3, INT4, {**SMALL, "reduce_scatter": False}),
+}
+
+
+def with_and_without(rank: int, *jobs: Job) -> list[tuple[Outcome, Outcome]]:
+    return [(outcome(rank, job, defers=True), outcome(rank, job, defers=False)) for job in jobs]
+
+
+def outcome(rank: int, job: Job, defers: bool) -> Outcome:
+    engine = start(job)
+    assert buckets_of(engine).defers
+    buckets_of(engine).defers = defers
+    losses = run(engine, data(rank, job))
+    seen = Outcome(losses, weights(engine), engine.skipped_steps)
+    engine.destroy()
+    return seen
+
+
+def test_deferred_buckets_have_the_bits_of_those_that_are_waited_for_at_once() -> None:
+    for outcomes in run_forks(2, with_and_without, *DEFERRED.values()):
+        for name, (deferred, at_once) in zip(DEFERRED, outcomes, strict=True):
+            assert repr(deferred) == repr(at_once), name
+            assert deferred.skipped == (name == "NaN")
+
+
+def lane_of(rank: int, hierarchy: dict[str, int] | None) -> list[int]:
+    """The ranks of the group for messages downward."""
+    engine = start(Job(2, {"gradients": {**INT4["gradients"], "hierarchy": hierarchy}}, SMALL))
+    reducer = engine.compression.reducer
+    ranks = dist.get_process_group_ranks((reducer.across if hierarchy else reducer).link.downward)
+    engine.destroy()
+    return ranks
+
+
+def test_messages_downward_have_connections_of_their_own() -> None:
+    assert run_forks(2, lane_of, None) == [[0, 1]] * 2
+    assert run_forks(4, lane_of, {"ranks_per_node": 2}) == [[0, 2], [1, 3]] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bucket_size_is_chosen_where_none_is_given(stage: int) -> None:
+    [(size, given)] = set(run_forks(2, bucket_sizes, stage))
+    assert (size, given) == (1_000_000, 200)
+
+
+def bucket_sizes(rank: int, stage: int) -> tuple[int, int]:
+    chosen, given = start(Free(stage, INT4)), start(Job(stage, INT4, SMALL))
+    sizes = chosen.optimizer.reduce_bucket_size, given.optimizer.reduce_bucket_size
+    chosen.destroy()
+    given.destroy()
+    return sizes
+
+
+class Free(Job):
+    """Without a bucket size of the user's."""
+
+    def config(self) -> dict[str, object]:
+        config = super().config()
+        del config["zero_optimization"]["reduce_bucket_size"]
+        return config

@@ -1,0 +1,36 @@
+"""Programs that are right with DeepSpeed are right with the package, or refused by name before their first step."""
+
+import pytest
+
+from tests.backends.deepspeed.programs.catalogue import PROGRAMS
+from tests.backends.deepspeed.programs.judge import found, wanted
+from tests.backends.deepspeed.programs.ranks import SECTIONS, run_tasks, tasks_of
+
+
+def unexpected(directory, stage: int, sections: tuple[str, ...]) -> list[str]:
+    """Every program of the stage that ended otherwise than it should, and how."""
+    tasks = tasks_of(PROGRAMS, stage, sections)
+    results = dict(run_tasks(tasks, directory))
+    outcomes = {task: found(task, results) for task in tasks}
+    return [
+        f"{task.program.name}, {task.section}: {outcome}"
+        for task, outcome in outcomes.items()
+        if not outcome.fulfils(wanted(task))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1])
+def test_uncompressed_exchange(tmp_path, stage):
+    assert unexpected(tmp_path, stage, ("plain", "raw")) == []
+
+
+@pytest.mark.rotating(4)
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_section(tmp_path, stage):
+    """But the one of the test above."""
+    sections = tuple(name for name in SECTIONS if (stage, name) != (1, "raw"))
+    assert unexpected(tmp_path, stage, sections) == []

@@ -1,0 +1,209 @@
+"""On GPUs buckets are reduced on a stream of their own: nobody reads, writes or frees too early, and no host waits."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import pytest
+import torch
+
+from deepspeed_compress.backends.deepspeed.gradients.zero_12 import _Buckets
+from deepspeed_compress.checkpointing.deepspeed.side_stream import StreamCopies, copies_for_device
+from deepspeed_compress.collectives.exchange import PendingExchange, _Collective
+from deepspeed_compress.collectives.payload import PayloadReducer
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, run, start
+
+ZERO = {"reduce_bucket_size": 200, "overlap_comm": True}
+"""Gradients of 31 x 12 and 31 x 17 elements are larger than a bucket."""
+INT4 = {"bits": 4, "block_size": 32}
+TOPK = {"method": "topk", "density": 0.1, "block_size": 64}
+POWERSGD = {"method": "powersgd", "rank": 2}
+WEIGHTS = {"bits": 8, "block_size": 64}
+
+
+def job(stage: int, gradients: dict[str, Any], zero: dict[str, Any] | None = None, **section: Any) -> Job:
+    return Job(stage, {"gradients": gradients, **section}, {**ZERO, **(zero or {})}, steps=3)
+
+
+JOBS = {
+    0: [job(0, TOPK), job(0, POWERSGD)],
+    1: [job(1, INT4, weights=WEIGHTS), job(1, INT4, {"contiguous_gradients": False})],
+    2: [job(2, TOPK, guard={}), job(2, POWERSGD), job(2, INT4, {"contiguous_gradients": False})],
+    3: [job(3, TOPK), job(3, INT4, weights=WEIGHTS)],
+}
+
+
+def races(rank: int, jobs: list[Job], fault: Callable[[], Any] = nullcontext) -> list[str]:
+    from tests.support.cuda_paths import on_streams
+
+    with on_streams() as gpu, fault():
+        for one in jobs:
+            engine = start(one)
+            run(engine, data(rank, one))
+            engine.destroy()
+            assert one.section is None or all(stream.clock[stream] for stream in gpu.streams), "a stream has no work"
+    return list(gpu.problems)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_streams_wait_for_each_other(stage: int) -> None:
+    assert run_forks(2, races, JOBS[stage]) == [[], []]
+
+
+def test_under_zero_3_no_race_comes_to_those_of_deepspeed() -> None:
+    """DeepSpeed gathers weights on a stream that does not wait for the optimizer's; where a program reads the loss, the
+    host does."""
+    assert run_forks(2, races, JOBS[3]) == [[GATHER], [GATHER]]
+    assert all(GATHER in found for found in run_forks(2, races, [replace(job(3, INT4), section=None)]))
+
+
+GATHER = "aten.cat.out reads on side, which does not wait for default"
+
+
+def unrecorded() -> Any:
+    return patch.object(_Buckets, "_keep", lambda self, tensor: None)
+
+
+def unawaited() -> Any:
+    return patch.object(_Buckets, "_overlaps", PropertyMock(return_value=False))
+
+
+def freed() -> Any:
+    """What a message is made of is forgotten when it is on its way."""
+    begin = PayloadReducer._start
+
+    def forgetful(*args: Any) -> Any:
+        sent = begin(*args)
+        bare = PendingExchange({peer: arrival.work for peer, arrival in sent.exchange.receives.items()})
+        return replace(sent, outgoing=(), exchange=bare)
+
+    return patch.object(PayloadReducer, "_start", forgetful)
+
+
+def unfinished() -> Any:
+    return patch.object(_Collective, "wait", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (unrecorded, "memory of aten.mm.default on default is given away while side uses it"),
+        (unawaited, "aten.copy_.default reads on default, which does not wait for side"),
+        (freed, "memory of aten.empty.memory_format on side is given away while NCCL uses it"),
+        (unfinished, "aten.mul.Tensor reads on side, which does not wait for NCCL"),
+    ],
+)
+def test_what_is_left_out_is_found(fault: Callable[[], Any], found: str) -> None:
+    faulty = job(2, INT4, {"contiguous_gradients": fault is not unawaited})
+    assert all(found in problems for problems in run_forks(2, races, [faulty], fault))
+
+
+def saving(rank: int, stage: int, directory: str) -> list[str]:
+    """Races of steps that change what is being saved."""
+    from tests.support.cuda_paths import on_streams
+
+    one = job(stage, INT4, checkpointing={"directory": f"{directory}/disk", "every": 1})
+    with on_streams() as gpu:
+        engine = start(one)
+        run(engine, data(rank, one))
+        engine.compression.saving.wait()
+        engine.destroy()
+    return list(gpu.problems)
+
+
+def test_saving_brings_no_race(tmp_path: Path) -> None:
+    assert run_forks(2, saving, 1, str(tmp_path)) == [[], []]
+
+
+def copies_in_turn(rank: int) -> list[dict[str, None]]:
+    """Races of what is written after copies have begun: with the wait for them, and without."""
+    from tests.support.cuda_paths import on_streams
+
+    found = []
+    with on_streams() as gpu:
+        copies, source = copies_for_device(), torch.ones(4)
+        for fault in (nullcontext(), patch.object(StreamCopies, "_hold_up")):
+            with fault:
+                copies.begin([(torch.zeros(4), source)])
+            source.add_(1)
+            found.append(dict(gpu.problems))
+    return found
+
+
+def test_what_is_being_copied_may_be_changed_at_once() -> None:
+    [[ours, unheld]] = run_forks(1, copies_in_turn)
+    assert not ours
+    assert any("writes over what is read on default, which does not wait for side" in problem for problem in unheld)
+
+
+UNMEASURED = {"every": 100, "announce": False}
+ALLOWED = {
+    "backends/deepspeed/norms.py:_true: _local_scalar_dense": "the guard decides on the host, as DeepSpeed does",
+    "backends/deepspeed/norms.py:_everywhere: _local_scalar_dense": "the same, where DeepSpeed has no norm",
+    "session/observer.py:figures: tolist": "of a copy on the host, which a step before has begun",
+}
+
+
+def waiting(rank: int, jobs: list[Job], directory: str) -> list[set[str]]:
+    """What waits in steps that are not measured, the first one aside: it makes tables and memories."""
+    from tests.support.cuda_paths import on_streams
+    from tests.support.host_waits import HostWaits
+
+    found = []
+    for one in jobs:
+        section = {**one.section, "monitor": {**UNMEASURED, "path": f"{directory}/{len(found)}"}}
+        with on_streams():
+            engine = start(replace(one, section=section))
+            first, *others = data(rank, one)
+            run(engine, [first])
+            with HostWaits() as waits:
+                run(engine, others)
+            engine.destroy()
+        found.append(waits.found)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_host_waits_in_a_step_that_is_not_measured(stage: int, tmp_path: Path) -> None:
+    jobs = [*JOBS[stage], job(stage, INT4, guard={})]
+    allowed = [set(ALLOWED) if "guard" in one.section else set() for one in jobs]
+    for found in run_forks(2, waiting, jobs, str(tmp_path)):
+        assert [waits - excepted for waits, excepted in zip(found, allowed, strict=True)] == [set()] * len(jobs)
+
+
+NORM = "session/remembered.py:residual_norm: tolist"
+COPY = "session/observer.py:figures: tolist"
+"""Of a copy on the host, which the measured step before has begun."""
+
+
+def measured(rank: int, jobs: list[Job], directory: str) -> list[tuple[dict[str, int], int]]:
+    """How often what waits in measured steps, the first two aside, and how many these are."""
+    from tests.support.cuda_paths import on_streams
+    from tests.support.host_waits import HostWaits
+
+    found = []
+    for one in jobs:
+        section = {**one.section, "monitor": {"every": 1, "announce": False, "path": f"{directory}/{len(found)}"}}
+        with on_streams():
+            engine = start(replace(one, section=section))
+            batches = data(rank, one)
+            run(engine, batches[:2])
+            with HostWaits() as waits:
+                run(engine, batches[2:])
+            engine.destroy()
+        found.append((dict(waits.times), len(batches) - 2))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_measured_step_waits_once_on_the_rank_that_reports(stage: int, tmp_path: Path) -> None:
+    """What weights and means remember besides gradients is no reason to wait again."""
+    jobs = [one for one in JOBS[stage] if "guard" not in one.section]
+    first, second = run_forks(2, measured, jobs, str(tmp_path))
+    for (times, steps), (others, _) in zip(first, second, strict=True):
+        assert times == {NORM: steps, COPY: steps}
+        assert others == {COPY: steps}

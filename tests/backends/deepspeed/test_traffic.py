@@ -1,0 +1,328 @@
+"""Bytes of every kind of traffic, against what torch's communication operators are given while a step runs."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.parallel import Sizes
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.models import Layout, build_parallel, read_model_config
+from deepspeed_compress.monitor import KINDS
+from tests.support.forks import run_forks
+from tests.support.jobs import statistics_lines
+
+NAMES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, **NAMES}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    **NAMES,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
+"""Its norms see the heads of one rank, so that AutoTP sums their gradients."""
+MICRO, LENGTH, ACCUMULATION = 2, 8, 2
+STAGES = "stages"
+"""In place of the name of a group: messages in the world group, which only stages send each other."""
+CONTROL = 8
+"""No tensor of the models is that small; norms, losses and flags are, and the tables that ranks compare."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`layout`: (pipeline, tensor, data). `direct`: loss.backward() in place of engine.backward(loss)."""
+
+    layout: tuple[int, int, int]
+    model: Mapping[str, Any]
+    stage: int = 1
+    section: Mapping[str, Any] | None = None
+    recompute: bool = False
+    direct: bool = False
+    every: int = 1
+
+
+class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every communication operator that torch runs: bytes that this rank sends, by (group, elements of the tensor)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            operator = func.name().partition("::")[2]
+            groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+            group = dist.ProcessGroup.unbox(groups[0])
+            tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+            # What ranks compare at the end, in the same group where layers are split between all: bytes, busy times.
+            if tensor.dtype in (torch.int64, torch.float64) and operator in ("allgather_", "allreduce_"):
+                return func(*args, **(kwargs or {}))
+            alone = operator == "send" and group is dist.group.WORLD
+            self.sent[STAGES if alone else group.group_name, tensor.numel()] += RING[operator](
+                tensor.nbytes, group.size()
+            )
+        return func(*args, **(kwargs or {}))
+
+
+RING: Mapping[str, Callable[[int, int], int]] = {
+    "allreduce_": lambda size, ranks: 2 * (size * (ranks - 1) // ranks),
+    "_allgather_base_": lambda size, ranks: size * (ranks - 1) // ranks,
+    "allgather_": lambda size, ranks: size * (ranks - 1),
+    "broadcast_": lambda size, ranks: size,
+    "send": lambda size, ranks: size,
+    "recv_": lambda size, ranks: 0,
+}
+"""The tensor is that of the first argument: of all_gather the whole, of the list form one of its parts."""
+
+
+def by_kind(wire: Wire, engine: Any) -> dict[str, int]:
+    """What went over the wire, by kind of traffic. Anything else is smaller than any tensor of the model."""
+    kinds = kinds_of_groups(engine)
+    found = dict.fromkeys(("data", "pipeline", "tied", "tensor"), 0)
+    for (group, numel), size in wire.sent.items():
+        kind = kinds.get(group)
+        assert kind or not size or numel <= CONTROL, (
+            f"{size} bytes in tensors of {numel} elements to an unknown group {group}"
+        )
+        if kind and (numel > CONTROL or kind != "data"):
+            found[kind] += size
+    return found
+
+
+def kinds_of_groups(engine: Any) -> dict[str, str]:
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, TensorParallel_Layer)]
+    kinds = {layer.mp_group.group_name: "tensor" for layer in layers}
+    if hasattr(engine, "grid"):
+        kinds |= {group.group_name: "tied" for _, group in engine.module.get_tied_weights_and_groups()}
+        kinds[STAGES] = "pipeline"
+    data = [engine.seq_data_parallel_group]
+    if engine.compression.config.gradients.method != "none":
+        data.append(engine.compression.reducer.link.downward)
+    return {**kinds, **{group.group_name: "data" for group in data}}
+
+
+def make_engine(case: Case, file: Path, monitor: Path | None = None) -> Any:
+    pipeline, tensor, _ = case.layout
+    deepspeed.init_distributed("gloo")
+    model = build_parallel(file, read_model_config(file), 0, Layout(tensor, pipeline, recompute=case.recompute))
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "steps_per_print": 10**6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": case.stage},
+        SECTION: {
+            "parallelism": {"pipeline": pipeline, "tensor": tensor},
+            "monitor": {"path": str(monitor) if monitor else None, "every": case.every},
+            **(case.section or {}),
+        },
+    }
+    return deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(MICRO * LENGTH).reshape(MICRO, LENGTH)
+
+
+def train(engine: Any, direct: bool) -> None:
+    if hasattr(engine, "grid"):
+        engine.train_batch(iter([(tokens(), tokens())] * ACCUMULATION))
+        return
+    engine.train()
+    for _ in range(ACCUMULATION):
+        loss = engine(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+        if direct:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+
+
+def evaluate(engine: Any) -> None:
+    if hasattr(engine, "grid"):
+        engine.eval_batch(iter([(tokens(), tokens())] * ACCUMULATION))
+        return
+    engine.eval()
+    with torch.no_grad():
+        engine(input_ids=tokens(), labels=tokens(), use_cache=False)
+
+
+def surveyed(engine: Any) -> list[Sizes]:
+    """Will hold what this rank has counted, an entry a measured step."""
+    counted: list[Sizes] = []
+    reporter = engine.compression._records.reporter
+    survey = reporter._byte_report
+
+    def noted(sizes: Sizes) -> Any:
+        counted.append(dict(sizes))
+        return survey(sizes)
+
+    reporter._byte_report = noted
+    return counted
+
+
+def watch(rank: int, case: Case, file: Path, monitor: Path) -> list[tuple[dict[str, int], Sizes]]:
+    """(what the wire saw, what the meter counted) in each of three steps, with an evaluation before every one."""
+    engine = make_engine(case, file, monitor)
+    counted, seen = surveyed(engine), []
+    for _ in range(3):
+        evaluate(engine)
+        with Wire() as wire:
+            train(engine, case.direct)
+        seen.append(by_kind(wire, engine))
+    engine.destroy()
+    return list(zip(seen, counted, strict=True))
+
+
+def run_case(tmp_path: Path, case: Case) -> list[list[tuple[dict[str, int], Sizes]]]:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(case.model))
+    pipeline, tensor, data = case.layout
+    return run_forks(pipeline * tensor * data, watch, case, file, tmp_path, timeout=200, shared_memory=tensor > 1)
+
+
+COMPRESSED = {"gradients": {"bits": 4, "block_size": 32, "min_numel": 64}}
+DENSE = {"gradients": {"method": "none"}}
+CASES = {
+    "pipeline": Case((2, 1, 2), GPT2, section=COMPRESSED),
+    "four stages": Case((4, 1, 1), {**LLAMA, "num_hidden_layers": 4}, section=DENSE),
+    "tensor, ZeRO 2": Case((1, 2, 2), LLAMA, stage=2, section=COMPRESSED | {"weights": {"min_numel": 64}}, direct=True),
+    "tensor, ZeRO 0": Case((1, 2, 1), QWEN3, stage=0, section=DENSE),
+    "all": Case((2, 2, 2), GPT2, section=COMPRESSED),
+    "all, recomputed": Case((2, 2, 1), QWEN3, section=DENSE, recompute=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_kind_is_what_the_wire_sees(tmp_path: Path, case: Case) -> None:
+    results = run_case(tmp_path, case)
+    for rank, steps in enumerate(results):
+        for step, (seen, counted) in enumerate(steps):
+            where = f"rank {rank}, step {step}"
+            assert counted["bytes_sent"] + counted["bytes_weights"] == seen["data"], where
+            for kind in ("pipeline", "tied", "tensor"):
+                assert counted[f"bytes_{kind}"] == seen[kind], f"{where}: {kind}"
+    for step, line in enumerate(statistics_lines(tmp_path)):
+        tables = [steps[step][1] for steps in results]
+        totals = [sum(table[kind] for kind in KINDS) for table in tables]
+        assert line["rank"] == totals.index(max(totals))
+        assert {name: line[name] for name in tables[0]} == tables[line["rank"]]
+
+
+def interleaved(rank: int, file: Path, monitor: Path) -> tuple[list[int], list[int]]:
+    """Bytes of two engines whose layers are split between the same ranks: one after the other, then mixed."""
+    engines = [make_engine(Case((1, 2, 1), LLAMA, section=DENSE), file, monitor) for _ in range(2)]
+    engines[1].module.model.layers = engines[1].module.model.layers[:1]
+    for engine in engines:  # In the first step DeepSpeed checks more.
+        train(engine, direct=False)
+    tables = [surveyed(engine) for engine in engines]
+    for engine in engines:
+        train(engine, direct=False)
+    for _ in range(ACCUMULATION):
+        losses = [engine(input_ids=tokens(), labels=tokens(), use_cache=False).loss for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    alone, mixed = zip(*([sizes["bytes_tensor"] for sizes in table] for table in tables), strict=True)
+    return list(alone), list(mixed)
+
+
+def test_two_engines_in_one_process_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(LLAMA))
+    for alone, mixed in run_forks(2, interleaved, file, tmp_path):
+        assert mixed == alone
+        assert alone[0] > alone[1] > 0
+
+
+METHODS = {"all_reduce", "inference_all_reduce", "all_gather_into_tensor", "send", "isend", "_compress_listener"}
+
+
+def own_methods() -> bool:
+    return not vars(comm.cdb).keys() & METHODS
+
+
+def undone(rank: int, file: Path) -> list[bool]:
+    """Whether the backend is DeepSpeed's own: before, with two engines, with one, with none."""
+    # Hooks in autograd hold DeepSpeed's ZeRO optimizers, and what was trained, until their engine is destroyed.
+    case = Case((2, 1, 1), GPT2, stage=0, section=DENSE)
+    deepspeed.init_distributed("gloo")
+    found = [own_methods()]
+    engine, destroyed = (make_engine(case, file) for _ in range(2))
+    found.append(own_methods())
+    hooks = len(destroyed.module._forward_pre_hooks)
+    destroyed.destroy()
+    assert len(destroyed.module._forward_pre_hooks) == hooks - 1
+    found.append(own_methods())
+    del engine
+    gc.collect()
+    return [*found, own_methods()]
+
+
+def test_the_backend_is_given_back(tmp_path: Path) -> None:
+    """An engine leaves when it is destroyed, or when nobody has it any more."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(GPT2))
+    assert run_forks(2, undone, file) == [[True, False, False, True]] * 2
+
+
+def untouched(rank: int, file: Path) -> bool:
+    make_engine(Case((1, 1, 2), GPT2, section=COMPRESSED), file)
+    return not vars(comm.cdb).keys() & METHODS
+
+
+def test_nothing_is_touched_without_such_traffic(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(GPT2))
+    assert run_forks(2, untouched, file) == [True, True]
+
+
+def seldom(rank: int, file: Path, monitor: Path) -> int:
+    """How often ranks compare in four steps when every second one is measured."""
+    engine = make_engine(Case((2, 1, 1), GPT2, section=DENSE, every=2), file, monitor)
+    surveys = surveyed(engine)
+    for _ in range(4):
+        train(engine, direct=False)
+    return len(surveys)
+
+
+def test_ranks_compare_in_measured_steps_alone(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(GPT2))
+    assert run_forks(2, seldom, file, tmp_path) == [2, 2]
+    lines = statistics_lines(tmp_path)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert lines[0]["bytes_pipeline"] == lines[1]["bytes_pipeline"] == ACCUMULATION * MICRO * LENGTH * 32 * 4
+
+
+def compiled(rank: int, file: Path, monitor: Path) -> None:
+    engine = make_engine(Case((1, 2, 1), LLAMA, section=DENSE), file, monitor)
+    engine.compile(backend="eager")
+    train(engine, direct=False)
+
+
+def test_what_a_compiled_graph_sends_is_unknown(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(LLAMA))
+    run_forks(2, compiled, file, tmp_path, timeout=200)
+    [line] = statistics_lines(tmp_path)
+    assert line["bytes_tensor"] is None

@@ -1,0 +1,346 @@
+"""Weights on their way while forward begins: the bits of a step that waits for them, whoever reads them and when."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed_compress
+from deepspeed_compress import ConfigError, UnsupportedError
+from deepspeed_compress.collectives import reduction
+from deepspeed_compress.collectives.gather import DifferenceGather
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, pipeline
+
+WIDTH, STEPS = 12, 5
+
+
+class Block(nn.Module):
+    """Computes with the matrix of a part that it does not call, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.linear(torch.tanh(self.inner(self.norm(x))), self.out.weight, self.out.bias)
+
+
+class Layers(nn.Module):
+    """A tied first and last matrix, a block that is used twice, one in a checkpoint, one that is left out at times, and
+    one that is never trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks[3].requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        x = self.blocks[0](self.blocks[0](self.first(x) + self.shift))
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        if self.calls % 3:
+            x = self.blocks[2](x)
+        return self.last(self.blocks[4](self.blocks[3](x)))
+
+
+def nothing(engine: Any, x: Tensor) -> None:
+    return None
+
+
+def state(engine: Any, x: Tensor) -> list[float]:
+    return torch.cat([value.flatten() for value in engine.module.state_dict().values()]).tolist()
+
+
+def state_of_a_part(engine: Any, x: Tensor) -> list[float]:
+    return engine.module.blocks[4].state_dict()["out.weight"].flatten().tolist()
+
+
+def evaluation(engine: Any, x: Tensor) -> list[float]:
+    engine.eval()
+    with torch.no_grad():
+        found = engine(x).flatten().tolist()
+    engine.train()
+    return found
+
+
+def outside(engine: Any, x: Tensor) -> list[float]:
+    """A part of the model, called without the engine."""
+    return engine.module.blocks[4](x).flatten().tolist()
+
+
+def loading(engine: Any, x: Tensor) -> None:
+    """What is loaded must not be overtaken by what was under way."""
+    engine.module.blocks[4].load_state_dict(
+        {name: torch.full_like(one, 0.1) for name, one in Block().state_dict().items()}
+    )
+
+
+def copied(engine: Any, x: Tensor) -> list[float]:
+    """A copy of the model, and what it computes; the parameter of the model itself is copied before its hooks."""
+    twin = copy.deepcopy(engine.module)
+    values = torch.cat([one.detach().flatten() for one in twin.parameters()])
+    return [*values.tolist(), *twin(x).flatten().tolist()]
+
+
+def exact(engine: Any, x: Tensor) -> None:
+    engine.compression.synchronise()
+
+
+BETWEEN: Mapping[str, Callable[[Any, Tensor], Any]] = MappingProxyType(
+    {one.__name__: one for one in (nothing, state, state_of_a_part, evaluation, outside, loading, copied, exact)}
+)
+
+
+def section(overlap: bool, **extra: Any) -> dict[str, Any]:
+    weights = {"bits": 4, "block_size": 32, "overlap": overlap}
+    return {"gradients": {"bits": 4, "block_size": 32}, "weights": weights, **extra}
+
+
+def train(engine: Any, rank: int, between: Callable[[Any, Tensor], Any], micro_steps: int) -> list[Any]:
+    """What `between` sees after each step, the losses, and all weights at the end."""
+    generator, found = torch.Generator().manual_seed(rank), []
+    for _ in range(STEPS):
+        for _ in range(micro_steps):
+            x = torch.randn(3, WIDTH, generator=generator)
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            found.append(float(loss))
+            engine.step()
+        found.append(between(engine, x))
+    return [*found, state(engine, x)]
+
+
+def start(stage: int, given: Mapping[str, Any], micro_steps: int, groups: bool) -> Any:
+    model = Layers()
+    parameters: Any = [one for one in model.parameters() if one.requires_grad]
+    if groups:
+        flat = [one for one in parameters if one.ndim == 1]
+        parameters = [{"params": [one for one in parameters if one.ndim == 2]}, {"params": flat, "weight_decay": 0.0}]
+    config = Job(stage, given, accumulation=micro_steps).config()
+    return deepspeed_compress.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+def compare(rank: int, stage: int, ownership: str) -> dict[str, bool]:
+    """By program, whether it sees the same bits with and without overlap. Messages of 64 elements: many rounds."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    same = {}
+    for number, (name, between) in enumerate(BETWEEN.items()):
+        seen = []
+        for overlap in (False, True):
+            engine = start(stage, section(overlap, ownership=ownership), 1 + number % 2, bool(number % 3))
+            seen.append(train(engine, rank, between, 1 + number % 2))
+            engine.destroy()
+        same[name] = seen[0] == seen[1]
+    return same
+
+
+class Scaled(nn.Module):
+    """A parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+class Unseen(nn.Module):
+    """Reads weights without a call of the modules that own them; a list of modules has it compute layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        matrices = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.adapters = nn.ModuleList(nn.Module() for _ in range(1))
+        self.adapters[0].lora_embedding_A = nn.ParameterDict({"default": next(matrices)})
+        self.listed = nn.ParameterList([next(matrices), next(matrices)])
+        self.child, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.owner = nn.Module()
+        self.owner.encode, self.owner.matrix = self.encode, next(matrices)
+        self.parametrized = nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.parametrized, "weight", Scaled())
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.calls = 0
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x @ self.owner.matrix
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        self.calls += self.training
+        return torch.tanh(self.blocks[1](torch.tanh(getattr(self, how)(self.blocks[0](x)))))
+
+    def in_a_dict(self, x: Tensor) -> Tensor:
+        return x @ self.adapters[0].lora_embedding_A["default"]
+
+    def in_a_list(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ one for one in self.listed]).sum(0)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        return x @ torch.stack(list(self.listed))[0]
+
+    def of_a_child(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight=self.child.weight, bias=self.child.bias)
+
+    def now_and_then(self, x: Tensor) -> Tensor:
+        """A child that is called in some passes only, and read in others."""
+        return self.other(x) if self.calls % 2 else x @ self.other.weight
+
+    def by_a_method(self, x: Tensor) -> Tensor:
+        return self.owner.encode(x)
+
+    def by_a_parametrization(self, x: Tensor) -> Tensor:
+        return x @ self.parametrized.weight
+
+    def by_its_data(self, x: Tensor) -> Tensor:
+        return x @ torch.from_numpy(self.child.weight.data.numpy().copy())
+
+    def of_the_lstm(self, x: Tensor) -> Tensor:
+        return x @ self.lstm.weight_hh_l0[:WIDTH]
+
+
+READS = [name for name, one in vars(Unseen).items() if callable(one) and name not in ("__init__", "encode", "forward")]
+
+
+def compare_reads(rank: int) -> dict[str, bool]:
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    same = {}
+    for how in READS:
+        seen = []
+        for overlap in (False, True):
+            model = Unseen()
+            config = Job(1, section(overlap, monitor={"announce": False})).config()
+            engine = deepspeed_compress.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            generator, losses = torch.Generator().manual_seed(rank), []
+            for _ in range(STEPS):
+                x = torch.randn(3, WIDTH, generator=generator)
+                loss = engine(x, how).square().mean()
+                # Trains all, so that what is read is not what it was a step before; and reads all after forward.
+                loss = loss + sum((one.square().mean() for one in model.parameters()), torch.zeros(()))
+                engine.backward(loss)
+                losses.append(loss.item())
+                engine.step()
+            seen.append(losses)
+            engine.destroy()
+        same[how] = seen[0] == seen[1]
+    return same
+
+
+def test_weights_that_are_read_without_a_call_of_their_module() -> None:
+    for same in run_forks(2, compare_reads):
+        assert same == dict.fromkeys(READS, True)
+
+
+def fail_in_forward(rank: int) -> bool:
+    """A forward pass that raises leaves no mode of torch behind, and the next one is right."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(3, WIDTH + 1))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    return len(torch.overrides._get_current_function_mode_stack()) == 0
+
+
+def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
+    assert run_forks(2, fail_in_forward) == [True, True]
+
+
+@pytest.mark.parametrize(("stage", "ownership"), [(1, "contiguous"), (2, "balanced")])
+def test_bits_are_those_of_waiting(stage: int, ownership: str) -> None:
+    for same in run_forks(2, compare, stage, ownership):
+        assert same == dict.fromkeys(BETWEEN, True)
+
+
+def stale(rank: int) -> list[bool]:
+    """After a step: whether the last block's weights are still to come; after each of: its forward, a step without
+    forward, `detach`, whether nothing is."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    engine = start(1, section(True), 1, False)
+    weight, x = engine.module.blocks[4].out.weight, torch.ones(3, WIDTH)
+    found = []
+    for look in (
+        engine.module.blocks[4],
+        lambda _: engine.module.state_dict(),
+        lambda _: deepspeed_compress.detach(engine),
+    ):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        before = weight.detach().clone()
+        look(x)
+        found.append(not torch.equal(before, weight))
+    return found
+
+
+def test_weights_come_later_and_when_they_are_needed() -> None:
+    assert run_forks(2, stale) == [[True] * 3] * 2
+
+
+def log_norms(rank: int, waits: bool) -> tuple[bool, bool]:
+    """Read all parameters after each step. Whether each element was that of the step before or of this one, and whether
+    all were of this one."""
+    reduction.DifferenceGather = partial(DifferenceGather, chunk_numel=64)
+    engine, x = start(1, section(True), 1, False), torch.ones(3, WIDTH)
+    one_of_both, all_new = True, True
+    for _ in range(STEPS):
+        before = torch.tensor(state(engine, x))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        if waits and rank == 0:
+            engine.module.state_dict()
+        # As `state` has them: a tied matrix twice.
+        tied = engine.module.named_parameters(remove_duplicate=False)
+        order = {name: parameter.detach().clone() for name, parameter in tied}
+        seen = torch.cat([order[name].flatten() for name in engine.module.state_dict()])
+        after = torch.tensor(state(engine, x))
+        one_of_both &= bool(((seen == before) | (seen == after)).all())
+        all_new &= torch.equal(seen, after)
+    return one_of_both, all_new
+
+
+def test_what_reads_weights_before_the_next_forward_finds_old_or_new_ones() -> None:
+    assert run_forks(2, log_norms, False) == [(True, False)] * 2
+
+
+def test_a_state_dict_on_one_rank_waits_for_weights_without_the_others() -> None:
+    """And `compare` shows that they are those without overlap."""
+    assert run_forks(2, log_norms, True)[0] == (True, True)
+
+
+def with_pipeline(rank: int) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    model, job = pipeline(2), Job(1, section(True))
+    deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+
+
+def test_pipelines_are_refused() -> None:
+    with pytest.raises(RankError, match=f"{UnsupportedError.__name__}: /deepspeed_compress/weights/overlap.*pipeline"):
+        run_forks(2, with_pipeline)
+
+
+@pytest.mark.parametrize("extra", [{"parallelism": {"zero_stage": 3}}, {"parallelism": {"pipeline": 2}}])
+def test_what_it_cannot_be_combined_with(extra: dict[str, Any]) -> None:
+    given = section(True, **extra)
+    given["weights"]["bits"] = 8
+    config = {key: value for key, value in Job(1, given).config().items() if key != "zero_optimization"}
+    with pytest.raises(ConfigError, match="/deepspeed_compress/weights/overlap: true"):
+        deepspeed_compress.initialize(model=nn.Linear(2, 2), config={**config, "zero_optimization": {}})

@@ -1,0 +1,902 @@
+"""`deepspeed_compress.ddp`: what DDP programs rely on, with and without compression, in the same processes."""
+
+import contextlib
+import copy
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_compress
+from deepspeed_compress import UnsupportedError
+from deepspeed_compress.backends.sessions import read_section
+from deepspeed_compress.config import SECTION
+from tests.support.forks import run_forks
+from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.seeds import SEEDS, TEXT, Excess
+
+pytestmark = pytest.mark.rotating(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
+
+FOUR_BITS = {
+    "gradients": {
+        "method": "blockwise",
+        "bits": 4,
+        "block_size": 32,
+        "error_feedback": {"dtype": "fp32"},
+        "min_numel": 0,
+    }
+}
+NONE = {"gradients": {"method": "none"}}
+QUIET = {"monitor": {"announce": False}}
+WIDTH = 12
+
+
+class Branches(nn.Module):
+    """Two ways, of which a batch takes one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, 31)
+        self.left, self.right = nn.Linear(31, 17), nn.Linear(31, 17)
+        self.last = nn.Linear(17, 1)
+
+    def forward(self, x: Tensor, ways: str = "both") -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        taken = [way(hidden) for name, way in (("left", self.left), ("right", self.right)) if ways in (name, "both")]
+        return self.last(torch.tanh(torch.stack(taken).sum(0)))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(5, WIDTH, generator=generator)
+    return x, x[:, :3].sum(dim=1, keepdim=True)
+
+
+def start() -> None:
+    dist.init_process_group("gloo")
+
+
+def section(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {SECTION: {**QUIET, **given}}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model under DDP. `options`: of DDP; small buckets, so that there are several and they are rebuilt."""
+
+    section: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
+
+    def build(self, scaler: Any = None, group: Any = None) -> tuple[DistributedDataParallel, Any, Any]:
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001, process_group=group, **self.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.0)
+        attached = None
+        if self.section is not None:
+            attached = deepspeed_compress.ddp.attach(model, section(self.section), optimizer, scaler)
+        return model, optimizer, attached
+
+
+def loss_of(model: nn.Module, rank: int, step: int, ways: str = "both") -> Tensor:
+    x, y = batch(rank, step)
+    return (model(x, ways) - y).square().mean()
+
+
+# The programs: each makes the gradients of one optimizer step.
+def plain(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step).backward()
+
+
+def accumulating(model: Any, rank: int, step: int) -> None:
+    with model.no_sync():
+        loss_of(model, rank, step).backward()
+    loss_of(model, rank, step + 100).backward()
+
+
+def synchronising_twice(model: Any, rank: int, step: int) -> None:
+    for micro in (step, step + 100):
+        loss_of(model, rank, micro).backward()
+
+
+def now_and_then(model: Any, rank: int, step: int) -> None:
+    """Ranks take different ways in some steps, and all the same one in others."""
+    ways = ("both", "left", "right")[step % 3] if step % 2 else ("left", "right")[rank % 2]
+    loss_of(model, rank, step, ways).backward()
+
+
+def one_way(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step, "left").backward()
+
+
+def looking_first(model: Any, rank: int, step: int) -> None:
+    """Gradients that are looked at and thrown away, before those that count."""
+    loss_of(model, rank, step + 50).backward()
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+
+
+UNUSED = {"find_unused_parameters": True}
+PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Mapping[str, Any]]] = {
+    "plain": (plain, {}),
+    "views": (plain, {"gradient_as_bucket_view": True}),
+    "accumulating": (accumulating, {}),
+    "accumulating in views": (accumulating, {"gradient_as_bucket_view": True}),
+    "synchronising twice": (synchronising_twice, {}),
+    "static graph": (plain, {"static_graph": True}),
+    "static graph of one way": (one_way, {"static_graph": True, **UNUSED}),
+    "unused": (now_and_then, UNUSED),
+    "unused in views": (now_and_then, {**UNUSED, "gradient_as_bucket_view": True}),
+    "always unused": (one_way, UNUSED),
+    "looking first": (looking_first, {}),
+}
+
+
+def gradients(model: DistributedDataParallel) -> dict[str, Tensor]:
+    every = model.module.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in every}
+
+
+def run_program(name: str, setting: Setting, rank: int, steps: int) -> tuple[list[dict[str, Tensor]], Any, Any]:
+    """The gradients of every step, the model and what is attached."""
+    program, options = PROGRAMS[name]
+    model, optimizer, attached = Setting(setting.section, {**options, **setting.options}, setting.lr).build()
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        program(model, rank, step)
+        seen.append(gradients(model))
+        optimizer.step()
+    return seen, model, attached
+
+
+def remembered(attached: Any, names: Any) -> dict[str, Tensor]:
+    """The sum over all memories of this rank, by parameter."""
+    found = {name: torch.zeros(numel) for name, numel in names.items()}
+    for store in attached.session.stores.values():
+        for (name, begin, numel), values in store.items():
+            found[name][begin : begin + numel] += values
+    return found
+
+
+def same_on_all(value: Tensor) -> bool:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value.contiguous())
+    return all(torch.equal(every[0].nan_to_num(7.0), one.nan_to_num(7.0)) for one in every)
+
+
+def train_none(rank: int, name: str) -> bool:
+    start()
+    alone, model, _ = run_program(name, Setting(None), rank, 20)
+    ours, compressed, _ = run_program(name, Setting(NONE), rank, 20)
+    pairs = zip(model.module.parameters(), compressed.module.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and all(
+        torch.equal(one[key], other[key]) for one, other in zip(alone, ours, strict=True) for key in one
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "views", "accumulating", "unused", "static graph"])
+def test_method_none_is_ddp_bit_for_bit(name: str) -> None:
+    assert run_forks(3, train_none, name) == [True] * 3
+
+
+def conserve(rank: int, names: list[str]) -> list[str]:
+    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    start()
+    wrong = []
+    for name in names:
+        # Weights that stay, so that both see the same gradients.
+        true, model, _ = run_program(name, Setting(None, lr=0.0), rank, 7)
+        seen, _, attached = run_program(name, Setting(FOUR_BITS, lr=0.0), rank, 7)
+        sizes = {key: parameter.numel() for key, parameter in model.module.named_parameters()}
+        for key, kept in remembered(attached, sizes).items():
+            # What an owner keeps of the mean is in units of the mean.
+            means = attached.session.stores["means"]
+            of_mean = torch.zeros_like(kept)
+            for (one, begin, numel), values in means.items():
+                if one == key:
+                    of_mean[begin : begin + numel] += values
+            total = (kept - of_mean) / dist.get_world_size() + of_mean
+            dist.all_reduce(total)
+            left = sum(step[key] for step in true) - sum(step[key] for step in seen)
+            if not torch.allclose(left.flatten(), total, atol=2e-6) or not all(same_on_all(step[key]) for step in seen):
+                wrong.append(f"{name}: {key}")
+        if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
+            wrong.append(f"{name}: nothing was compressed")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
+    assert run_forks(ranks, conserve, list(PROGRAMS)) == [[]] * ranks
+
+
+def bits_of(attached: Any) -> dict[str, list[int]]:
+    """Everything that is remembered, applied values alone."""
+    return {
+        f"{name}/{layout}": payload.tolist()
+        for name, store in attached.session.stores.items()
+        for layout, payload in store.payloads()
+        if payload.any()
+    }
+
+
+def overflow(rank: int, scaled: bool) -> dict[str, Any]:
+    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
+    model, optimizer, attached = Setting(FOUR_BITS).build(scaler)
+    found: dict[str, Any] = {"finite": [], "scales": [], "same": []}
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
+        before = bits_of(attached)
+        norms = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        if scaler is not None:
+            scaler.step(optimizer)
+            # Some programs clear gradients before they update.
+            optimizer.zero_grad()
+            scaler.update()
+            found["scales"].append(attached.session.clock.loss_scale)
+        elif finite:
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
+        found["finite"].append(finite)
+        if not finite:
+            after = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
+            factor = 4.0 if scaled else 1.0
+            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
+            found["bits"] = scaled or before == bits_of(attached)
+    found["steps"] = attached.steps.count
+    found["equal"] = all(same_on_all(p.detach()) and p.isfinite().all() for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool) -> None:
+    for found in run_forks(2, overflow, scaled):
+        assert found["finite"] == [True, True, False, True, True]
+        assert found["same"] == [True, True]
+        assert found["bits"]
+        assert found["equal"]
+        assert found["steps"] == 5
+        assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+
+
+def fused_overflow(rank: int) -> dict[str, Any]:
+    """An optimizer that is called in spite of an overflow, and leaves the weights alone by itself."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = DistributedDataParallel(Branches())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step) * (math.inf if (step, rank) == (2, 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    values = [v for store in attached.session.stores.values() for _, v in store.items()]
+    return {
+        "memory": all(v.isfinite().all() for v in values),
+        "weights": all(p.isfinite().all() for p in model.parameters()),
+    }
+
+
+def test_a_fused_optimizer_leaves_steps_out_by_itself() -> None:
+    assert run_forks(2, fused_overflow) == [{"memory": True, "weights": True}] * 2
+
+
+def two_optimizers(rank: int) -> dict[str, Any]:
+    """One scaler for two models, which is updated after each of them, as in many programs of GANs."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pairs = [Setting(FOUR_BITS).build(scaler) for _ in range(2)]
+    kept = []
+    for step in range(4):
+        for model, optimizer, _ in pairs:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step)).backward()
+        for _, optimizer, attached in pairs:
+            scaler.step(optimizer)
+            scaler.update()
+            kept.append(bool(bits_of(attached)))
+    return {
+        "kept": all(kept),
+        "steps": [attached.steps.count for *_, attached in pairs],
+        "scales": {attached.session.clock.loss_scale for *_, attached in pairs} == {scaler.get_scale()},
+    }
+
+
+def test_a_scaler_that_is_updated_for_another_optimizer_ends_no_step() -> None:
+    for found in run_forks(2, two_optimizers):
+        assert found == {"kept": True, "steps": [4, 4], "scales": True}
+
+
+STOCHASTIC = {"gradients": {"method": "stochastic_linear", "bits": 4, "block_size": 32, "min_numel": 0}}
+MEMORYLESS = {"gradients": {"method": "qsgd", "levels": 7, "block_size": 32, "min_numel": 0}}
+LOW_RANK = {"gradients": {"method": "powersgd", "rank": 2}}
+
+
+def resume(rank: int, directory: str, given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a run that goes on and one that is resumed end with the same bits; whether one without its memories does
+    not."""
+    start()
+    model, optimizer, attached = Setting(given).build()
+    for step in range(3):
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    attached.save(directory)
+    saved = {key: value.clone() for key, value in model.module.state_dict().items()}
+    ends = [go_on(model, optimizer, rank)]
+    for loads in (True, False):
+        model, optimizer, attached = Setting(given).build()
+        model.module.load_state_dict(saved)
+        if loads:
+            attached.load(directory)
+            assert attached.steps.count == 3
+        ends.append(go_on(model, optimizer, rank))
+    return ends[0] == ends[1], ends[0] != ends[2]
+
+
+def go_on(model: Any, optimizer: Any, rank: int) -> list[list[float]]:
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+    assert run_forks(2, resume, str(tmp_path), given) == [(True, True)] * 2
+
+
+def interrupt(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def load_after_an_interruption(rank: int, directory: str, given: Mapping[str, Any], interrupted: bool) -> Any:
+    """The weights at the end, and what DDP says of a further pass in the same wrapper: a backward pass has raised when
+    most gradients had been sent, and a new wrapper of the same process group loads."""
+    start()
+    model, optimizer, attached = Setting(given).build()
+    go_on(model, optimizer, rank)
+    attached.save(directory)
+    saved, said = {key: value.clone() for key, value in model.module.state_dict().items()}, ""
+    if interrupted:
+        handle = model.module.first.weight.register_hook(interrupt)
+        with contextlib.suppress(ZeroDivisionError):
+            plain(model, rank, 50)
+        handle.remove()
+        attached.load(directory)
+        try:
+            plain(model, rank, 51)
+        except RuntimeError as error:
+            said = str(error)
+    model, optimizer, attached = Setting(given).build()
+    model.module.load_state_dict(saved)
+    attached.load(directory)
+    return go_on(model, optimizer, rank), said
+
+
+@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC], ids=["int4", "random"])
+def test_nothing_of_an_interrupted_backward_pass_gets_into_what_is_loaded(
+    tmp_path: Path, given: Mapping[str, Any]
+) -> None:
+    """DDP refuses by itself to go on in the same wrapper, without us too; a new one goes on as if nothing had been."""
+    alone = run_forks(2, load_after_an_interruption, str(tmp_path), given, False)
+    after = run_forks(2, load_after_an_interruption, str(tmp_path), given, True)
+    assert [weights for weights, _ in after] == [weights for weights, _ in alone]
+    assert all("Expected to have finished reduction in the prior iteration" in said for _, said in after)
+
+
+def remembered_by(rank: int, directory: str, saves: bool) -> list[float]:
+    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS).build()
+    if saves:
+        go_on(model, optimizer, rank)
+        attached.save(directory)
+    else:
+        attached.load(directory)
+    found = dict.fromkeys((name for name, _ in model.module.named_parameters()), 0.0)
+    for (name, _, _), values in attached.session.stores["gradients"].items():
+        found[name] += values.double().sum().item()
+    return list(found.values())
+
+
+def test_another_number_of_ranks_takes_over_the_sums(tmp_path: Path) -> None:
+    saved = run_forks(3, remembered_by, str(tmp_path), True)
+    loaded = run_forks(2, remembered_by, str(tmp_path), False)
+    sums = [[sum(column) for column in zip(*ranks, strict=True)] for ranks in (saved, loaded)]
+    assert any(sums[0])
+    assert sums[1] == pytest.approx(sums[0], abs=1e-6)
+
+
+def load_of_another(rank: int, directory: str) -> list[str]:
+    """What is said where memories of other parameters are loaded, of larger ones of the same names, and of these."""
+    start()
+    smaller, found = Branches(), []
+    smaller.first = nn.Linear(WIDTH - 1, 31)
+    for network in (nn.Linear(8, 8), smaller, Branches()):
+        model = DistributedDataParallel(network)
+        optimizer = torch.optim.SGD(model.parameters())
+        attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+        found.append(loading(attached, directory))
+    return found
+
+
+def loading(attached: Any, directory: str) -> str:
+    try:
+        attached.load(directory)
+    except deepspeed_compress.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_memories_of_another_model_are_refused(tmp_path: Path) -> None:
+    run_forks(2, remembered_by, str(tmp_path), True)
+    for other, larger, same in run_forks(2, load_of_another, str(tmp_path)):
+        assert "this model has weight, bias: it is another one" in other
+        assert "of another model: of first.weight" in larger
+        assert same == ""
+
+
+def replaced(rank: int, back: bool) -> list[str]:
+    """What is warned of when the program goes on with an optimizer of its own; `back`: or restores weights, twice."""
+    start()
+    model, optimizer, _ = Setting(FOUR_BITS).build()
+    other = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", deepspeed_compress.CompressWarning)
+        for step in range(8):
+            plain(model, rank, step)
+            stepper = optimizer if step == 0 or (back and step not in (2, 3)) else other
+            stepper.step()
+            stepper.zero_grad()
+    return [str(one.message) for one in caught if "by the SGD that was attached" in str(one.message)]
+
+
+@pytest.mark.parametrize(("back", "times"), [(False, 1), (True, 0)])
+def test_an_optimizer_that_took_the_place_of_the_attached_one_is_told_of(back: bool, times: int) -> None:
+    assert [len(texts) for texts in run_forks(2, replaced, back)] == [times] * 2
+
+
+def load_nothing(rank: int, directory: str, policy: str) -> tuple[str, int]:
+    start()
+    _, _, attached = Setting({**FOUR_BITS, "on_missing_state": policy}).build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attached.load(directory)
+        except deepspeed_compress.StateError as error:
+            return str(error), attached.steps.count
+    return " ".join(str(one.message) for one in caught), attached.steps.count
+
+
+def test_a_missing_state_is_an_error_or_a_warning(tmp_path: Path) -> None:
+    for text, _ in run_forks(2, load_nothing, str(tmp_path), "error"):
+        assert "does not exist" in text
+    for text, step in run_forks(2, load_nothing, str(tmp_path), "reset"):
+        assert "starts with empty memories" in text
+        assert step == 0
+
+
+def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Methods under which ranks differ, or the loss does not fall."""
+    start()
+    wrong = []
+    for name, gradients_of in methods.items():
+        model, optimizer, _ = Setting({"gradients": {"min_numel": 0, **gradients_of}}).build()
+        losses = []
+        for step in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step % 4)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if not all(same_on_all(parameter.detach()) for parameter in model.parameters()):
+            wrong.append(f"{name}: ranks differ")
+        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
+            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
+    return wrong
+
+
+def test_every_method_trains() -> None:
+    methods = {name: {**given} for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given}
+    methods["overrides"] = {
+        "bits": 4,
+        "block_size": 32,
+        "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
+    }
+    assert run_forks(2, train_methods, methods) == [[]] * 2
+
+
+def divided(rank: int) -> tuple[bool, bool]:
+    """Two models at once: one of all four ranks, in two levels, and one of each pair."""
+    start()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
+    all_four, first, _ = Setting(nodes).build()
+    of_pair, second, _ = Setting(FOUR_BITS).build(group=pairs[rank // 2])
+    for step in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
+        first.step()
+        second.step()
+    gathered: list[Any] = [None] * 4
+    mine = [parameter.flatten().tolist() for parameter in of_pair.parameters()]
+    dist.all_gather_object(gathered, mine)
+    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
+    return all(same_on_all(parameter.detach()) for parameter in all_four.parameters()), apart
+
+
+def test_several_models_and_groups() -> None:
+    assert run_forks(4, divided) == [(True, True)] * 4
+
+
+def one_alone(rank: int) -> bool:
+    """A group of one rank within a larger job: nothing travels, and nothing changes."""
+    start()
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
+        model, optimizer, _ = Setting(FOUR_BITS).build(group=groups[rank])
+    alone, other, _ = Setting(None).build(group=groups[rank])
+    for step in range(3):
+        for one, steps in ((model, optimizer), (alone, other)):
+            steps.zero_grad()
+            plain(one, rank, step)
+            steps.step()
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_one_rank() -> None:
+    assert run_forks(2, one_alone) == [True] * 2
+
+
+def refusals(rank: int) -> dict[str, str]:
+    start()
+    found = {}
+    for name, (given, options) in REFUSED.items():
+        model = DistributedDataParallel(Branches(), **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            deepspeed_compress.ddp.attach(model, section(given), optimizer)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "guard": ({"guard": {}}, {}),
+    "islands": ({"islands": {"size": 1}}, {}),
+    "ownership": ({"ownership": "balanced"}, {}),
+    "adaptive": ({"adaptive": {}}, {}),
+    "parallelism": ({"parallelism": {"tensor": 1}}, {}),
+    "weights": ({"weights": {"method": "blockwise"}}, {}),
+    "momentum": ({"gradients": {"method": "demo"}}, {}),
+    "unused powersgd": (LOW_RANK, UNUSED),
+    "unused hierarchy": ({"gradients": {"hierarchy": {"ranks_per_node": 2}}}, UNUSED),
+}
+SAID = {
+    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
+    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
+    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
+    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
+    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "weights": "/deepspeed_compress/weights/method",
+    "momentum": "/deepspeed_compress/gradients/method demo",
+    "unused powersgd": '/deepspeed_compress/gradients/method: "powersgd" with unused parameters',
+    "unused hierarchy": "/deepspeed_compress/gradients/hierarchy: with unused parameters",
+}
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    for found in run_forks(2, refusals):
+        assert found.keys() == SAID.keys()
+        assert all(text in found[name] for name, text in SAID.items())
+
+
+def late_refusals(rank: int) -> list[str]:
+    """What is seen only when it is done: each message, or ""."""
+    start()
+    return [refusal(work) for work in LATE]
+
+
+def refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def attach_twice() -> None:
+    model, optimizer, _ = Setting(FOUR_BITS).build()
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+
+
+def foreign_optimizer() -> None:
+    model = DistributedDataParallel(Branches())
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(Branches().parameters()))
+
+
+def doubles() -> None:
+    model = DistributedDataParallel(Branches().double())
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def sparse() -> None:
+    model = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def join() -> None:
+    model, _, _ = Setting(FOUR_BITS).build()
+    with model.join(enable=False):
+        plain(model, dist.get_rank(), 0)
+    with model.join():
+        plain(model, dist.get_rank(), 0)
+
+
+def momentum_twice() -> None:
+    model, _, _ = Setting({"gradients": {"method": "dgc", "density": 0.1, "min_numel": 0}}).build()
+    synchronising_twice(model, dist.get_rank(), 0)
+
+
+def not_wrapped() -> None:
+    model = Branches()
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def to_deepspeed() -> None:
+    deepspeed_compress.attach(Branches())
+
+
+LATE: Mapping[Callable[[], None], str] = {
+    attach_twice: "hook already",
+    foreign_optimizer: "steps none",
+    doubles: "in torch.float64 (allowed",
+    sparse: "sparse=False",
+    join: "join()",
+    momentum_twice: "in no_sync()",
+    not_wrapped: "is no DistributedDataParallel: wrap it",
+    to_deepspeed: "is no engine of DeepSpeed: use ddp.attach",
+}
+"""What is done, and what is said of it."""
+
+
+def test_what_is_seen_late_is_refused_by_name() -> None:
+    for texts in run_forks(2, late_refusals):
+        for text, said in zip(texts, LATE.values(), strict=True):
+            assert said in text
+
+
+def test_keys_of_deepspeed_have_no_effect() -> None:
+    with pytest.warns(deepspeed_compress.CompressWarning, match="/train_batch_size: no effect without DeepSpeed"):
+        read_section({"train_batch_size": 8, **section(FOUR_BITS)})
+
+
+def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple[float, list[dict[str, Any]], bool]:
+    """Train a small GPT-2 on one text; return its loss, statistics, and whether all ranks have the same weights."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
+    model = DistributedDataParallel(transformers.GPT2LMHeadModel(config), bucket_cap_mb=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    attached = deepspeed_compress.ddp.attach(model, section({**given, "monitor": {"path": directory}}), optimizer)
+    figures: list[Any] = []
+    attached.session.subscribe(figures.append)
+    losses = []
+    for rows in rows_of_text(seed, rank):
+        optimizer.zero_grad()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    same = all(same_on_all(parameter.detach()) for parameter in model.parameters())
+    return sum(losses[-20:]) / 20, [vars(one) for one in figures], same
+
+
+def rows_of_text(seed: int, rank: int, steps: int = 40) -> Iterator[Tensor]:
+    """Yield a rank's batches of four rows of a text."""
+    text = torch.tensor(list(TEXT.read_bytes()[:8192])).clamp(max=127).view(-1, 64)
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    for _ in range(steps):
+        yield text[torch.randint(len(text), (4,), generator=generator)]
+
+
+def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], bool]]:
+    start()
+    return [gpt(rank, given, seed, f"{directory}/{seed}") for seed in SEEDS]
+
+
+def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
+    exact = run_forks(2, gpts, NONE, str(tmp_path / "none"))
+    given = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}
+    ours = run_forks(2, gpts, given, str(tmp_path / "int4"))
+    assert all(same for rank in exact + ours for *_, same in rank)
+    losses = [[first[0] + second[0] for first, second in zip(*run, strict=True)] for run in (ours, exact)]
+    assert Excess.of(*losses).is_below(0.03)
+    [of_none, of_ours] = [run[0][0][1][-1] for run in (exact, ours)]
+    assert of_none["bytes_sent"] == of_none["bytes_uncompressed"] == of_ours["bytes_uncompressed"]
+    assert 7.3 < of_ours["bytes_uncompressed"] / of_ours["bytes_sent"] < 8
+    assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(ours[0][0][1])
+    assert of_ours["samples"] is None
+
+
+def told(rank: int, monitor: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """What is written to standard error when it is attached, and bytes of a step."""
+    start()
+    written, figures = io.StringIO(), []
+    with contextlib.redirect_stderr(written):
+        model, optimizer, attached = Setting({**FOUR_BITS, "monitor": monitor}).build()
+    attached.session.subscribe(figures.append)
+    plain(model, rank, 0)
+    optimizer.step()
+    return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed) for one in figures]
+
+
+def test_the_first_rank_tells_what_is_compressed() -> None:
+    (line, [(sent, alone)]), (other, _) = run_forks(2, told, {})
+    assert line.startswith("deepspeed_compress: gradients blockwise bits=4")
+    assert "DDP, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
+    about, uncompressed = re.search(
+        r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes", line
+    ).groups()
+    assert int(about.replace(",", "")) == pytest.approx(sent, rel=0.1)
+    assert int(uncompressed.replace(",", "")) == alone
+    assert other == ""
+    assert [text for text, _ in run_forks(2, told, {"announce": False})] == ["", ""]
+
+
+def copied(rank: int) -> list[list[float]]:
+    """Weights after a step of: a model, its copy, and what was saved of it, all three from the same ones."""
+    start()
+    model, optimizer, _ = Setting(FOUR_BITS, options={"find_unused_parameters": True}).build()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    assert b"deepspeed_compress" not in written.getvalue()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    found = []
+    for one in (copy.deepcopy(model), torch.load(written, weights_only=False)):
+        assert not hasattr(one, "compression")
+        stepping = torch.optim.SGD(one.parameters(), lr=0.05)
+        loss_of(one, rank, 1).backward()
+        stepping.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in one.parameters()]).tolist())
+    # The model itself goes on.
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    return found
+
+
+def test_copies_and_pickles_leave_out_what_is_attached() -> None:
+    for copy_, saved in run_forks(2, copied):
+        assert copy_ == saved
+
+
+def scaled(rank: int) -> bool:
+    """Whether a copy of a scaler still calls what follows the first one."""
+    start()
+    model = DistributedDataParallel(Branches())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
+    deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer, scaler)
+    return "update" in vars(copy.deepcopy(scaler))
+
+
+def test_a_copied_scaler_is_a_plain_one() -> None:
+    assert run_forks(1, scaled) == [False]
+
+
+def wrapped_optimizer(kind: str, model: nn.Module) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    if kind == "accelerate":
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True).prepare(inner)
+    if kind == "post_local":
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=100))
+    if kind == "sharded":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    if kind == "scheduled":
+        torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 1.0)
+    return inner
+
+
+def with_wrapped(rank: int, kinds: Sequence[str]) -> list[tuple[list[float], int]]:
+    start()
+    found = []
+    for kind in kinds:
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.001)
+        optimizer = wrapped_optimizer(kind, model)
+        attached = deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+        found.append((flat, attached.steps.count))
+    return found
+
+
+def test_optimizers_that_wrap_another_one() -> None:
+    """Each steps as the one inside does."""
+    kinds = ("plain", "accelerate", "post_local", "sharded", "scheduled")
+    for plain, *others in run_forks(2, with_wrapped, kinds):
+        assert plain[1] == 3
+        assert all(other == plain for other in others)
+
+
+def not_an_optimizer(rank: int) -> str:
+    start()
+    try:
+        deepspeed_compress.ddp.attach(DistributedDataParallel(Branches()), section(FOUR_BITS), object())  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_followed_is_named() -> None:
+    [told] = run_forks(1, not_an_optimizer)
+    assert "steps of a object cannot be followed" in told
+    assert "pass the optimizer of torch" in told
+
+
+def failing(rank: int) -> list[list[float]]:
+    """Weights of a model alone, and of one to which attaching has failed at first: alone, and attached again."""
+    start()
+    found = []
+    for attempts in (0, 1, 2):
+        model, optimizer, _ = Setting(None).build()
+        hooks = len(model._forward_pre_hooks)
+        for attempt in range(attempts):
+            with contextlib.ExitStack() as stack:
+                if not attempt:
+                    stack.enter_context(
+                        mock.patch("deepspeed_compress.backends.ddp.adapter.Plan", side_effect=MemoryError)
+                    )
+                    stack.enter_context(pytest.raises(MemoryError))
+                deepspeed_compress.ddp.attach(model, section(FOUR_BITS), optimizer)
+            if not attempt:
+                assert len(model._forward_pre_hooks) == hooks
+                assert not optimizer._optimizer_step_post_hooks
+                assert "zero_grad" not in vars(optimizer)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist())
+    return found
+
+
+def test_nothing_is_left_when_attaching_fails() -> None:
+    for alone, failed, again in run_forks(2, failing):
+        assert alone == failed != again

@@ -1,0 +1,957 @@
+"""`deepspeed_compress.fsdp2`: what FSDP2 programs rely on, with and without compression, in the same processes."""
+
+import contextlib
+import io
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import deepspeed_compress
+from deepspeed_compress import UnsupportedError
+from tests.backends.test_ddp import (
+    FOUR_BITS,
+    LOW_RANK,
+    MEMORYLESS,
+    NONE,
+    STOCHASTIC,
+    WIDTH,
+    Branches,
+    bits_of,
+    loss_of,
+    remembered,
+    rows_of_text,
+    same_on_all,
+    section,
+    start,
+)
+from tests.support.forks import run_forks
+from tests.support.methods import METHODS, WITHOUT_MOMENTUM
+from tests.support.seeds import SEEDS, Excess
+
+pytestmark = pytest.mark.rotating(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+WEIGHTS = {"gradients": {"method": "none"}, "weights": {"bits": 4, "block_size": 32}}
+HSDP = (2, 2)
+
+
+def as_given(model: Branches) -> None:
+    pass
+
+
+def tie(model: Branches) -> None:
+    model.right.weight = model.left.weight
+
+
+def freeze(model: Branches) -> None:
+    model.left.requires_grad_(False)
+
+
+def recompute(model: Branches) -> None:
+    model.left, model.right = (checkpoint_wrapper(one) for one in (model.left, model.right))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model under FSDP2. `mesh`: sizes of its dimensions. `prepare`: changes the model before. `units`: names of
+    modules that are divided apart, together where they stand in one string. `options`: of fully_shard."""
+
+    section: Mapping[str, Any] | None = None
+    mesh: tuple[int, ...] = ()
+    prepare: Callable[[Branches], None] = as_given
+    units: tuple[str, ...] = ("left", "right")
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
+    momentum: float = 0.0
+
+    def build(self, scaler: Any = None, mesh: DeviceMesh | None = None) -> tuple[Any, Any, Any]:
+        sizes = self.mesh or (dist.get_world_size(),)
+        mesh = mesh or init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "parts")[-len(sizes) :])
+        model = Branches()
+        self.prepare(model)
+        for unit in self.units:
+            modules = [getattr(model, name) for name in unit.split()]
+            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **self.options)
+        fully_shard(model, mesh=mesh, **self.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+        attached = None
+        if self.section is not None:
+            attached = deepspeed_compress.fsdp2.attach(model, section(self.section), optimizer, scaler)
+        return model, optimizer, attached
+
+
+# The programs: each makes the gradients of one optimizer step.
+def plain(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step).backward()
+
+
+def accumulating(model: Any, rank: int, step: int) -> None:
+    for micro, last in ((step, False), (step + 100, True)):
+        model.set_requires_gradient_sync(last)
+        loss_of(model, rank, micro).backward()
+
+
+def reducing_twice(model: Any, rank: int, step: int) -> None:
+    for micro, last in ((step, False), (step + 100, True)):
+        model.set_is_last_backward(last)
+        loss_of(model, rank, micro).backward()
+
+
+def clipping(model: Any, rank: int, step: int) -> None:
+    plain(model, rank, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def two_forwards(model: Any, rank: int, step: int) -> None:
+    (loss_of(model, rank, step) + loss_of(model, rank, step + 100)).backward()
+
+
+def two_backwards(model: Any, rank: int, step: int) -> None:
+    losses = [loss_of(model, rank, micro) for micro in (step, step + 100)]
+    for loss in losses:
+        loss.backward()
+
+
+def one_way(model: Any, rank: int, step: int) -> None:
+    loss_of(model, rank, step, ("left", "right")[step % 2]).backward()
+
+
+def each_its_way(model: Any, rank: int, step: int) -> None:
+    model.set_reduce_scatter_unused_params(True)
+    loss_of(model, rank, step, ("left", "right")[(step + rank) % 2]).backward()
+
+
+def looking_first(model: Any, rank: int, step: int) -> None:
+    """Gradients that are looked at and thrown away, before those that count."""
+    plain(model, rank, step + 50)
+    model.zero_grad()
+    plain(model, rank, step)
+
+
+def evaluating_between(model: Any, rank: int, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, rank, step + 50)
+    model.train()
+    plain(model, rank, step)
+
+
+def with_factor(model: Any, rank: int, step: int) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(dist.get_world_size() / 2)
+            module.set_force_sum_reduction_for_comms(True)
+    plain(model, rank, step)
+
+
+ALL = Setting(units=())
+TOGETHER = Setting(units=("left right",))
+KEPT, HALF = Setting(options={"reshard_after_forward": False}), Setting(options={"reshard_after_forward": 2})
+PROGRAMS: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+    "plain": (plain, Setting()),
+    "one unit": (plain, ALL),
+    "accumulating": (accumulating, Setting()),
+    "reducing twice": (reducing_twice, Setting()),
+    "clipping": (clipping, Setting()),
+    "two forwards": (two_forwards, KEPT),
+    "two backwards": (two_backwards, KEPT),
+    "one way": (one_way, Setting()),
+    "one way of a unit": (one_way, ALL),
+    "each its way": (each_its_way, ALL),
+    "looking first": (looking_first, Setting()),
+    "evaluating between": (evaluating_between, Setting()),
+    "factor": (with_factor, Setting()),
+    "tied": (plain, replace(TOGETHER, prepare=tie)),
+    "frozen": (plain, Setting(prepare=freeze)),
+    "checkpointed": (plain, Setting(prepare=recompute)),
+    "kept": (plain, KEPT),
+    "offloaded": (plain, Setting(options={"offload_policy": CPUOffloadPolicy(pin_memory=False)})),
+}
+OF_FOUR: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+    "half": (plain, HALF),
+    "copies": (plain, Setting(mesh=HSDP)),
+    "copies accumulating": (accumulating, Setting(mesh=HSDP)),
+    "copies reducing twice": (reducing_twice, Setting(mesh=HSDP)),
+    "copies of one unit": (one_way, replace(ALL, mesh=HSDP)),
+    "copies kept": (two_backwards, replace(KEPT, mesh=HSDP)),
+    "copies with a factor": (with_factor, Setting(mesh=HSDP)),
+}
+MIXED: dict[str, tuple[Callable[[Any, int, int], None], Setting]] = {
+    "bf16": (plain, Setting(options={"mp_policy": BF16})),
+    "bf16 accumulating": (accumulating, Setting(options={"mp_policy": BF16})),
+    "bf16 reduced": (plain, Setting(options={"mp_policy": BF16_BOTH})),
+}
+EVERY = {**PROGRAMS, **OF_FOUR, **MIXED}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Whole ones, zeros where there is none."""
+    every = model.named_parameters()
+    return {n: torch.zeros(p.shape) if p.grad is None else p.grad.full_tensor().clone() for n, p in every}
+
+
+def own_gradients(model: Any) -> dict[str, Tensor]:
+    """This rank's parts, those that there are."""
+    return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run_program(
+    name: str,
+    change: Mapping[str, Any],
+    rank: int,
+    steps: int,
+    look: Callable[[Any], dict[str, Tensor]] = gradients,
+) -> tuple[list[dict[str, Tensor]], Any, Any]:
+    """The gradients of every step, the model and what is attached."""
+    program, setting = EVERY[name]
+    model, optimizer, attached = replace(setting, **change).build()
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        program(model, rank, step)
+        seen.append(look(model))
+        optimizer.step()
+    return seen, model, attached
+
+
+def train_none(rank: int, names: list[str]) -> list[str]:
+    """Programs that have other bits with method "none"."""
+    start()
+    wrong = []
+    for name in names:
+        alone, model, _ = run_program(name, {"momentum": 0.9}, rank, 20, own_gradients)
+        ours, counted, _ = run_program(name, {"momentum": 0.9, "section": NONE}, rank, 20, own_gradients)
+        weights = [[parameter.to_local() for parameter in one.parameters()] for one in (model, counted)]
+        if not all(map(torch.equal, *weights)) or not all(map(same, alone, ours)):
+            wrong.append(name)
+    return wrong
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (3, ["plain", "accumulating", "one way of a unit", "tied"]),
+        (2, ["bf16", "bf16 accumulating", "bf16 reduced"]),
+        (4, ["copies", "copies accumulating"]),
+    ],
+)
+def test_method_none_is_fsdp2_bit_for_bit(ranks: int, names: list[str]) -> None:
+    assert run_forks(ranks, train_none, names) == [[]] * ranks
+
+
+def conserve(rank: int, names: list[str]) -> list[str]:
+    """Programs whose gradients, added up over the steps, are not the true ones less what is still remembered."""
+    start()
+    wrong = []
+    for name in names:
+        # Weights that stay, so that both see the same gradients.
+        true, _, _ = run_program(name, {"lr": 0.0}, rank, 7)
+        seen, model, attached = run_program(name, {"lr": 0.0, "section": FOUR_BITS}, rank, 7)
+        sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
+        of_means, kept = means(attached, sizes), remembered(attached, sizes)
+        for key in sizes:
+            # Where it reduces by sums, FSDP2 divides them afterwards.
+            divided_later = 2 if "factor" in name else 1
+            total = (kept[key] - of_means[key]) * share(name) + of_means[key] / divided_later
+            dist.all_reduce(total)
+            left = sum(step[key] for step in true) - sum(step[key] for step in seen)
+            if not torch.allclose(left.flatten(), total, atol=2e-6):
+                wrong.append(f"{name}: {key}")
+        if not any((one[key] != other[key]).any() for one, other in zip(true, seen, strict=True) for key in sizes):
+            wrong.append(f"{name}: nothing was compressed")
+    return wrong
+
+
+def means(attached: Any, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """What owners keep of means between copies, which is in units of means."""
+    found = {name: torch.zeros(numel) for name, numel in sizes.items()}
+    store = attached.session.stores.get("means")
+    for (name, begin, numel), values in store.items() if store is not None else ():
+        found[name][begin : begin + numel] += values
+    return found
+
+
+def share(name: str) -> float:
+    """What an element that is remembered is in the mean. Copies remember halves of the sums of their two ranks, and one
+    of the programs divides by half of the ranks."""
+    factor = 2.0 if "factor" in name else 1.0
+    return factor * (2.0 if EVERY[name][1].mesh else 1.0) / dist.get_world_size()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_left_out_is_remembered_in_every_program(ranks: int) -> None:
+    kept = [name for name in PROGRAMS if name != "clipping"]
+    assert run_forks(ranks, conserve, kept) == [[]] * ranks
+
+
+def test_what_is_left_out_is_remembered_between_copies() -> None:
+    assert run_forks(4, conserve, list(OF_FOUR)) == [[]] * 4
+
+
+def overflow(rank: int, scaled: bool, mesh: tuple[int, ...]) -> dict[str, Any]:
+    """A step with a NaN on rank 1: what it leaves, and what a program sees that leaves such steps out by itself."""
+    start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) if scaled else None
+    model, optimizer, attached = Setting(FOUR_BITS, mesh).build(scaler)
+    found: dict[str, Any] = {"finite": [], "scales": []}
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step) * (math.nan if (step, rank) == (2, 1) else 1.0)
+        before = bits_of(attached)
+        norms = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        finite = bool(nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor().isfinite())
+        if scaler is not None:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+            scaler.update()
+            found["scales"].append(attached.session.clock.loss_scale)
+        elif finite:
+            optimizer.step()
+        else:
+            # As a module clears them, which is noticed in the next forward pass.
+            model.zero_grad()
+            loss_of(model, rank, step)
+        found["finite"].append(finite)
+        if not finite:
+            after = {name: sum(map(float, store.square_norms())) for name, store in attached.session.stores.items()}
+            factor = 4.0 if scaled else 1.0
+            found["same"] = [math.isclose(norms[name], factor * after[name], rel_tol=1e-6) for name in norms]
+            found["bits"] = scaled or before == bits_of(attached)
+    found["steps"] = attached.steps.count
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_is_left_out_leaves_no_trace(scaled: bool, ranks: int, mesh: tuple[int, ...]) -> None:
+    for found in run_forks(ranks, overflow, scaled, mesh):
+        assert found["finite"] == [True, True, False, True, True]
+        assert found["scales"] == ([8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+        assert found["same"]
+        assert all(found["same"])
+        assert found["bits"]
+        assert found["steps"] == 5
+
+
+def resume(rank: int, directory: str, given: Mapping[str, Any], setting: Setting) -> tuple[bool, bool]:
+    """Whether a run that loads goes on with the bits of one that did not stop, and one that does not has others."""
+    start()
+    setting = replace(setting, section=given)
+    model, optimizer, attached = setting.build()
+    go_on(model, optimizer, rank, range(3))
+    attached.save(directory)
+    saved = {key: value.full_tensor().clone() for key, value in model.state_dict().items()}
+    ends = [go_on(model, optimizer, rank, range(3, 6))]
+    for loads in (True, False):
+        model, optimizer, attached = setting.build()
+        for key, parameter in model.named_parameters():
+            parameter.data.copy_(torch.distributed.tensor.distribute_tensor(saved[key], *placed(parameter)))
+        if loads:
+            attached.load(directory)
+            assert attached.steps.count == 3
+        ends.append(go_on(model, optimizer, rank, range(3, 6)))
+    return ends[0] == ends[1], ends[0] != ends[2]
+
+
+def interrupt(module: Any, gradients: Any) -> None:
+    raise ZeroDivisionError
+
+
+def load_after_an_interruption(rank: int, directory: str, interrupted: bool) -> list[list[float]]:
+    """The weights at the end: a backward pass has raised when two units had been reduced, and a new model loads."""
+    start()
+    model, optimizer, attached = Setting(STOCHASTIC).build()
+    go_on(model, optimizer, rank, range(3))
+    attached.save(directory)
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    if interrupted:
+        handle = model.first.register_full_backward_pre_hook(interrupt)
+        with pytest.raises(ZeroDivisionError):
+            plain(model, rank, 50)
+        handle.remove()
+        attached.load(directory)
+    model, optimizer, attached = Setting(STOCHASTIC).build()
+    model.load_state_dict(saved)
+    attached.load(directory)
+    return go_on(model, optimizer, rank, range(3, 6))
+
+
+def test_nothing_of_an_interrupted_backward_pass_gets_into_a_new_model(tmp_path: Path) -> None:
+    alone = run_forks(2, load_after_an_interruption, str(tmp_path), False)
+    assert run_forks(2, load_after_an_interruption, str(tmp_path), True) == alone
+
+
+def placed(parameter: Any) -> tuple[Any, Any]:
+    return parameter.device_mesh, parameter.placements
+
+
+def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> list[list[float]]:
+    for step in steps:
+        optimizer.zero_grad()
+        plain(model, rank, step)
+        optimizer.step()
+    return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("given", [FOUR_BITS, STOCHASTIC, MEMORYLESS, LOW_RANK], ids=["int4", "random", "none", "rank"])
+def test_a_resumed_run_is_as_if_it_had_not_stopped(tmp_path: Path, given: Mapping[str, Any]) -> None:
+    assert run_forks(2, resume, str(tmp_path), given, Setting()) == [(True, True)] * 2
+
+
+def test_a_resumed_run_in_bf16(tmp_path: Path) -> None:
+    setting = Setting(options={"mp_policy": BF16_BOTH})
+    assert run_forks(2, resume, str(tmp_path), STOCHASTIC, setting) == [(True, True)] * 2
+
+
+def test_a_resumed_run_of_copies(tmp_path: Path) -> None:
+    weights = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}}
+    assert run_forks(4, resume, str(tmp_path), weights, Setting(mesh=HSDP)) == [(True, True)] * 4
+
+
+def remembered_by(rank: int, directory: str, saves: bool, units: tuple[str, ...]) -> dict[str, float]:
+    """What gradients of each parameter are remembered by this rank, after steps, or loaded."""
+    start()
+    model, optimizer, attached = Setting(FOUR_BITS, units=units).build()
+    if saves:
+        go_on(model, optimizer, rank, range(3))
+        attached.save(directory)
+    else:
+        attached.load(directory)
+    found = dict.fromkeys((name for name, _ in model.named_parameters()), 0.0)
+    for (name, _, _), values in attached.session.stores["gradients"].items():
+        found[name] += values.double().sum().item()
+    return found
+
+
+def test_other_ranks_and_units_take_over_the_sums(tmp_path: Path) -> None:
+    saved = run_forks(4, remembered_by, str(tmp_path), True, ("left", "right"))
+    loaded = run_forks(2, remembered_by, str(tmp_path), False, ("left right",))
+    sums = [{name: sum(one[name] for one in ranks) for name in saved[0]} for ranks in (saved, loaded)]
+    assert any(sums[0].values())
+    assert sums[1] == pytest.approx(sums[0], abs=1e-6)
+
+
+def load_other_copies(rank: int, directory: str) -> str:
+    start()
+    for mesh in (HSDP, (4, 1)[:1]):
+        model, optimizer, attached = Setting(FOUR_BITS, mesh).build()
+        if mesh == HSDP:
+            go_on(model, optimizer, rank, range(2))
+            attached.save(directory)
+    with pytest.raises(deepspeed_compress.StateError) as error:
+        attached.load(directory)
+    return str(error.value)
+
+
+def test_copies_cannot_become_other_copies(tmp_path: Path) -> None:
+    for text in run_forks(4, load_other_copies, str(tmp_path)):
+        assert "saved by 4 ranks, 2 of them on a node; this run has 4" in text
+
+
+def train_methods(rank: int, methods: Mapping[str, Mapping[str, Any]], mesh: tuple[int, ...]) -> list[str]:
+    """Methods under which copies differ, or the loss does not fall."""
+    start()
+    wrong = []
+    for name, gradients_of in methods.items():
+        setting = Setting({"gradients": {"min_numel": 0, **gradients_of}}, mesh)
+        model, optimizer, _ = setting.build()
+        losses = []
+        for step in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step % 4)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if not all(same_on_all(parameter.full_tensor().detach()) for parameter in model.parameters()):
+            wrong.append(f"{name}: ranks differ")
+        if not sum(losses[-4:]) < 0.8 * sum(losses[:4]):
+            wrong.append(f"{name}: {losses[:4]} -> {losses[-4:]}")
+    return wrong
+
+
+OVERRIDES = {
+    "bits": 4,
+    "block_size": 32,
+    "overrides": [{"parameters": "left", "method": "sign"}, {"parameters": "right", "method": "none", "every": 2}],
+}
+
+
+METHODS_OF_FSDP2 = {
+    **{name: given for name, given in {**METHODS, **WITHOUT_MOMENTUM}.items() if "overrides" not in given},
+    "overrides": OVERRIDES,
+    "clipped": {**WITHOUT_MOMENTUM["dgc"], "clip_norm": 1.0},
+}
+INSIDE = {"bits": 4, "hierarchy": {"ranks_per_node": 2, "inside": {"bits": 8}}}
+PATIENCE = 400
+"""Seconds for runs of many steps, on a machine that has other work."""
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_every_method_trains() -> None:
+    assert run_forks(2, train_methods, METHODS_OF_FSDP2, (), timeout=PATIENCE) == [[]] * 2
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_methods_train_in_copies_of_shards() -> None:
+    """One of each kind of message and memory; every method is trained above."""
+    names = ("int4_stochastic", "sign", "topk_int4", "randomk", "int8_memory", "dgc", "overrides", "clipped")
+    methods = {name: METHODS_OF_FSDP2[name] for name in names}
+    assert run_forks(4, train_methods, {**methods, "inside": INSIDE}, HSDP, timeout=PATIENCE) == [[]] * 4
+    assert run_forks(4, train_methods, {"inside": INSIDE}, (), timeout=PATIENCE) == [[]] * 4
+
+
+def sent_between(rank: int, given: Mapping[str, Any], setting: Setting) -> tuple[dict[str, Any], int, int]:
+    """The statistics of a step, the elements of a rank's part, and of the model."""
+    start()
+    model, optimizer, attached = replace(setting, section={**given, "monitor": {"announce": False}}).build()
+    figures: list[Any] = []
+    attached.session.subscribe(figures.append)
+    go_on(model, optimizer, rank, range(2))
+    shapes = [parameter.shape for parameter in model.parameters()]
+    part = sum(-(-shape[0] // 2) * shape[1:].numel() for shape in shapes)
+    # The first rank tells of itself.
+    return (vars(figures[-1]) if figures else {}), part, sum(shape.numel() for shape in shapes)
+
+
+def test_between_copies_parts_are_compressed_and_inside_nothing() -> None:
+    none, part, numel = run_forks(4, sent_between, NONE, Setting(mesh=HSDP))[0]
+    ours, *_ = run_forks(4, sent_between, FOUR_BITS, Setting(mesh=HSDP))[0]
+    # gloo reduce-scatters two ranks by an all-reduce, and the copies of a part are two as well.
+    assert none["bytes_sent"] == none["bytes_uncompressed"] == ours["bytes_uncompressed"] == 4 * (2 * part + part)
+    inside = 4 * (numel - part)
+    assert abs(ours["bytes_raw"] - inside) <= 4 * 40
+    assert ours["bytes_sent"] - ours["bytes_raw"] < part * 4 / 6
+
+
+def divided(rank: int) -> tuple[bool, bool]:
+    """Two models at once: one of all four ranks, in two levels, and one of each pair, on a part of a mesh."""
+    start()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "place"))
+    nodes = {"gradients": {**FOUR_BITS["gradients"], "hierarchy": {"ranks_per_node": 2}}}
+    all_four, first, _ = Setting(nodes).build()
+    of_pair, second, _ = Setting(FOUR_BITS).build(mesh=mesh["place"])
+    for step in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        (loss_of(all_four, rank, step) + loss_of(of_pair, rank, step)).backward()
+        first.step()
+        second.step()
+    gathered: list[Any] = [None] * 4
+    mine = [parameter.full_tensor().flatten().tolist() for parameter in of_pair.parameters()]
+    dist.all_gather_object(gathered, mine)
+    apart = gathered[0] == gathered[1] and gathered[2] == gathered[3] and gathered[0] != gathered[2]
+    return all(same_on_all(parameter.full_tensor().detach()) for parameter in all_four.parameters()), apart
+
+
+def test_several_models_and_meshes() -> None:
+    assert run_forks(4, divided) == [(True, True)] * 4
+
+
+def one_alone(rank: int) -> bool:
+    """A mesh of one rank within a larger job: nothing travels, and nothing changes."""
+    start()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    both = {**FOUR_BITS, "weights": {"bits": 4}}
+    with pytest.warns(deepspeed_compress.CompressWarning, match="data-parallel size is 1"):
+        model, optimizer, _ = Setting(both).build(mesh=mesh)
+    alone, other, _ = Setting().build(mesh=mesh)
+    for one, steps in ((model, optimizer), (alone, other)):
+        go_on(one, steps, rank, range(3))
+    return all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+    )
+
+
+def test_one_rank() -> None:
+    assert run_forks(2, one_alone) == [True] * 2
+
+
+class Watched(nn.Linear):
+    """Notes its whole weights at every use, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.note()
+        if y.requires_grad:
+            y.register_hook(self.note)
+        return 1.0 * y
+
+    def note(self, gradient: Tensor | None = None) -> None:
+        self.seen.append({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
+
+
+def watch(model: Branches) -> None:
+    before = model.left
+    model.left = Watched(before.in_features, before.out_features)
+    model.left.load_state_dict(before.state_dict())
+    model.left.seen = []
+
+
+def true_weights(model: Any) -> dict[str, Tensor]:
+    model.left.reshard()
+    return {name: parameter.full_tensor().clone() for name, parameter in model.left.named_parameters()}
+
+
+def gathered(rank: int, options: Mapping[str, Any], early: bool) -> dict[str, Any]:
+    """What forward, backward and evaluation see of weights in training, and whether ranks see the same. `early`: where
+    the program asks for weights before they are needed."""
+    start()
+    model, optimizer, _ = Setting(WEIGHTS, prepare=watch, options=options).build()
+    if early:
+        model.set_modules_to_forward_prefetch([model.left, model.right])
+    seen, found = model.left.seen, {"same": [], "rounded": [], "exact": []}
+    for step in range(4):
+        true = true_weights(model)
+        optimizer.zero_grad()
+        if early and step % 2:
+            model.left.unshard(async_op=True)
+        plain(model, rank, step)
+        forward, backward = seen
+        found["same"] += [torch.equal(forward[n], backward[n]) and same_on_all(forward[n]) for n in true]
+        found["rounded"].append(any(not torch.equal(forward[n].float(), true[n]) for n in true))
+        optimizer.step()
+        true = true_weights(model)
+        # A forward pass in training may leave weights here, and evaluation comes after it.
+        loss_of(model, rank, step)
+        seen.clear()
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, rank, step)
+        found["exact"] += [torch.equal(seen[0][n], true[n].to(seen[0][n].dtype)) for n in true]
+        model.train()
+        seen.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "early"),
+    [
+        (2, {}, False),
+        (2, {}, True),
+        (3, {"reshard_after_forward": False}, False),
+        (4, {"reshard_after_forward": 2}, True),
+        (2, {"mp_policy": BF16}, False),
+    ],
+)
+def test_weights_are_rounded_alike_everywhere_in_training_alone(
+    ranks: int, options: Mapping[str, Any], early: bool
+) -> None:
+    for found in run_forks(ranks, gathered, options, early):
+        assert all(found["same"])
+        assert all(found["rounded"])
+        assert all(found["exact"])
+
+
+def evaluated(rank: int) -> bool:
+    """Whether evaluation after a forward pass in training, which leaves the weights of the root here, is exact."""
+    start()
+    model, *_ = Setting(WEIGHTS).build()
+    alone, *_ = Setting().build()
+    losses = []
+    for one in (model, alone):
+        loss_of(one, rank, 0)
+        one.eval()
+        losses.append(loss_of(one, rank, 0).item())
+        one.train()
+    return losses[0] == losses[1]
+
+
+def test_evaluation_is_exact_whatever_was_gathered_before() -> None:
+    assert run_forks(2, evaluated) == [True] * 2
+
+
+def by_columns(parameter: Any) -> Shard | None:
+    """Where they can be divided evenly."""
+    return Shard(1) if parameter.shape == (31, WIDTH) else None
+
+
+def refusals(rank: int) -> dict[str, str]:
+    start()
+    found = {}
+    for name, (given, setting) in REFUSED.items():
+        try:
+            replace(setting, section=given).build()
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+REFUSED: dict[str, tuple[Mapping[str, Any], Setting]] = {
+    "guard": ({"guard": {}}, Setting()),
+    "adaptive": ({"adaptive": {}}, Setting()),
+    "islands": ({"islands": {"size": 1}}, Setting()),
+    "ownership": ({"ownership": "balanced"}, Setting()),
+    "parallelism": ({"parallelism": {"tensor": 1}}, Setting()),
+    "momentum": ({"gradients": {"method": "demo"}}, Setting(momentum=0.9)),
+    "weights bits": ({"weights": {"bits": 2}}, Setting()),
+    "weights method": ({"weights": {"method": "sign"}}, Setting()),
+    "weights overlap": ({"weights": {"overlap": True}}, Setting()),
+    "powersgd": (LOW_RANK, Setting(mesh=HSDP)),
+    "other nodes": ({"gradients": {"hierarchy": {"ranks_per_node": 4}}}, Setting(mesh=HSDP)),
+    "cosine": ({"monitor": {"cosine_every": 2}}, Setting(mesh=HSDP)),
+    "copies alone": (FOUR_BITS, Setting(mesh=(4, 1))),
+    "fp16": (FOUR_BITS, Setting(options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)})),
+    "dimension": (FOUR_BITS, Setting(units=(), options={"shard_placement_fn": by_columns})),
+}
+SAID = {
+    "guard": "/deepspeed_compress/guard works with DeepSpeed alone",
+    "adaptive": "/deepspeed_compress/adaptive works with DeepSpeed alone",
+    "islands": "/deepspeed_compress/islands works with DeepSpeed alone",
+    "ownership": "/deepspeed_compress/ownership works with DeepSpeed alone",
+    "parallelism": "/deepspeed_compress/parallelism works with DeepSpeed alone",
+    "momentum": "/deepspeed_compress/gradients/method demo",
+    "weights bits": "/deepspeed_compress/weights: ",
+    "weights method": "/deepspeed_compress/weights: ",
+    "weights overlap": "/deepspeed_compress/weights/overlap: true has no effect with FSDP2",
+    "powersgd": '/deepspeed_compress/gradients/method: "powersgd" with copies',
+    "other nodes": "/deepspeed_compress/gradients/hierarchy/ranks_per_node: 4",
+    "cosine": "/deepspeed_compress/monitor/cosine_every: 2",
+    "copies alone": "its mesh divides nothing",
+    "fp16": "reduced in torch.float16",
+    "dimension": "divided by dimension 1",
+}
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    for found in run_forks(4, refusals):
+        assert found.keys() == SAID.keys()
+        assert {name: found[name] for name, text in SAID.items() if text not in found[name]} == {}
+
+
+def late_refusals(rank: int) -> list[str]:
+    """What is seen only when it is done: each message, or ""."""
+    start()
+    return [refusal(work) for work in LATE]
+
+
+def scheduled(rank: int, mesh: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float | None]]:
+    """Of steps with a warm-up: whether gradients are the true ones, whether weights are, and the cosines."""
+    start()
+    given = {**FOUR_BITS, "weights": {"bits": 4, "block_size": 32}, "schedule": {"warmup_steps": 2}}
+    exact, _, _ = run_sections(None, mesh, rank)
+    seen, weights, figures = run_sections({**given, "monitor": {"cosine_every": 0 if mesh else 1}}, mesh, rank)
+    close = [
+        all(torch.allclose(one[n], other[n], atol=1e-6) for n in one) for one, other in zip(exact, seen, strict=True)
+    ]
+    return close, weights, [one.cosine for one in figures]
+
+
+def run_sections(given: Any, mesh: tuple[int, ...], rank: int) -> tuple[list[dict[str, Tensor]], list[bool], list[Any]]:
+    model, optimizer, attached = Setting(given, mesh, prepare=watch, lr=0.0).build()
+    figures: list[Any] = []
+    if attached is not None:
+        attached.session.subscribe(figures.append)
+    true, seen, exact = true_weights(model), [], []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.left.seen.clear()
+        # A gradient of weights that are not rounded: what is looked at is how it is reduced.
+        model.eval()
+        plain(model, rank, 0)
+        seen.append(gradients(model))
+        optimizer.step()
+        model.train()
+        model.left.seen.clear()
+        loss_of(model, rank, 0)
+        exact.append(all(torch.equal(model.left.seen[0][name], true[name]) for name in true))
+        for module in (model.left, model.right, model):
+            module.reshard()
+    return seen, exact, figures
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, ()), (4, HSDP)])
+def test_steps_of_a_warm_up_are_exact(ranks: int, mesh: tuple[int, ...]) -> None:
+    for number, (close, exact, cosines) in enumerate(run_forks(ranks, scheduled, mesh)):
+        assert close == [True, True, False, False]
+        # After a step the next one has begun.
+        assert exact == [True, False, False, False]
+        if number == 0 and not mesh:
+            assert cosines[:2] == [None, None]
+            assert all(cosine > 0.9 for cosine in cosines[2:])
+
+
+def refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def attach_twice() -> None:
+    model, optimizer, _ = Setting(NONE).build()
+    deepspeed_compress.fsdp2.attach(model, section(NONE), optimizer)
+
+
+def foreign_optimizer() -> None:
+    model, *_ = Setting().build()
+    deepspeed_compress.fsdp2.attach(model, section(FOUR_BITS), torch.optim.SGD(Branches().parameters()))
+
+
+def undivided() -> None:
+    model = Branches()
+    deepspeed_compress.fsdp2.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def split(model: Branches) -> None:
+        parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel()})
+
+    Setting(FOUR_BITS, prepare=split).build(mesh=mesh["data"])
+
+
+def several_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = Branches()
+    fully_shard(model.left, mesh=mesh["b"])
+    fully_shard(model, mesh=mesh)
+    deepspeed_compress.fsdp2.attach(model, section(FOUR_BITS), torch.optim.SGD(model.parameters()))
+
+
+def momentum_twice() -> None:
+    model, *_ = Setting({"gradients": {"method": "dgc", "density": 0.1, "min_numel": 0}}).build()
+    reducing_twice(model, dist.get_rank(), 0)
+
+
+def shards_alone() -> None:
+    model, *_ = Setting(FOUR_BITS, HSDP).build()
+    model.set_requires_all_reduce(False)
+    plain(model, dist.get_rank(), 0)
+
+
+def replaced() -> None:
+    model, *_ = Setting(FOUR_BITS).build()
+    model.left.set_custom_reduce_scatter(DefaultReduceScatter())
+    plain(model, dist.get_rank(), 0)
+
+
+def thawed() -> None:
+    model, *_ = Setting(FOUR_BITS, prepare=freeze).build()
+    plain(model, dist.get_rank(), 0)
+    model.left.requires_grad_(True)
+    plain(model, dist.get_rank(), 0)
+
+
+def mixed_weights() -> None:
+    def half(model: Branches) -> None:
+        model.left.to(torch.bfloat16).requires_grad_(False)
+
+    Setting(WEIGHTS, prepare=half, units=()).build()
+
+
+LATE = {
+    attach_twice: "attached to it already",
+    foreign_optimizer: "steps none",
+    undivided: "call fully_shard before",
+    tensor_parallel: "tensor parallelism",
+    several_meshes: "one mesh for all",
+    momentum_twice: "set_requires_gradient_sync(False)",
+    replaced: "was replaced after fsdp2.attach",
+    shards_alone: "set_requires_all_reduce(False)",
+    thawed: "frozen when fsdp2.attach was called",
+    mixed_weights: "torch.bfloat16, torch.float32",
+}
+
+
+def test_what_is_seen_late_is_refused_by_name() -> None:
+    for texts in run_forks(4, late_refusals):
+        assert [(text, said) for text, said in zip(texts, LATE.values(), strict=True) if said not in text] == []
+
+
+def gpt(rank: int, given: Mapping[str, Any], seed: int, directory: str) -> tuple[float, list[dict[str, Any]], int]:
+    """Train a small GPT-2 on one text; return its loss, statistics and number of elements."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config)
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    attached = deepspeed_compress.fsdp2.attach(model, section({**given, "monitor": {"path": directory}}), optimizer)
+    figures: list[Any] = []
+    attached.session.subscribe(figures.append)
+    losses = []
+    for rows in rows_of_text(seed, rank):
+        optimizer.zero_grad()
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return sum(losses[-20:]) / 20, [vars(one) for one in figures], numel
+
+
+def gpts(rank: int, given: Mapping[str, Any], directory: str) -> list[tuple[float, list[dict[str, Any]], int]]:
+    start()
+    return [gpt(rank, given, seed, f"{directory}/{seed}") for seed in SEEDS]
+
+
+def test_four_bits_send_an_eighth_and_learn_as_much(tmp_path: Path) -> None:
+    both = {"gradients": {"method": "blockwise", "bits": 4, "min_numel": 0}}
+    runs = {
+        name: run_forks(2, gpts, given, str(tmp_path / name)) for name, given in {"none": NONE, "int4": both}.items()
+    }
+    losses = {
+        name: [first[0] + second[0] for first, second in zip(*ranks, strict=True)] for name, ranks in runs.items()
+    }
+    assert Excess.of(losses["int4"], losses["none"]).is_below(0.005)
+    (_, of_none, numel), (_, of_ours, _) = (runs[name][0][0] for name in ("none", "int4"))
+    # What reduce-scatters in fp32 sends; gloo, which all-reduces instead, sends twice that.
+    alone = 4 * numel / 2
+    assert (
+        of_none[-1]["bytes_sent"] == of_none[-1]["bytes_uncompressed"] == of_ours[-1]["bytes_uncompressed"] == 2 * alone
+    )
+    assert alone / of_ours[-1]["bytes_sent"] > 7.5
+    assert of_ours[-1]["samples"] is None
+    assert of_ours[-1]["bytes_weights"] == of_none[-1]["bytes_weights"] > 0
+    assert len((tmp_path / "int4" / "0" / "compression.jsonl").read_text().splitlines()) == len(of_ours)
+
+
+def told(rank: int) -> tuple[str, list[tuple[int, int, int]]]:
+    """What is written to standard error when it is attached, and bytes of a step."""
+    start()
+    written, figures = io.StringIO(), []
+    with contextlib.redirect_stderr(written):
+        both = {**FOUR_BITS, "weights": {"bits": 8, "block_size": 32}, "monitor": {}}
+        model, optimizer, attached = Setting(both, units=(), options={"reshard_after_forward": False}).build()
+    attached.session.subscribe(figures.append)
+    go_on(model, optimizer, rank, range(1))
+    return written.getvalue(), [(one.bytes_sent, one.bytes_uncompressed, one.bytes_weights) for one in figures]
+
+
+def test_the_first_rank_tells_what_is_compressed() -> None:
+    (line, [seen]), (other, _) = run_forks(2, told)
+    assert "weights blockwise bits=8; FSDP2, 2 data-parallel ranks; 8 of 8 parameters are compressed" in line
+    gradients_of = r"about ([\d,]+) bytes of gradients a step, uncompressed ([\d,]+) bytes"
+    found = re.search(gradients_of + r".* about ([\d,]+) bytes of weights each time they are gathered", line)
+    assert found is not None
+    sent, alone, weights = (int(figure.replace(",", "")) for figure in found.groups())
+    # Small messages end with whole blocks.
+    assert sent == pytest.approx(seen[0], rel=0.2)
+    assert alone == seen[1]
+    assert weights == pytest.approx(seen[2], rel=0.2)
+    assert other == ""

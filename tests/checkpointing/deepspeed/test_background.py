@@ -1,0 +1,603 @@
+"""Checkpoints that training does not wait for: the same bits as if it had, and nothing that can stop it."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
+
+import deepspeed_compress
+from deepspeed_compress import CompressWarning, StateError
+from deepspeed_compress.checkpointing.claim import Claim
+from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems
+from deepspeed_compress.checkpointing.deepspeed import background
+from deepspeed_compress.checkpointing.deepspeed.recovery import find_whole
+from deepspeed_compress.checkpointing.directory_lock import hold
+from deepspeed_compress.checkpointing.snapshot import Memory
+from deepspeed_compress.tools.universal import convert
+from tests.checkpointing.deepspeed.test_checkpoint import resume, save_and_go_on
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+
+SECTION = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}
+SLOW = {"max_rate": "100 kB/s"}
+"""Slower than the steps of these tests."""
+
+
+def job(stage: int = 1, steps: int = 8, gradients: dict | None = None, **checkpointing: object) -> Job:
+    section = {"gradients": gradients or SECTION["gradients"], "checkpointing": checkpointing}
+    return Job(stage, {**section, "weights": {}} if stage in (1, 2) and gradients is None else section, steps=steps)
+
+
+JOBS = {
+    **{f"zero{stage}": job(stage) for stage in range(4)},
+    **{f"zero{stage}_none": job(stage, gradients={"method": "none"}) for stage in range(4)},
+    "bf16": Job(1, {**SECTION, "weights": {}}, extra={"bf16": {"enabled": True}}, steps=8),
+    "waiting": job(1, asynchronous=False),
+    "slow": job(2, **SLOW),
+}
+
+
+def test_what_is_written_beside_training_is_what_was_there(tmp_path):
+    uninterrupted = run_forks(2, save_and_go_on, JOBS, str(tmp_path))
+    resumed = run_forks(2, resume, JOBS, str(tmp_path))
+    for one, other in zip(uninterrupted, resumed, strict=True):
+        assert {name for name in one if one[name] != other[name]} == set()
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert all(list(find_problems(file.parent)) == [] for file in tmp_path.rglob("*model_states.pt"))
+
+
+def save_both_ways(rank: int, directory: str, stage: int) -> list:
+    """The weights; one checkpoint by this package, one by DeepSpeed."""
+    for name, one in (("ours", job(stage)), ("deepspeed", job(stage))):
+        engine = start(one if name == "ours" else Job(stage, {"gradients": one.section["gradients"]}, steps=8))
+        run(engine, data(rank, one)[:4])
+        engine.save_checkpoint(f"{directory}/{name}")
+        engine.destroy()
+    return []
+
+
+def load_plainly(rank: int, directory: str, stage: int) -> list:
+    """Weights and optimizer states after loading into DeepSpeed without this package."""
+    found = []
+    for name in ("ours", "deepspeed"):
+        engine = start(Job(stage, None))
+        engine.load_checkpoint(f"{directory}/{name}")
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeed_alone_reads_them(tmp_path, stage):
+    run_forks(2, save_both_ways, str(tmp_path), stage)
+    for ours, deepspeeds in run_forks(2, load_plainly, str(tmp_path), stage):
+        assert ours == deepspeeds
+    if stage:
+        one, other = (
+            zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / name))
+            for name in ("ours", "deepspeed")
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def save_where_nothing_can_be(rank: int, directory: str, on_error: str) -> tuple:
+    """What each rank hears, at which step, and where `latest` is after all."""
+    one = job(1, steps=12, on_error=on_error)
+    batches, engine, heard = data(rank, one), start(one), []
+    run(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    engine.compression.saving.wait()
+    blocked = Path(directory) / "global_step4"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2, 12):
+            try:
+                run(engine, batches[step : step + 1])
+            except StateError as error:
+                heard.append((step, str(error)))
+            if step == 3:
+                if rank == 1:
+                    # A directory stands where this rank's file goes.
+                    (blocked / "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True, exist_ok=True)
+                engine.save_checkpoint(directory)
+            time.sleep(0.1)
+    ours = [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    engine.destroy()
+    return heard, ours, (Path(directory) / "latest").read_text()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "stop"])
+def test_what_cannot_be_written_is_heard_on_all_ranks_in_one_step(tmp_path, on_error):
+    first, second = run_forks(2, save_where_nothing_can_be, str(tmp_path), on_error)
+    assert first == second
+    heard, ours, latest = first
+    assert latest == "global_step2"
+    texts = [text for _, text in heard] if on_error == "stop" else ours
+    assert any("rank 1" in text and "IsADirectoryError" in text for text in texts)
+    assert bool(heard) == (on_error == "stop")
+
+
+def lose_the_writer(rank: int, directory: str) -> tuple:
+    one = job(1, steps=9)
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank:
+            os.kill(engine.compression.saving._lanes[0]._writer.process, signal.SIGKILL)
+        engine.save_checkpoint(directory)
+        run(engine, batches[2:6])
+        engine.compression.saving.wait()
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    dist.barrier()
+    ours = [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+    return ours, [(found.step, found.complete) for found in checkpoints(Path(directory))]
+
+
+def test_a_process_that_dies_costs_one_checkpoint(tmp_path):
+    first, second = run_forks(2, lose_the_writer, str(tmp_path))
+    assert any("rank 1: the process that writes for this rank has died" in text for text in first[0])
+    assert first[0] == second[0]
+    assert second[1][-1] == (6, True)
+
+
+def run_out_of_memory(rank: int, directory: str) -> list:
+    one = job(1)
+    batches, engine = data(rank, one), start(one)
+    if rank:
+        engine.compression.saving._lanes[0]._free = [Full(), Full()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(engine, batches[:2])
+        engine.save_checkpoint(directory)
+        run(engine, batches[2:])
+        engine.compression.saving.wait()
+    engine.destroy()
+    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+class Full(Memory):
+    """No memory is left on this host."""
+
+    def reserve(self, size: int) -> None:
+        raise OSError("no space left")
+
+
+def test_a_host_without_memory_loses_a_checkpoint_and_trains_on(tmp_path):
+    for heard in run_forks(2, run_out_of_memory, str(tmp_path)):
+        assert any("rank 1: OSError: no space left" in text for text in heard)
+    assert not (tmp_path / "latest").exists()
+
+
+def every(rank: int, directory: str, interval: object, pause: float) -> list:
+    one = job(2, steps=12, every=interval, directory=directory, keep=2)
+    engine = start(one)
+    engine.compression.saving.client_state = lambda: {"position": engine.global_steps}
+    for batch in data(rank, one):
+        run(engine, [batch])
+        time.sleep(pause)
+    engine.compression.saving.wait()
+    found = [(one.step, one.complete, one.automatic) for one in checkpoints(Path(directory))]
+    state = engine.load_checkpoint(directory)[1]
+    engine.destroy()
+    return [found, state["position"]]
+
+
+@pytest.mark.parametrize(("interval", "pause"), [(3, 0.1), ("250 ms", 0.1)])
+def test_automatic_ones_are_saved_and_the_newest_kept(tmp_path, interval, pause):
+    first, second = run_forks(2, every, str(tmp_path), interval, pause)
+    assert first == second
+    found, position = first
+    steps = [step for step, _, _ in found]
+    assert all(complete and automatic for _, complete, automatic in found)
+    assert len(found) == 2
+    assert position == steps[-1]
+    if isinstance(interval, int):
+        assert steps == [9, 12]
+
+
+def train_on(rank: int, directory: str, pause: float) -> tuple:
+    """How many of the steps after the save were done before it was written."""
+    one = job(2, steps=10, max_rate="20 kB/s")
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    run(engine, batches[2:])
+    before = (Path(directory) / "latest").exists()
+    engine.destroy()
+    dist.barrier()
+    return before, (Path(directory) / "latest").exists()
+
+
+def test_training_does_not_wait_for_a_slow_disk_but_its_end_does(tmp_path):
+    assert run_forks(2, train_on, str(tmp_path), 0.0) == [(False, True)] * 2
+
+
+def save_much_of_the_program(rank: int, directory: str) -> bool:
+    """Whether the second checkpoint was on its way while the first was being written."""
+    engine, batches = start(job(1, max_rate="300 kB/s")), data(rank, job())
+    for step in (0, 1):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory, client_state={"seen": bytes(600_000)})
+    engine.compression.saving.before_step()
+    before = Path(directory, "latest").exists()
+    engine.destroy()
+    return before
+
+
+def test_training_does_not_wait_for_what_the_program_adds(tmp_path):
+    """More than the connection to the process that writes holds, which reads of the next when it has written the
+    first."""
+    assert run_forks(2, save_much_of_the_program, str(tmp_path)) == [False, False]
+    found = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert found["seen"] == bytes(600_000)
+
+
+def die(rank: int, directory: str) -> None:
+    one = job(1, max_rate="50 kB/s")
+    batches, engine = data(rank, one), start(one)
+    run(engine, batches[:3])
+    engine.save_checkpoint(directory)
+    engine.compression.saving.before_step()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_was_kept_is_written_though_the_ranks_are_killed(tmp_path):
+    with pytest.raises(RankError):
+        run_forks(2, die, str(tmp_path))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    [found] = checkpoints(tmp_path)
+    assert (found.step, found.complete) == (3, True)
+    assert list(find_problems(found.place)) == []
+
+
+def load_damaged(rank: int, directory: str, tag: str | None) -> list:
+    one = job(1)
+    engine = start(one)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            path = engine.load_checkpoint(directory, tag=tag)[0]
+        except StateError as error:
+            path = str(error)
+    engine.destroy()
+    return [path, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]]
+
+
+def save_twice(rank: int, directory: str) -> None:
+    one = job(1)
+    batches, engine = data(rank, one), start(one)
+    for step in range(2):
+        run(engine, batches[step : step + 1])
+        engine.save_checkpoint(directory)
+    engine.destroy()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path):
+    run_forks(2, save_twice, str(tmp_path))
+    file = tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    for path, heard in run_forks(2, load_damaged, str(tmp_path), None):
+        assert "global_step1" in path
+        assert any(file.name in text for text in heard)
+    for path, _ in run_forks(2, load_damaged, str(tmp_path), "global_step2"):
+        assert file.name in path
+
+
+def export(rank: int, directory: str) -> list:
+    one = job(1)
+    engine = start(one)
+    run(engine, data(rank, one)[:2])
+    engine.save_16bit_model(directory, "model.bin")
+    deepspeed_compress.detach(engine)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    return [(Path(directory) / "latest").read_text(), sorted(torch.load(Path(directory) / "model.bin"))]
+
+
+def test_exported_weights_are_written_at_once_and_detached_engines_save_as_ever(tmp_path):
+    for latest, names in run_forks(2, export, str(tmp_path)):
+        assert latest == "global_step2"
+        assert "0.weight" in names
+
+
+def pipelines(rank: int, directory: str) -> list:
+    """Parameters after eight steps, and after the last four of them once more."""
+    one = Job(0, {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": {}}, steps=8, accumulation=2, stages=2)
+    found = []
+    for resumed in (False, True):
+        engine = start(one)
+        batches = data(engine.grid.get_data_parallel_rank(), one)
+        if resumed:
+            engine.load_checkpoint(directory)
+        else:
+            run_pipeline(engine, batches[:8])
+            engine.save_checkpoint(directory)
+        run_pipeline(engine, batches[8:])
+        found.append(weights(engine))
+        engine.destroy()
+        dist.barrier()
+    return found
+
+
+def test_every_stage_of_a_pipeline_saves_its_layers(tmp_path):
+    for uninterrupted, resumed in run_forks(4, pipelines, str(tmp_path)):
+        assert uninterrupted == resumed
+
+
+OTHERS = {
+    "offload": Job(
+        1, SECTION, {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}, steps=8
+    ),
+    "fp16": Job(1, SECTION, extra={"fp16": {"enabled": True, "initial_scale_power": 4}}, steps=8),
+    "one_at_a_time": job(3, asynchronous=False),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_optimizers_and_one_rank(tmp_path, ranks):
+    uninterrupted = run_forks(ranks, save_and_go_on, OTHERS, str(tmp_path))
+    assert uninterrupted == run_forks(ranks, resume, OTHERS, str(tmp_path))
+
+
+def two_engines(rank: int, directory: str) -> list:
+    """Engines that save in turn, one of them without this package, and a program that never destroys one."""
+    engines = {"first": start(job(1)), "second": start(job(2)), "plain": start(Job(1, None))}
+    batches = data(rank, job(1))
+    for name, engine in engines.items():
+        run(engine, batches[:2])
+        engine.save_checkpoint(f"{directory}/{name}")
+    for name in ("first", "second"):
+        engines[name].compression.saving.wait()
+    return [(Path(directory) / name / "latest").read_text() for name in engines]
+
+
+def test_engines_save_beside_each_other(tmp_path):
+    assert run_forks(2, two_engines, str(tmp_path)) == [["global_step2"] * 3] * 2
+
+
+INTERVAL, STEPS = 3, 24
+
+
+def train_until(rank: int, directory: str, stage: int, resumed: bool, killed: tuple[int, float] | None) -> list:
+    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+
+    The steps that were done before, and the parameters.
+    """
+    one = job(stage, steps=STEPS, every=INTERVAL, directory=directory)
+    engine = start(one)
+    engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+    done = (engine.load_checkpoint(directory)[1] or {}).get("done", 0) if resumed else 0
+    if killed is not None and killed[0] == rank:
+        threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for batch in data(rank, one)[done:]:
+        run(engine, [batch])
+        time.sleep(0.01)
+    found = weights(engine)
+    engine.destroy()
+    dist.barrier()
+    return [done, found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp_path, stage):
+    undisturbed = run_forks(2, train_until, str(tmp_path / "whole"), stage, False, None)
+    chance = random.Random(stage)
+    for trial in range(5):
+        directory = str(tmp_path / str(trial))
+        killed = (chance.randrange(2), chance.uniform(0.0, 0.8))
+        with suppress(RankError, TimeoutError):
+            run_forks(2, train_until, directory, stage, False, killed, timeout=20)
+        for (_, expected), (_, found) in zip(
+            undisturbed, run_forks(2, train_until, directory, stage, True, None), strict=True
+        ):
+            assert found == expected
+
+
+def begin_while_one_is_published(rank: int, directory: str) -> object:
+    """What is loaded by a start that has found nothing, when a process of the former start comes to its end then."""
+
+    def find(*args: object) -> object:
+        found = find_whole(*args)
+        if rank == 1:
+            (Path(directory) / "latest").write_text("global_step3")
+        return found
+
+    background.find_whole = find
+    engine = start(job(every=100, directory=directory))
+    path, _ = engine.load_checkpoint(directory)
+    engine.destroy()
+    return path
+
+
+def test_all_ranks_begin_anew_or_none(tmp_path):
+    assert run_forks(2, begin_while_one_is_published, str(tmp_path)) == [None, None]
+
+
+def save_late(rank: int, directory: str) -> list[str]:
+    """What is wrong with a checkpoint in a directory that the program chose, after another start has saved there."""
+    engine = start(job())
+    run(engine, data(rank, job())[:1])
+    claim = Claim(Path(directory, "global_step1"), "0" * 32)
+    if rank == 0:
+        claim.place.mkdir(parents=True)
+        claim.take()
+    engine.save_checkpoint(directory)
+    engine.compression.saving.wait()
+    with suppress(StateError):
+        claim.check()
+        return ["the former start may write"]
+    engine.destroy()
+    return list(find_problems(claim.place))
+
+
+def test_a_tag_is_taken_from_a_former_start(tmp_path):
+    assert run_forks(2, save_late, str(tmp_path)) == [[], []]
+
+
+def start_and_end(rank: int, directory: str) -> None:
+    start(job(every=100, directory=directory)).destroy()
+
+
+def test_another_job_that_saves_there_is_refused_on_all_ranks(tmp_path):
+    """This process is the other one."""
+    with hold(tmp_path), pytest.raises(RankError) as raised:
+        run_forks(2, start_and_end, str(tmp_path))
+    assert str(raised.value).count("ConfigError: /deepspeed_compress/checkpointing/directory: ") == 2
+    run_forks(2, start_and_end, str(tmp_path))
+
+
+def save_the_same_tag(rank: int, directory: str, checkpointing: bool) -> None:
+    section = SECTION if checkpointing else {"gradients": SECTION["gradients"]}
+    engine = start(Job(1, section))
+    if Path(directory, "latest").exists():
+        engine.load_checkpoint(directory)
+    run(engine, data(rank, job())[:1])
+    engine.save_checkpoint(directory, tag="last")
+    engine.destroy()
+
+
+def load_the_same_tag(rank: int, directory: str) -> str:
+    return str(start(job()).load_checkpoint(directory)[0])
+
+
+def test_a_tag_that_other_ranks_and_other_settings_have_saved_is_saved_again(tmp_path):
+    """By fewer ranks, and by a run without `checkpointing`: both leave lists of files that are no more."""
+    for ranks, checkpointing in ((3, True), (2, True), (2, False)):
+        run_forks(ranks, save_the_same_tag, str(tmp_path), checkpointing)
+        found = run_forks(2, load_the_same_tag, str(tmp_path))
+        assert all(path.startswith(str(tmp_path / "last")) for path in found)
+
+
+def lose_what_latest_names(rank: int, directory: str) -> tuple:
+    engine, batches = start(job()), data(rank, job())
+    for tag in (0, 1):
+        run(engine, batches[tag : tag + 1])
+        engine.save_checkpoint(directory, tag=tag)
+    assert engine.load_checkpoint(directory, tag=1)[0] is not None
+    dist.barrier()
+    if not rank:
+        shutil.rmtree(Path(directory, "1"))
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = engine.load_checkpoint(directory)[0]
+    return Path(path).parent.name, [str(one.message) for one in caught if "1 is missing" in str(one.message)]
+
+
+def test_a_checkpoint_that_was_removed_is_told_of_and_the_one_before_taken(tmp_path):
+    """Tags are numbers, which DeepSpeed takes."""
+    for tag, told in run_forks(2, lose_what_latest_names, str(tmp_path)):
+        assert tag == "0"
+        assert len(told) == 1
+
+
+def go_elsewhere(rank: int, directory: str) -> list[str]:
+    os.chdir(Path(directory, "first"))
+    engine, batches = start(job(every=2, directory="own", keep=1)), data(rank, job())
+    os.chdir(Path(directory, "second"))
+    run(engine, batches[:2])
+    engine.save_checkpoint("asked for")
+    engine.compression.saving.wait()
+    engine.destroy()
+    return [str(found.relative_to(directory)) for found in sorted(Path(directory).rglob("latest"))]
+
+
+def test_relative_directories_are_those_of_the_program(tmp_path):
+    """That of the section is where the engine was made."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    expected = ["first/own/latest", "second/asked for/latest"]
+    assert run_forks(2, go_elsewhere, str(tmp_path)) == [expected, expected]
+
+
+def save_by_epoch(rank: int, directory: str, resumed: bool) -> tuple[int, list[str]]:
+    """The step, and what was said: the program's tags have several parts, beside those of `every`."""
+    os.environ["DS_COMPRESS_MEMORY_DIR"] = f"{directory}/memory"
+    one = job(1, directory=directory, every=4, keep=1, resume=resumed, memory={"every": 1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(one)
+        step = int(engine.global_steps)
+        if not resumed:
+            for epoch, batch in enumerate(data(rank, one)[:3]):
+                run(engine, [batch])
+                engine.save_checkpoint(directory, tag=f"epoch/{epoch}")
+        engine.compression.saving.wait()
+    engine.destroy()
+    return step, [str(found.message) for found in caught if "is loaded" in str(found.message)]
+
+
+def test_a_damaged_checkpoint_leads_back_to_one_of_several_parts(tmp_path):
+    """What is in memory has tags of one part alone, since only `every` saves there."""
+    run_forks(2, save_by_epoch, str(tmp_path), False)
+    shutil.rmtree(tmp_path / "memory")
+    assert (tmp_path / "latest").read_text() == "epoch/2"
+    next((tmp_path / "epoch" / "2").glob("*model_states.pt")).unlink()
+    for step, [said] in run_forks(2, save_by_epoch, str(tmp_path), True):
+        assert step == 2
+        assert said.endswith(f"{tmp_path}/epoch/1 is loaded")
+
+
+def resume_universal(rank: int, directory: str, steps: int) -> tuple[int, int, bool]:
+    """Steps before and after training with `load_universal` next to `resume`, and whether the setting has survived."""
+    one = job(1, directory=directory, every=1, resume=True)
+    engine = start(replace(one, extra={"checkpoint": {"load_universal": True}}))
+    first = int(engine.global_steps)
+    run(engine, data(rank, one)[first : first + steps])
+    engine.compression.saving.wait()
+    found = first, int(engine.global_steps), engine.load_universal_checkpoint()
+    engine.destroy()
+    return found
+
+
+def save_and_convert(rank: int, directory: str, steps: int, tag: str | None = None) -> None:
+    one = job(1)
+    engine = start(one)
+    run(engine, data(rank, one)[:steps])
+    engine.save_checkpoint(directory, tag, client_state={"universal_checkpoint_info": {}, "iteration": steps})
+    engine.destroy()
+    dist.barrier()
+    if rank == 0:
+        convert(Path(directory), None, None, None)
+
+
+def test_a_run_goes_on_from_a_universal_checkpoint_until_it_has_newer_ones(tmp_path):
+    """In an empty directory it begins anew."""
+    assert run_forks(2, resume_universal, str(tmp_path / "empty"), 1) == [(0, 1, True)] * 2
+    run_forks(2, save_and_convert, str(tmp_path / "full"), 2)
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 0) == [(2, 2, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 2) == [(2, 4, True)] * 2
+    assert run_forks(2, resume_universal, str(tmp_path / "full"), 1) == [(4, 5, True)] * 2
+
+
+def test_a_converted_checkpoint_whose_tag_has_several_parts_is_found(tmp_path):
+    run_forks(2, save_and_convert, str(tmp_path), 2, "epoch/1")
+    assert (tmp_path / "latest_universal").read_text() == "epoch/1_universal"
+    assert not (tmp_path / "epoch" / "latest_universal").exists()
+    assert run_forks(2, resume_universal, str(tmp_path), 1) == [(2, 3, True)] * 2
+
+
+def test_a_universal_checkpoint_that_is_gone_is_told_on_all_ranks(tmp_path):
+    (tmp_path / "latest_universal").write_text("gone")
+    with pytest.raises(RankError, match=r"gone, which .*latest_universal names, has no mp_rank") as error:
+        run_forks(2, resume_universal, str(tmp_path), 1)
+    assert str(error.value).count("StateError: ") >= 2

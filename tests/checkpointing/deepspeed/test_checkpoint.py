@@ -1,0 +1,276 @@
+"""Saved and resumed is the same as not stopped, for every method; what does not fit is said on every rank."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress import CompressWarning, StateError
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, data, run, start, weights
+from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
+
+pytestmark = pytest.mark.rotating(
+    2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
+)
+
+INT4 = {"gradients": {"bits": 4, "block_size": 32, "rounding": "stochastic"}}
+HIERARCHY = {"ranks_per_node": 2, "inside": {"method": "blockwise", "block_size": 32}}
+SMALL_BUCKETS = {"reduce_bucket_size": 600}
+
+
+EVERY = {**METHODS, **WITHOUT_MOMENTUM}
+
+
+def jobs(stage: int, names: Sequence[str]) -> dict[str, Job]:
+    """Methods, and where they can be every method of weights."""
+    found = {
+        name: Job(
+            stage, {"gradients": EVERY[name]}, SMALL_BUCKETS, NO_MOMENTUM if name in WITHOUT_MOMENTUM else {}, steps=8
+        )
+        for name in names
+    }
+    if stage in (1, 2):
+        for method in ({"method": "blockwise"}, {"method": "sign"}, {"method": "topk", "density": 0.2}):
+            section = {**INT4, "weights": method}
+            found["weights_" + method["method"]] = Job(stage, section, SMALL_BUCKETS, steps=8)
+        section = {**INT4, "weights": {}}
+        found["weights_bf16"] = Job(stage, section, SMALL_BUCKETS, {"bf16": {"enabled": True}}, steps=8)
+    return found
+
+
+def save_and_go_on(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
+    """Eight steps; saved, twice, after four. Parameters at the end."""
+    found = {}
+    for name, job in all_jobs.items():
+        batches, engine = data(rank, job), start(job)
+        run(engine, batches[:4])
+        engine.save_checkpoint(f"{directory}/{name}")
+        engine.save_checkpoint(f"{directory}/{name}")
+        run(engine, batches[4:])
+        found[name] = weights(engine)
+        engine.destroy()
+    return found
+
+
+def resume(rank: int, all_jobs: dict[str, Job], directory: str) -> dict[str, dict]:
+    """The last four steps in a new process."""
+    found = {}
+    for name, job in all_jobs.items():
+        engine = start(job)
+        engine.load_checkpoint(f"{directory}/{name}")
+        run(engine, data(rank, job)[4:])
+        found[name] = weights(engine)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "names"), by_stage(list(EVERY)))
+def test_resuming_is_bit_identical_to_going_on(stage, names, tmp_path):
+    uninterrupted = run_forks(2, save_and_go_on, jobs(stage, names), str(tmp_path))
+    resumed = run_forks(2, resume, jobs(stage, names), str(tmp_path))
+    for one, other in zip(uninterrupted, resumed, strict=True):
+        assert {name for name in one if one[name] != other[name]} == set()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_two_levels_resume(tmp_path):
+    job = {"levels": Job(2, {"gradients": {"bits": 4, "block_size": 32, "hierarchy": HIERARCHY}}, steps=8)}
+    assert run_forks(4, save_and_go_on, job, str(tmp_path)) == run_forks(4, resume, job, str(tmp_path))
+
+
+def save(rank: int, directory: str, section: dict = INT4, stage: int = 2) -> dict[str, list]:
+    """The memories that a rank saved: by name, (range, values)."""
+    job = Job(stage, section, steps=2, extra=NO_MOMENTUM)
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+    return memories(engine)
+
+
+def load(rank: int, directory: str, section: dict = INT4, options: dict | None = None, stage: int = 2) -> tuple:
+    """Warnings of ours while loading, and the memories afterwards."""
+    engine = start(Job(stage, section, extra=NO_MOMENTUM))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(directory, **(options or {}))
+    ours = [str(warning.message) for warning in caught if issubclass(warning.category, CompressWarning)]
+    return ours, memories(engine)
+
+
+def memories(engine) -> dict[str, list]:
+    return {
+        name: [(piece, values.tolist()) for piece, values in store.items()]
+        for name, store in engine.compression.stores.items()
+    }
+
+
+def test_memories_come_back_or_start_empty_when_asked(tmp_path):
+    saved = run_forks(2, save, str(tmp_path))
+    for before, (quiet, after) in zip(saved, run_forks(2, load, str(tmp_path)), strict=True):
+        assert quiet == []
+        assert before == after
+        assert any(any(values) for _, values in after["gradients"])
+    for options in ({"load_optimizer_states": False}, {"load_module_only": True}):
+        assert run_forks(2, load, str(tmp_path), INT4, options)[0] == ([], {"gradients": [], "means": []})
+
+
+def json_of(directory: Path, rank: int) -> Path:
+    [file] = directory.rglob(f"deepspeed_compress_rank_{rank:05d}.json")
+    return file
+
+
+def cut_off(directory: Path) -> None:
+    file = json_of(directory, 1).with_suffix(".safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def change_a_bit(directory: Path) -> None:
+    file = json_of(directory, 1).with_suffix(".safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def remove(directory: Path) -> None:
+    json_of(directory, 1).unlink()
+
+
+def of_another_version(directory: Path) -> None:
+    file = json_of(directory, 1)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 99}))
+
+
+def foreign(directory: Path) -> None:
+    json_of(directory, 1).write_text('{"version": 2, "made_by": "another program"}')
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (cut_off, "damaged"),
+        (change_a_bit, "digest"),
+        (remove, "does not exist"),
+        (of_another_version, "version 99"),
+        (foreign, "not a state of this package"),
+    ],
+)
+def test_a_state_that_cannot_be_used_stops_all_ranks_or_none(harm, words, tmp_path):
+    """It is rank 1 that has the problem; rank 0 must not go on into a collective alone."""
+    run_forks(2, save, str(tmp_path))
+    harm(tmp_path)
+    with pytest.raises(RankError, match=f"(?s){StateError.__name__}.*{words}.*on_missing_state"):
+        run_forks(2, load, str(tmp_path))
+    results = run_forks(2, load, str(tmp_path), {**INT4, "on_missing_state": "reset"})
+    for texts, after in results:
+        assert words in texts[0]
+        assert "empty memories" in texts[0]
+        assert after == {"gradients": [], "means": []}
+
+
+GUARDED = {**INT4, "guard": {}, "on_missing_state": "reset"}
+
+
+def poisoned(rank: int, directory: str) -> str:
+    """A NaN in the last step: the guard sends uncompressed from now on."""
+    job = Job(2, GUARDED, steps=2, poison=(1, 0))
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+    return engine.compression.settings
+
+
+def go_on_from(rank: int, directory: str) -> tuple[str, dict]:
+    job = Job(2, GUARDED, steps=2)
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    settings = engine.compression.settings
+    run(engine, data(rank, job))
+    return settings, weights(engine)
+
+
+def test_ranks_decide_alike_after_a_state_that_one_of_them_has_lost(tmp_path):
+    assert run_forks(2, poisoned, str(tmp_path)) == ["none", "none"]
+    assert [settings for settings, _ in run_forks(2, go_on_from, str(tmp_path))] == ["none", "none"]
+    remove(tmp_path)
+    one, other = run_forks(2, go_on_from, str(tmp_path))
+    assert one == other
+    assert one[0] == "blockwise bits=4"
+
+
+def totals(per_rank: list[dict[str, list]], name: str) -> dict[tuple[str, int], float]:
+    """By element of a parameter, the sum of a memory over the ranks."""
+    found: dict[tuple[str, int], float] = {}
+    for rank in per_rank:
+        for (parameter, begin, _), values in rank[name]:
+            for index, value in enumerate(values):
+                key = (parameter, begin + index)
+                found[key] = found.get(key, 0.0) + value
+    return {key: value for key, value in found.items() if value}
+
+
+ADDITIVE = {
+    "int4": ({"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}, ["gradients"]),
+    "dgc": ({"method": "dgc", "density": 0.1, "memory": {"dtype": "fp32"}}, ["gradients", "velocity"]),
+    "demo": ({"method": "demo", "density": 0.1, "tile": 16, "memory": {"dtype": "fp32"}}, ["gradients"]),
+    "powersgd": ({"method": "powersgd", "rank": 2, "error_feedback": {"dtype": "fp32"}}, ["gradients"]),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("method", ADDITIVE)
+def test_another_number_of_ranks_keeps_the_sum_over_them(method, before, after, tmp_path):
+    """DeepSpeed itself needs a universal checkpoint for another size; here the states are read alone."""
+    gradients, names = ADDITIVE[method]
+    saved = run_forks(before, save, str(tmp_path), {"gradients": gradients})
+    loaded = run_forks(after, load_state_alone, str(tmp_path), {"gradients": gradients}, 2)
+    for name in names:
+        old, new = totals(saved, name), totals(loaded, name)
+        assert max(map(abs, old.values())) > 1e-4
+        # fp32 sums of at most four values of this magnitude.
+        bound = 4 * 2**-24 * max(abs(value) for rank in saved for _, values in rank[name] for value in values)
+        assert all(abs(old.get(key, 0.0) - new.get(key, 0.0)) <= bound for key in old | new)
+
+
+def load_state_alone(rank: int, directory: str, section: dict, stage: int) -> dict[str, list]:
+    from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_state
+
+    engine = start(Job(stage, section, extra=NO_MOMENTUM))
+    [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
+    load_state(engine, file.parent)
+    return memories(engine)
+
+
+def train_on_after_load(rank: int, directory: str, section: dict) -> tuple[dict, dict]:
+    """The memories of means before and after a step at another size."""
+    from deepspeed_compress.checkpointing.deepspeed.checkpoint import load_state
+
+    job = Job(0, section, steps=3)
+    engine = start(job)
+    [file] = Path(directory).rglob("deepspeed_compress_rank_00000.json")
+    load_state(engine, file.parent)
+    before = memories(engine)
+    run(engine, data(rank, job))
+    return before, memories(engine)
+
+
+def test_memories_with_owners_go_to_the_new_owners(tmp_path):
+    """StepMeans: every rank loads all, and the first step leaves each element on the rank that owns it now."""
+    section = {"gradients": {"bits": 4, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
+    saved = run_forks(4, save, str(tmp_path), section, 0)
+    results = run_forks(2, train_on_after_load, str(tmp_path), section)
+    elements = totals(saved, "means").keys()
+    for before, _ in results:
+        assert totals([before], "means").keys() == elements
+    after = [after for _, after in results]
+    owned = [{(name, begin + i) for (name, begin, n), _ in rank["means"] for i in range(n)} for rank in after]
+    assert owned[0].isdisjoint(owned[1])
+
+
+def test_no_compression_of_gradients_has_no_state(tmp_path):
+    section = {"gradients": {"method": "none"}}
+    assert run_forks(2, save, str(tmp_path), section) == [{}, {}]
+    assert not list(tmp_path.rglob("deepspeed_compress_*"))
+    assert run_forks(2, load, str(tmp_path), section)[0] == ([], {})

@@ -1,0 +1,267 @@
+"""Checkpoints in memory outlive ranks and, with copies, a host; what is loaded from them has the same bits."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_compress import CompressWarning
+from deepspeed_compress.checkpointing.completeness import checkpoints, list_paths
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, data, run, run_pipeline, start, weights
+
+GRADIENTS = {"bits": 4, "block_size": 32}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job whose ranks are on `hosts`, each with a directory of its own below `root`."""
+
+    root: str
+    stage: int = 1
+    stages: int = 1
+    every: int | str = 1
+    disk: int = 8
+    copies: int = 0
+    hosts: int = 1
+    ranks: int = 2
+    steps: int = 24
+    weights: bool = False
+
+    def directory(self, host: int) -> Path:
+        return Path(self.root, f"host{host}")
+
+    @property
+    def disk_directory(self) -> str:
+        return str(Path(self.root, "disk"))
+
+    def job(self) -> Job:
+        memory = {"every": self.every, "copies": self.copies}
+        section = {
+            "gradients": GRADIENTS,
+            "checkpointing": {"every": self.disk, "directory": self.disk_directory, "memory": memory},
+        }
+        parts = {"weights": {}} if self.weights else {}
+        return Job(self.stage, {**section, **parts}, steps=self.steps, stages=self.stages)
+
+    def start(self, rank: int):
+        """An engine of `rank`."""
+        os.environ["DS_COMPRESS_MEMORY_DIR"] = str(self.directory(rank * self.hosts // self.ranks))
+        engine = start(self.job())
+        engine.compression.saving.client_state = lambda: {"done": engine.global_steps}
+        return engine
+
+
+def batches_of(engine, rank: int, plan: Plan) -> list:
+    return data(engine.grid.get_data_parallel_rank() if plan.stages > 1 else rank, plan.job())
+
+
+def step(engine, plan: Plan, batches: list) -> None:
+    (run_pipeline if plan.stages > 1 else run)(engine, batches)
+
+
+def heard(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+def train(rank: int, plan: Plan, resumed: bool = False, killed: tuple[int, float] | None = None) -> tuple:
+    """To the last step, from the newest checkpoint where `resumed`; `killed`: a rank, and after how many seconds.
+
+    What was loaded, the warnings of that, and the parameters.
+    """
+    engine = plan.start(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path, state = engine.load_checkpoint(plan.disk_directory) if resumed else (None, None)
+    if killed is not None and killed[0] == rank:
+        threading.Timer(killed[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for batch in batches_of(engine, rank, plan)[(state or {}).get("done", 0) :]:
+        step(engine, plan, [batch])
+        if killed is not None:
+            time.sleep(0.01)
+    found = weights(engine)
+    engine.destroy()
+    dist.barrier()
+    return path and str(Path(path).relative_to(plan.root)), heard(caught), found
+
+
+CASES = {
+    **{f"zero{stage}": Plan("", stage, every=1 + stage % 2) for stage in range(4)},
+    "weights": Plan("", 1, every=2, weights=True),
+    "pipeline": Plan("", 0, stages=2, ranks=4, steps=12),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_is_killed_at_any_instant_costs_no_more_than_an_interval(tmp_path, name):
+    def plan(part: str) -> Plan:
+        (tmp_path / part).mkdir()
+        return Plan(**{**vars(CASES[name]), "root": str(tmp_path / part)})
+
+    undisturbed = run_forks(CASES[name].ranks, train, plan("whole"))
+    chance, loaded = random.Random(name), []
+    for trial in range(3):
+        one = plan(str(trial))
+        killed = (chance.randrange(one.ranks), chance.uniform(0.0, 0.8))
+        with suppress(RankError, TimeoutError):
+            run_forks(one.ranks, train, one, False, killed, timeout=8)
+        resumed = run_forks(one.ranks, train, one, True)
+        loaded.append(resumed[0][0])
+        assert [found for *_, found in resumed] == [found for *_, found in undisturbed]
+    assert any(path and path.startswith("host0") for path in loaded)
+
+
+def train_and_die(rank: int, plan: Plan, steps: int) -> None:
+    """All ranks at once, when all is written and copied."""
+    engine = plan.start(rank)
+    for batch in batches_of(engine, rank, plan)[:steps]:
+        step(engine, plan, [batch])
+        # What is on its way to the next host keeps later ones from going there.
+        engine.compression.saving.wait()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupted(plan: Plan, steps: int) -> None:
+    with pytest.raises(RankError):
+        run_forks(plan.ranks, train_and_die, plan, steps)
+
+
+LOST = {
+    "none": ((), "host0"),
+    "first": ((0,), "host0"),
+    "second": ((1,), "host0"),
+    "both": ((0, 1), "disk"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_host_that_is_lost_comes_back_from_its_neighbour(tmp_path, stage):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    plan = Plan(str(tmp_path), stage, every=2, disk=4, copies=1, hosts=2, ranks=4, steps=10)
+    undisturbed = run_forks(4, train, Plan(**{**vars(plan), "root": str(whole)}))
+    interrupted(plan, 7)
+    saved = tmp_path / "saved"
+    shutil.copytree(tmp_path, saved, ignore=shutil.ignore_patterns("whole", "saved"))
+    for lost, expected in LOST.values():
+        for part in ("host0", "host1", "disk"):
+            shutil.rmtree(tmp_path / part, ignore_errors=True)
+            shutil.copytree(saved / part, tmp_path / part)
+        for host in lost:
+            shutil.rmtree(plan.directory(host))
+        resumed = run_forks(4, train, plan, True)
+        assert resumed[0][0].startswith(expected)
+        assert f"global_step{4 if expected == 'disk' else 6}" in resumed[0][0]
+        assert [found for *_, found in resumed] == [found for *_, found in undisturbed]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 8
+    file.write_bytes(content)
+
+
+def test_what_is_damaged_in_memory_is_refused_and_the_one_before_taken(tmp_path):
+    plan = Plan(str(tmp_path), steps=6)
+    undisturbed = None
+    interrupted(plan, 5)
+    [job] = plan.directory(0).iterdir()
+    assert {place.name for place in job.iterdir() if list_paths(place)} >= {"global_step4", "global_step5"}
+    flip(job / "global_step5" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    resumed = run_forks(2, train, plan, True)
+    assert resumed[0][:2] == resumed[1][:2]
+    path, said, undisturbed = resumed[0]
+    assert "global_step4" in path
+    assert any("zero_pp_rank_1" in text and "damaged" in text for text in said)
+    other = tmp_path / "whole"
+    other.mkdir()
+    assert run_forks(2, train, Plan(**{**vars(plan), "root": str(other)}))[0][2] == undisturbed
+
+
+def fill(rank: int, plan: Plan) -> tuple:
+    """Where nothing more can be written to memory from the third step on, and until the fifth."""
+    engine = plan.start(rank)
+    saving, said = engine.compression.saving, []
+    job = saving._memory.directory
+    for number, batch in enumerate(batches_of(engine, rank, plan), 1):
+        if number in (3, 6) and rank == 1:
+            limit = 1000 if number == 3 else resource.RLIM_INFINITY
+            resource.prlimit(saving._lanes[-1]._writer.process, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(engine, plan, [batch])
+            saving.wait()
+        said.append(heard(caught))
+    found = sorted(one.step for one in checkpoints(Path(plan.disk_directory)) if one.complete)
+    files = [file for file in job.rglob("*") if file.is_file()]
+    held = {file.parent.name for file in files if file.name.startswith("zero_pp_rank_1")}
+    private = all(not file.stat().st_mode & 0o077 for file in files)
+    dist.barrier()
+    engine.destroy()
+    return said, found, held, private
+
+
+def test_full_memory_is_told_of_once_and_the_disk_has_all(tmp_path):
+    plan = Plan(str(tmp_path), every=1, disk=4, steps=8)
+    first, second = run_forks(2, fill, plan)
+    assert first == second
+    said, found, held, private = first
+    assert [bool(one) for one in said] == [False, False, True, False, False, False, False, False]
+    assert "global_step3 is not saved: rank 1" in said[2][0]
+    assert found == [4, 8]
+    assert {"global_step7", "global_step8"} <= held
+    assert private
+
+
+def end(rank: int, directory: str, failing: bool) -> str:
+    os.environ.pop("DS_COMPRESS_MEMORY_DIR", None)
+    section = {
+        "gradients": GRADIENTS,
+        "checkpointing": {"directory": directory, "memory": {"every": 1, "copies": 1}},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(Job(1, section, steps=2))
+    assert [text for text in heard(caught) if "/checkpointing/memory/copies" in text and "one host" in text]
+    run(engine, data(rank, Job(1, steps=2)))
+    engine.compression.saving.wait()
+    dist.barrier()
+    found = str(engine.compression.saving._memory.directory)
+    assert list(Path(found).iterdir())
+    try:
+        if failing:
+            raise ZeroDivisionError
+        engine.destroy()
+    except ZeroDivisionError:
+        engine.destroy()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_clean_end_leaves_nothing_in_memory_and_a_failure_all(tmp_path, failing):
+    found = Path(run_forks(2, end, str(tmp_path / "disk"), failing)[0])
+    assert found.is_dir() == failing
+    shutil.rmtree(found, ignore_errors=True)
+
+
+def test_another_number_of_ranks_is_told_and_loads_what_is_on_disk(tmp_path):
+    plan = Plan(str(tmp_path), 0, steps=6, disk=4)
+    interrupted(plan, 5)
+    fewer = Plan(**{**vars(plan), "ranks": 1})
+    [(path, said, _)] = run_forks(1, train, fewer, True)
+    assert "disk/global_step4" in path
+    assert any("global_step5 in memory is left out: it is of 2 ranks" in text for text in said)

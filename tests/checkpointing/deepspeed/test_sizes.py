@@ -1,0 +1,218 @@
+"""A checkpoint of DeepSpeed goes on with another number of ranks: every element of what was saved is there again."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from deepspeed_compress import CompressWarning, StateError
+from tests.support.forks import RankError, run_forks
+from tests.support.jobs import Job, run, start, weights
+
+pytestmark = pytest.mark.rotating(
+    2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
+)
+
+INT8 = {"gradients": {"bits": 8, "block_size": 32, "error_feedback": {"dtype": "fp32"}}}
+SAVED = 3
+GLOBAL = 4
+"""Micro-batches of a step, whoever takes them."""
+SIZES = [(4, 2), (2, 4), (2, 1), (1, 2)]
+
+
+def batches(rank: int, ranks: int, steps: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of this rank: those of the global batch are dealt out, so that a step has the same ones on any number."""
+    found = []
+    for step in steps:
+        for index in range(rank, GLOBAL, ranks):
+            generator = torch.Generator().manual_seed(GLOBAL * step + index)
+            x = torch.randn(3, 12, generator=generator)
+            found.append((x, x[:, :3].sum(dim=1, keepdim=True)))
+    return found
+
+
+def moments(engine: Any) -> dict[str, list[list[float]]]:
+    """By parameter: masters and both moments of Adam, whole."""
+    link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None:
+        # A step does it before it is needed; with a loaded state there is something to link already.
+        link()
+    return {
+        name: [
+            safe_get_full_fp32_param(parameter).flatten().tolist(),
+            *(safe_get_full_optimizer_state(parameter, key).flatten().tolist() for key in ("exp_avg", "exp_avg_sq")),
+        ]
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def on(job: Job, ranks: int) -> Job:
+    return replace(job, accumulation=GLOBAL // ranks)
+
+
+SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}}
+
+
+def save(rank: int, job: Job, ranks: int, directory: str) -> dict[str, Any]:
+    """What was saved, and how it went on."""
+    engine = start(on(job, ranks))
+    run(engine, batches(rank, ranks, range(SAVED)))
+    engine.save_checkpoint(directory, client_state={"position": SAVED})
+    return state_of(engine) | {"after": go_on(engine, rank, ranks)}
+
+
+def load(rank: int, job: Job, ranks: int, directory: str) -> dict[str, Any]:
+    engine = start(on(job, ranks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompressWarning)
+        _, client_state = engine.load_checkpoint(directory)
+    assert client_state["position"] == SAVED
+    return state_of(engine) | {"after": go_on(engine, rank, ranks)}
+
+
+def go_on(engine: Any, rank: int, ranks: int) -> dict[str, list[float]]:
+    run(engine, batches(rank, ranks, range(SAVED, SAVED + 2)))
+    return weights(engine)
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    found = {"steps": engine.global_steps, "lr": engine.get_lr(), "weights": weights(engine)}
+    return found | ({"moments": moments(engine)} if engine.zero_optimization_stage() else {})
+
+
+KEPT = ("steps", "lr", "weights", "moments")
+
+
+def compare(saved: dict[str, Any], loaded: dict[str, Any], rel: float, kept: tuple[str, ...] = KEPT) -> None:
+    for key in kept:
+        assert loaded.get(key) == saved.get(key), key
+    for name, values in saved["after"].items():
+        assert loaded["after"][name] == pytest.approx(values, rel=rel, abs=rel), name
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_element_is_there_again(stage: int, tmp_path: Path) -> None:
+    """With `none` training goes on as it did, but for the order of sums."""
+    job = Job(stage, {"gradients": {"method": "none"}}, extra=SCHEDULER)
+    saved = {before: run_forks(before, save, job, before, str(tmp_path / f"{before}"))[0] for before in (1, 2, 4)}
+    for before, after in SIZES:
+        for loaded in run_forks(after, load, job, after, str(tmp_path / f"{before}")):
+            compare(saved[before], loaded, rel=1e-4)
+
+
+SETTINGS: dict[str, Job] = {
+    "round_robin": Job(2, zero={"round_robin_gradients": True}),
+    "offload": Job(2, zero={"offload_optimizer": {"device": "cpu"}}, extra={"zero_force_ds_cpu_optimizer": False}),
+    "bf16": Job(1, extra={"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "sub_groups": Job(3, zero={"sub_group_size": 100}),
+    "persistent": Job(3, zero={"stage3_param_persistence_threshold": 50}),
+}
+NONE = {"gradients": {"method": "none"}}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_orders_and_types(name: str, tmp_path: Path) -> None:
+    job = replace(SETTINGS[name], section=NONE)
+    for before, after in ((4, 2), (1, 4)):
+        directory = str(tmp_path / f"{before}")
+        saved = run_forks(before, save, job, before, directory)[0]
+        for loaded in run_forks(after, load, job, after, directory):
+            # DeepSpeed tells the moments of other parameters than it is asked for where they are dealt out.
+            kept = KEPT[: 3 if name == "round_robin" else 4]
+            compare(saved, loaded, rel=2e-2 if name == "bf16" else 1e-4, kept=kept)
+
+
+def test_other_owners(tmp_path: Path) -> None:
+    """Files are in the order that was given, whoever owns what."""
+    balanced, contiguous = (
+        {**NONE, "gradients": {"bits": 8}, "ownership": name} for name in ("balanced", "contiguous")
+    )
+    for before, after in ((balanced, balanced), (balanced, contiguous), (contiguous, balanced)):
+        directory = str(tmp_path / f"{before['ownership']}-{after['ownership']}")
+        saved = run_forks(4, save, Job(1, before), 4, directory)[0]
+        for loaded in run_forks(2, load, Job(1, after), 2, directory):
+            for key in KEPT:
+                assert loaded[key] == saved[key], key
+
+
+def save_frozen(rank: int, directory: str) -> dict[str, Any]:
+    return frozen_of(frozen_engine(changed=True), directory, save=True)
+
+
+def load_frozen(rank: int, directory: str) -> dict[str, Any]:
+    return frozen_of(frozen_engine(changed=False), directory, save=False)
+
+
+def frozen_engine(changed: bool) -> Any:
+    import deepspeed_compress
+    from tests.support.jobs import network
+
+    model = network()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("0", "4")))
+        if changed and not parameter.requires_grad:
+            parameter.data.add_(1.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = Job(3, NONE).config()
+    return deepspeed_compress.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def frozen_of(engine: Any, directory: str, save: bool) -> dict[str, Any]:
+    if save:
+        run(engine, batches(0, GLOBAL, range(2)))
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
+    return {"weights": weights(engine), "moments": moments(engine)}
+
+
+def test_frozen_parameters_of_zero_3(tmp_path: Path) -> None:
+    saved = run_forks(3, save_frozen, str(tmp_path))[0]
+    for loaded in run_forks(2, load_frozen, str(tmp_path)):
+        assert loaded == saved
+
+
+def load_warned(rank: int, job: Job, directory: str) -> list[str]:
+    engine = start(job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(directory)
+    return [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+def test_another_batch_is_told_of(tmp_path: Path) -> None:
+    job = Job(2, NONE)
+    run_forks(4, save, job, 4, str(tmp_path))
+    first, second = run_forks(2, load_warned, replace(job, accumulation=1), str(tmp_path))
+    assert len(first) == 1
+    assert "/train_batch_size: 6 on 2 ranks" in first[0]
+    assert "saved at 12 on 4" in first[0]
+    assert '"gradient_accumulation_steps": 2' in first[0]
+    assert second == []
+
+
+def test_a_file_that_is_gone_is_told_on_all_ranks(tmp_path: Path) -> None:
+    job = Job(2, NONE)
+    run_forks(4, save, job, 4, str(tmp_path))
+    [file] = tmp_path.rglob("zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    file.unlink()
+    with pytest.raises(RankError) as raised:
+        run_forks(2, load, job, 2, str(tmp_path))
+    assert str(raised.value).count(f"{StateError.__name__}: ") >= 2
+    assert "zero_pp_rank_3" in str(raised.value)
+
+
+def test_compressed_runs_go_on_too(tmp_path: Path) -> None:
+    """What compression remembers adds up, so the steps after are close to those of the run that went on."""
+    job = Job(2, INT8)
+    saved = run_forks(4, save, job, 4, str(tmp_path))[0]
+    for loaded in run_forks(2, load, job, 2, str(tmp_path)):
+        for key in KEPT:
+            assert loaded[key] == saved[key], key
+        for name, values in saved["after"].items():
+            assert loaded["after"][name] == pytest.approx(values, rel=0.1, abs=0.02), name

@@ -1,0 +1,122 @@
+"""Processes that outlive their ranks and come late: what those who were started after them save stays as it is."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_compress.checkpointing.claim import Claim, this_start
+from deepspeed_compress.checkpointing.completeness import Save, find_problems, latest_tag, read_lists
+from deepspeed_compress.checkpointing.snapshot import Call, HostCopies, Memory, Snapshot
+from deepspeed_compress.checkpointing.writer import Outcome, Task, Writer, write_torch
+from deepspeed_compress.compression import state
+from deepspeed_compress.errors import StateError
+from tests.support.forks import run_forks
+
+OLD, NEW = "0" * 32, "1" * 32
+LATE = "ranks that were started later save there now"
+
+
+def test_the_newest_start_has_the_directory(tmp_path):
+    old, new = Claim(tmp_path, OLD), Claim(tmp_path, NEW)
+    old.take()
+    old.check()
+    new.take()
+    new.check()
+    with pytest.raises(StateError, match=LATE):
+        old.check()
+
+
+def test_nobody_is_kept_out_where_nobody_has_claimed(tmp_path):
+    Claim(tmp_path, OLD).check()
+    Claim(tmp_path / "gone", OLD).check()
+
+
+def test_all_engines_of_a_process_are_of_one_start():
+    assert this_start() == this_start() != run_forks(1, this_start_of_rank)[0]
+
+
+def this_start_of_rank(rank: int) -> str:
+    return this_start()
+
+
+def test_who_takes_waits_for_who_renames(tmp_path):
+    old, new = Claim(tmp_path, OLD), Claim(tmp_path, NEW)
+    old.take()
+    with old.held():
+        taking = threading.Thread(target=new.take)
+        taking.start()
+        taking.join(0.5)
+        assert taking.is_alive()
+    taking.join(10)
+    assert not taking.is_alive()
+
+
+def write_state(file: Path, claim: Claim) -> None:
+    state.write(state.contents({}, state.Position(0, 1, 0, 1), 0, 5, 1.0, {}, {}), file, claim.held)
+
+
+def write_tensors(file: Path, claim: Claim) -> None:
+    write_torch({}, file, None, claim.held)
+
+
+@pytest.mark.parametrize("write", [write_tensors, write_state])
+def test_what_is_late_is_not_written(tmp_path, write: Callable[[Path, Claim], None]):
+    old = Claim(tmp_path, OLD)
+    Claim(tmp_path, NEW).take()
+    before = set(tmp_path.iterdir())
+    with pytest.raises(StateError, match=LATE):
+        write(tmp_path / "file.safetensors", old)
+    assert set(tmp_path.iterdir()) == before
+
+
+class Rank:
+    """The process that writes for a rank of the start `start`, and the snapshot of a checkpoint that two ranks save."""
+
+    def __init__(self, directory: Path, start: str, rank: int) -> None:
+        save = Save(directory, "global_step3", run=start[:8], number=1, step=3, world=2)
+        file = save.place / f"{rank}_states.pt"
+        self._memory = Memory()
+        snapshot = Snapshot(self._memory, HostCopies())
+        claim = Claim(directory, start)
+        snapshot.add(Call(write_torch, (torch.full((9,), float(start[0])), file, None, claim.held), (file,)))
+        snapshot.copy()
+        self._task = Task(save, rank, claim, snapshot.kept(), publishes=rank == 0, patience=10.0)
+        self.writer = Writer()
+
+    def write(self) -> None:
+        self.writer.send(self._task, self._memory.descriptor)
+
+    def outcome(self) -> Outcome:
+        return self.writer.outcomes(wait=True)[0]
+
+
+def come_late(rank: int, directory: Path) -> None:
+    """The process of rank 1 of the former start goes on when its successor has written, and rank 0 has not."""
+    (directory / "global_step3").mkdir(parents=True)
+    former, newer, publishes = Rank(directory, OLD, 1), Rank(directory, NEW, 1), Rank(directory, NEW, 0)
+    os.kill(former.writer.process, signal.SIGSTOP)
+    Claim(directory, OLD).take()
+    former.write()
+    Claim(directory, NEW).take()
+    newer.write()
+    assert newer.outcome().problem == ""
+    os.kill(former.writer.process, signal.SIGCONT)
+    assert LATE in former.outcome().problem
+    publishes.write()
+    assert publishes.outcome().problem == ""
+    for one in (former, newer, publishes):
+        one.writer.close()
+
+
+def test_a_process_of_a_former_start_does_not_hold_up_the_next(tmp_path):
+    run_forks(1, come_late, tmp_path)
+    place = tmp_path / "global_step3"
+    assert [one.run for one in read_lists(place)] == [NEW[:8]] * 2
+    assert list(find_problems(place)) == []
+    assert torch.load(place / "1_states.pt").tolist() == [1.0] * 9
+    assert latest_tag(tmp_path) == "global_step3"

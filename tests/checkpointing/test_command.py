@@ -1,0 +1,49 @@
+"""`ds-compress checkpoint`."""
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.cli import main
+from tests.checkpointing.test_files import save, write
+
+
+def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
+    for step in (2, 4, 6):
+        files.publish(write(save(tmp_path, step)))
+    write(save(tmp_path, 8), ranks=(1,))
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("complete") == 4
+    assert shown.count("incomplete") == 1
+    assert shown.count("latest") == 1
+    assert "loads on any number of replicas: global_step2, global_step4, global_step6, global_step8" in shown
+
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "global_step6: whole; loads on any number of replicas" in shown
+    assert "error:" in shown
+    assert "global_step8: damaged" in shown
+    assert main(["checkpoint", "verify", str(tmp_path), "--tag", "global_step4"]) == 0
+
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "2", "--dry-run"]) == 0
+    assert (tmp_path / "global_step2").exists()
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep", "2"]) == 0
+    assert sorted(place.name for place in tmp_path.iterdir()) == [
+        "global_step4",
+        "global_step6",
+        "global_step8",
+        "latest",
+    ]
+
+
+def test_a_tag_is_shown_whole_in_a_narrow_window(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    files.publish(write(save(tmp_path, 123456)))
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "global_step123456 " in capsys.readouterr().out.split("loads on")[0]
+
+
+def test_what_is_not_there_is_said(tmp_path, capsys):
+    assert main(["checkpoint", "list", str(tmp_path)]) == 1
+    assert "has no checkpoints" in capsys.readouterr().err
+    write(save(tmp_path, 2))
+    assert main(["checkpoint", "verify", str(tmp_path), "--tag", "other"]) == 1
+    assert "no checkpoint other" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""A checkpoint is whole, or what is wrong with it has a name."""
+
+import random
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import (
+    Save,
+    checkpoints,
+    find_missing,
+    find_problems,
+    prune,
+    tags_to_try,
+)
+from deepspeed_compress.errors import StateError
+
+WORLD = 2
+
+
+def save(directory: Path, step: int, **options: object) -> Save:
+    return Save(directory, f"global_step{step}", "run", step, step, WORLD, **options)
+
+
+def write(one: Save, ranks: tuple[int, ...] = (0, 1)) -> Save:
+    """As ranks do."""
+    one.place.mkdir(parents=True, exist_ok=True)
+    for rank in ranks:
+        files.unlist(one, rank)
+        file = one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        file.write_bytes(random.Random(f"{one.number}{rank}").randbytes(3000))
+        files.write_list(one.place, files.listed(one, rank, {file: files.digest(file)}))
+    return one
+
+
+def test_a_checkpoint_is_whole_when_all_ranks_have_listed_their_files(tmp_path):
+    one = write(save(tmp_path, 4), ranks=(0,))
+    assert find_missing(one) == [1]
+    assert any("1 of 2 ranks" in problem for problem in find_problems(one.place))
+    write(one, ranks=(1,))
+    assert find_missing(one) == []
+    assert list(find_problems(one.place)) == []
+
+
+def test_the_same_tag_again_is_not_whole_before_all_have_written_again(tmp_path):
+    write(save(tmp_path, 4))
+    again = Save(tmp_path, "global_step4", "other", 1, 4, WORLD)
+    write(again, ranks=(1,))
+    assert find_missing(again) == [0]
+    assert any("of 2 saves" in problem for problem in find_problems(again.place))
+
+
+def test_the_same_tag_again_from_fewer_ranks_is_whole(tmp_path):
+    write(replace(save(tmp_path, 4), world=3), ranks=(0, 1, 2))
+    again = write(Save(tmp_path, "global_step4", "other", 1, 4, WORLD))
+    assert find_missing(again) == []
+    assert list(find_problems(again.place)) == []
+
+
+def test_a_rank_that_has_begun_the_next_of_the_same_tag_is_not_waited_for(tmp_path):
+    first = write(save(tmp_path, 4), ranks=(0,))
+    second = replace(first, number=5)
+    files.unlist(second, 1)
+    assert find_missing(first) == [1]
+    write(second, ranks=(1,))
+    assert find_missing(first) == []
+    assert find_missing(second) == [0]
+
+
+def test_a_rank_that_has_failed_is_not_waited_for(tmp_path):
+    one = write(save(tmp_path, 4), ranks=(0,))
+    files.list_failure(one, 1, "OSError: disk full")
+    with pytest.raises(StateError, match="rank 1: OSError: disk full"):
+        find_missing(one)
+    assert any("disk full" in problem for problem in find_problems(one.place))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_flipped_bits_and_lost_ends_of_any_file_are_found_by_name(tmp_path, seed):
+    one, chance = write(save(tmp_path, 4)), random.Random(seed)
+    file = chance.choice(sorted(one.place.iterdir()))
+    content = bytearray(file.read_bytes())
+    place = chance.randrange(len(content))
+    if chance.random() < 0.5:
+        del content[place:]
+    else:
+        content[place] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+    problems = list(find_problems(one.place))
+    assert any(file.name in problem for problem in problems)
+
+
+def test_a_directory_that_was_removed_is_not_waited_for(tmp_path):
+    one = write(save(tmp_path, 4), ranks=(0,))
+    shutil.rmtree(one.place)
+    with pytest.raises(StateError, match="was removed"):
+        find_missing(one)
+
+
+def test_ranks_share_the_work_of_looking(tmp_path):
+    one = write(save(tmp_path, 4))
+    for rank in range(WORLD):
+        (one.place / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"")
+    found = [list(find_problems(one.place, rank, WORLD)) for rank in range(WORLD)]
+    assert [len(some) for some in found] == [1, 1]
+    assert "zero_pp_rank_0" in found[0][0]
+    assert "zero_pp_rank_1" in found[1][0]
+
+
+def test_the_newest_automatic_ones_are_kept_and_no_others_touched(tmp_path):
+    by_program = write(save(tmp_path, 1))
+    for step in range(2, 7):
+        files.publish(write(save(tmp_path, step, automatic=True)))
+    half = write(save(tmp_path, 7, automatic=True), ranks=(0,))
+    assert prune(tmp_path, 2) == ["global_step2", "global_step3", "global_step4"]
+    assert [found.step for found in checkpoints(tmp_path)] == [1, 5, 6, 7]
+    assert by_program.place.is_dir()
+    assert half.place.is_dir()
+
+
+def test_what_latest_names_is_never_removed(tmp_path):
+    files.publish(write(save(tmp_path, 1, automatic=True)))
+    for step in range(2, 5):
+        write(save(tmp_path, step, automatic=True, latest=False))
+    assert prune(tmp_path, 1) == ["global_step2", "global_step3"]
+
+
+def test_older_ones_are_tried_after_the_latest(tmp_path):
+    assert tags_to_try(tmp_path) == []
+    for step in (8, 16, 24):
+        files.publish(write(save(tmp_path, step)))
+    write(save(tmp_path, 32), ranks=(0,))
+    assert tags_to_try(tmp_path) == ["global_step24", "global_step16", "global_step8"]
+    (tmp_path / "latest").write_text("global_step16")
+    assert tags_to_try(tmp_path) == ["global_step16", "global_step8"]
+
+
+def test_files_that_others_write_meanwhile_are_no_problem(tmp_path):
+    """They come and go under temporary names."""
+    one, over = write(save(tmp_path, 8)), threading.Event()
+
+    def write_on():
+        file = one.place / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        while not over.is_set():
+            temporary = files.temporary(file)
+            temporary.write_bytes(b"x" * 100_000)
+            temporary.replace(file)
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for _ in range(2000):
+            assert [found.tag for found in checkpoints(tmp_path)] == ["global_step8"]
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_a_checkpoint_without_lists_is_deepspeeds_own(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    assert list(find_problems(tmp_path / "old")) == []
+    [found] = checkpoints(tmp_path)
+    assert (found.step, found.complete, found.automatic) == (None, True, False)
+
+
+def test_a_tag_of_several_parts_is_listed_tried_and_pruned_as_any_other(tmp_path):
+    nested = [replace(save(tmp_path, step), tag=f"epoch/{step}") for step in (1, 3)]
+    for one in (nested[0], save(tmp_path, 2, automatic=True), nested[1]):
+        files.publish(write(one))
+    assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1", "global_step2", "epoch/3"]
+    assert tags_to_try(tmp_path) == ["epoch/3", "global_step2", "epoch/1"]
+    assert find_missing(nested[1]) == []
+    [first, *_] = files.superfluous(checkpoints(tmp_path), 1, files.protected(tmp_path))
+    files.remove(first)
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2", "epoch/3"]
+
+
+def test_a_link_protects_a_tag_of_several_parts(tmp_path):
+    one = write(replace(save(tmp_path, 1), tag="epoch/1"))
+    (tmp_path / "best").symlink_to(one.place)
+    assert files.protected(tmp_path) == {"epoch/1"}
+    assert [found.tag for found in checkpoints(tmp_path)] == ["epoch/1"]
+
+
+def test_a_removal_that_was_interrupted_leaves_no_checkpoint_whatever_the_tag(tmp_path, monkeypatch):
+    one = write(replace(save(tmp_path, 1), tag="epoch/1"))
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    files.remove(checkpoints(tmp_path)[0])
+    assert not one.place.exists()
+    assert checkpoints(tmp_path) == []
+
+
+def test_checkpoints_of_another_directory_below_are_not_of_this_one(tmp_path):
+    """Those of islands, and of Trainer: their `latest` says so."""
+    files.publish(write(save(tmp_path / "island_0001", 4)))
+    write(save(tmp_path / ".hidden", 4))
+    files.publish(write(save(tmp_path, 2)))
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
+
+
+def test_a_universal_checkpoint_is_listed_and_is_no_way_back(tmp_path):
+    """DeepSpeed loads it in another way."""
+    universal = tmp_path / "global_step8_universal"
+    (universal / "zero").mkdir(parents=True)
+    (universal / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    files.publish(write(save(tmp_path, 16)))
+    assert tags_to_try(tmp_path) == ["global_step16"]
+    assert [found.is_universal for found in checkpoints(tmp_path)] == [True, False]

@@ -1,0 +1,244 @@
+"""What stays in memory, what goes to another host, and what is refused there."""
+
+import contextlib
+import os
+import shutil
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import FileList, read_list
+from deepspeed_compress.checkpointing.memory_catalog import Shelf
+from deepspeed_compress.checkpointing.memory_copies import COPIES, Destination, Receiver, own_address, send_copies
+from deepspeed_compress.checkpointing.memory_directory import (
+    ENVIRONMENT,
+    find_held,
+    job_directory,
+    job_name,
+    keep_only,
+    missing_files,
+)
+from deepspeed_compress.checkpointing.movement import Movement
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import encode
+from deepspeed_compress.transport.secret import Secret
+from tests.checkpointing.test_files import save, write
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def receiver(tmp_path):
+    (tmp_path / "next").mkdir()
+    found = Receiver(tmp_path / "next", KEY)
+    yield found
+    found.close()
+
+
+def listed(tmp_path: Path) -> tuple[Path, FileList]:
+    one = write(save(tmp_path / "own", 4))
+    return one.place, read_list(files.list_file(one.place, 1))
+
+
+def test_files_arrive_with_their_list(tmp_path, receiver):
+    place, one = listed(tmp_path)
+    send_copies(place, one, Destination("127.0.0.1", receiver.port, KEY))
+    [held], problems = find_held(tmp_path / "next")
+    assert problems == []
+    assert (held.tag, held.lists) == ("global_step4", {1: one})
+    assert list(files.find_damaged(tmp_path / "next" / held.tag, one)) == []
+    assert all(not file.stat().st_mode & 0o077 for file in (tmp_path / "next" / held.tag).glob("*.pt"))
+
+
+def test_a_rate_is_kept(tmp_path, receiver):
+    place, one = listed(tmp_path)
+    begun = time.monotonic()
+    send_copies(place, one, Destination("127.0.0.1", receiver.port, KEY, max_rate=10_000))
+    assert time.monotonic() - begun > 0.3
+
+
+def test_what_is_not_of_the_job_or_does_not_fit_is_refused(tmp_path, receiver):
+    place, one = listed(tmp_path)
+    destination = Destination("127.0.0.1", receiver.port, KEY)
+    with pytest.raises(StateError, match="another job"):
+        send_copies(place, one, replace(destination, key=b"x" * 32))
+    [name] = one.files
+    with pytest.raises(StateError, match="damaged on its way"):
+        send_copies(place, replace(one, files={name: (3000, "0" * 64)}), destination)
+    shutil.copy(place / name, tmp_path)
+    with pytest.raises(StateError, match="outside"):
+        send_copies(place.parent / "..", one, destination)
+    with socket.create_connection(("127.0.0.1", receiver.port)) as garbage:
+        garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        with contextlib.suppress(ConnectionResetError):
+            assert garbage.recv(1000) == b""
+    assert find_held(tmp_path / "next") == ([], [])
+    assert not list((tmp_path / "next").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("tag", ["..", ".", "", "../own", "/tmp/own", "a/b", "a\0b", "x" * 2000])
+def test_a_copy_stays_below_the_directory(tmp_path, receiver, tag):
+    _, one = listed(tmp_path)
+    with connected(receiver) as connection:
+        connection.send({"kind": "copy", "tag": tag, "list": one.fields}, bytes(3000))
+        answer = connection.receive(10)
+        assert answer is not None
+        assert answer["kind"] == "refused"
+    assert find_held(tmp_path / "next") == ([], [])
+
+
+def connected(receiver: Receiver, key: bytes = KEY) -> Connection:
+    credentials = Credentials(Secret(key, "the tests"))
+    return connect(f"127.0.0.1:{receiver.port}", COPIES, credentials)
+
+
+def begun(tmp_path: Path, receiver: Receiver) -> Connection:
+    """A copy whose second half does not come."""
+    _, one = listed(tmp_path)
+    connection = connected(receiver)
+    connection._write(memoryview(encode({"kind": "copy", "tag": "global_step4", "list": one.fields}, 3000)))
+    connection._write(memoryview(bytes(1500)))
+    return connection
+
+
+@pytest.mark.parametrize("peer", ["plain", "authenticated", "begun"])
+def test_an_end_waits_for_no_silent_peer(tmp_path, peer):
+    (tmp_path / "next").mkdir()
+    receiver = Receiver(tmp_path / "next", KEY)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            make = {
+                "plain": lambda: socket.create_connection(("127.0.0.1", receiver.port)),
+                "authenticated": lambda: connected(receiver),
+                "begun": lambda: begun(tmp_path, receiver),
+            }[peer]
+            stack.enter_context(make())
+        time.sleep(0.3)
+        begin = time.monotonic()
+        receiver.close()
+        assert time.monotonic() - begin < 5
+    assert not list((tmp_path / "next").rglob("*.tmp"))
+
+
+def test_an_end_waits_for_a_copy_that_moves(tmp_path):
+    (tmp_path / "next").mkdir()
+    receiver = Receiver(tmp_path / "next", KEY)
+    place, one = listed(tmp_path)
+    sending = threading.Thread(
+        target=send_copies, args=(place, one, Destination("127.0.0.1", receiver.port, KEY, max_rate=1000))
+    )
+    sending.start()
+    time.sleep(0.5)
+    receiver.close()
+    sending.join(20)
+    [held], _ = find_held(tmp_path / "next")
+    assert held.lists == {1: one}
+
+
+def test_the_end_of_a_writer_waits_for_no_silent_host():
+    movement, silent = Movement(), threading.Event()
+    movement.note("a copy")
+    begin = time.monotonic()
+    movement.wait()
+    assert 1 < time.monotonic() - begin < 5
+    movement.note("a copy")
+    threading.Timer(0.3, lambda: (movement.end("a copy"), silent.set())).start()
+    begin = time.monotonic()
+    movement.wait()
+    assert silent.is_set()
+    assert time.monotonic() - begin < 1.5
+
+
+def test_an_address_that_others_can_reach():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_job_is_its_directory_and_memory_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "memory"))
+    job = job_name(tmp_path / "disk")
+    assert job == job_name(tmp_path / "disk") != job_name(tmp_path / "other")
+    place = job_directory(job)
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o755)
+    with pytest.raises(StateError, match="this user's alone"):
+        job_directory(job)
+    place.rmdir()
+    os.symlink(tmp_path, place)
+    with pytest.raises(StateError, match="this user's alone"):
+        job_directory(job)
+    (tmp_path / "disk" / ".deepspeed_compress_job").write_text("../..")
+    with pytest.raises(StateError, match="damaged"):
+        job_name(tmp_path / "disk")
+
+
+def test_all_other_tags_are_removed(tmp_path):
+    for step in (1, 2, 3):
+        write(save(tmp_path, step))
+    keep_only(tmp_path, {"global_step2"})
+    assert [place.name for place in tmp_path.iterdir()] == ["global_step2"]
+
+
+def test_the_newest_two_stay_and_what_is_not_at_its_end():
+    shelf = Shelf(copies=False)
+    for number in range(1, 6):
+        assert not shelf.begin(number, str(number))
+    shelf.written = 3
+    assert shelf.of_use() == {"2", "3", "4", "5"}
+    shelf.forget(3, of_copy=False)
+    assert shelf.of_use() == {"2", "4", "5"}
+    shelf.written = 5
+    assert shelf.of_use() == {"4", "5"}
+    shelf.begin_anew("4")
+    shelf.begin(6, "6")
+    assert shelf.of_use() == {"4", "6"}
+
+
+def test_one_copy_is_on_its_way_at_a_time_and_the_last_that_arrived_stays():
+    shelf = Shelf(copies=True)
+    assert [shelf.begin(number, str(number)) for number in (1, 2, 3)] == [True, False, False]
+    shelf.written = 3
+    assert shelf.of_use() == {"1", "2", "3"}
+    shelf.copied = 3
+    assert [shelf.begin(number, str(number)) for number in (4, 5, 6)] == [True, False, False]
+    shelf.written = 6
+    assert shelf.of_use() == {"1", "4", "5", "6"}
+    shelf.forget(4, of_copy=True)
+    assert not shelf.sending
+    assert shelf.of_use() == {"1", "5", "6"}
+
+
+def test_a_failure_is_news_once_and_after_a_success():
+    shelf = Shelf(copies=False)
+    for number in range(1, 6):
+        shelf.begin(number, str(number))
+    shelf.written = 2
+    assert [shelf.forget(1, False), shelf.forget(1, False), shelf.forget(2, False)] == [True, True, False]
+    shelf.written = 5
+    assert shelf.forget(5, False)
+
+
+def test_hosts_get_what_their_ranks_read_and_no_more(tmp_path):
+    def of(rank: int, *names: str) -> FileList:
+        return FileList(1, "run", 1, 4, rank, 3, True, dict.fromkeys(names, (1, "")))
+
+    masters = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
+    lists = {
+        0: of(0, masters[0], "mp_rank_00_model_states.pt", "deepspeed_compress_rank_00000.json"),
+        1: of(1, masters[1]),
+        2: of(2, masters[2]),
+    }
+    ranks = [frozenset({0}), frozenset({1}), frozenset({2})]
+    found = missing_files(lists, [frozenset({0, 2}), frozenset(), frozenset({0, 1})], ranks)
+    assert [(one.name, one.source, one.needed_by) for one in found] == [
+        ("mp_rank_00_model_states.pt", 0, (1,)),
+        (masters[1], 2, (1,)),
+        (masters[2], 0, (2,)),
+    ]

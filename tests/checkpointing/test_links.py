@@ -1,0 +1,173 @@
+"""Links in a directory of checkpoints: other names of what they lead to, which nobody counts, follows or removes."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deepspeed_compress.checkpointing import completeness as files
+from deepspeed_compress.checkpointing.completeness import checkpoints, find_problems, latest_tag, prune, tags_to_try
+from deepspeed_compress.checkpointing.deepspeed.writer_queue import Lane
+from deepspeed_compress.checkpointing.directory_lock import hold
+from deepspeed_compress.checkpointing.memory_directory import find_held, keep_only
+from deepspeed_compress.checkpointing.writer import Outcome
+from deepspeed_compress.cli import main
+from deepspeed_compress.errors import StateError
+from tests.checkpointing.test_files import save, write
+
+
+def written(directory: Path, *steps: int) -> None:
+    for step in steps:
+        files.publish(write(save(directory, step, automatic=True)))
+
+
+def test_a_link_is_no_checkpoint_and_what_it_names_stays(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2, 3)
+    (tmp_path / "best").symlink_to("global_step1")
+    (tmp_path / "newest").symlink_to(tmp_path / "global_step3")
+    (tmp_path / "broken").symlink_to("global_step9")
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step1", "global_step2", "global_step3"]
+    assert prune(tmp_path, 1) == ["global_step2"]
+    for kept in ("global_step1", "global_step3", "best", "newest"):
+        assert list(find_problems(tmp_path / kept)) == []
+
+
+def test_a_checkpoint_on_another_disk_is_loaded_by_its_link_and_never_removed(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    written(here, 1, 2, 3)
+    (here / "global_step1").rename(elsewhere)
+    (here / "global_step1").symlink_to(elsewhere)
+    assert prune(here, 1) == ["global_step2"]
+    assert list(find_problems(here / "global_step1")) == []
+    assert tags_to_try(here) == ["global_step3"]
+
+
+def test_the_directory_and_latest_may_be_links(tmp_path: Path) -> None:
+    written(tmp_path / "real", 1, 2, 3)
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    (tmp_path / "real" / "best").symlink_to("global_step1")
+    assert prune(link, 1) == ["global_step2"]
+    (link / "latest").rename(tmp_path / "named")
+    (link / "latest").symlink_to(tmp_path / "named")
+    assert latest_tag(link) == "global_step3"
+    written(link, 4)
+    # Another file took the place of the link, and what that led to is as it was.
+    assert ((tmp_path / "named").read_text(), latest_tag(link)) == ("global_step3", "global_step4")
+
+
+def test_links_in_the_memory_of_a_host_are_left_alone(tmp_path: Path) -> None:
+    memory, other = tmp_path / "memory", tmp_path / "other"
+    written(memory, 1)
+    written(other, 7)
+    (memory / "linked").symlink_to(other / "global_step7")
+    assert [one.tag for one in find_held(memory)[0]] == ["global_step1"]
+    keep_only(memory, ["global_step1"])
+    assert list(find_problems(other / "global_step7")) == []
+
+
+def test_a_lock_that_is_a_link_empties_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("contents")
+    (tmp_path / ".deepspeed_compress.lock").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        hold(tmp_path)
+    assert (tmp_path / "precious").read_text() == "contents"
+
+
+def test_an_interrupted_removal_leaves_nothing_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+        assert prune(tmp_path, 1) == ["global_step1"]
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step2"]
+    prune(tmp_path, 1)
+    assert not list(tmp_path.glob(".deepspeed_compress_removed_*"))
+
+
+def test_all_others_are_removed_where_one_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, 1, 2, 3)
+    rename = os.rename
+
+    def refusing(source: Path, target: Path) -> None:
+        if source.name == "global_step1":
+            raise PermissionError("busy")
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "rename", refusing)
+    with pytest.raises(StateError, match="global_step1 cannot be removed: busy"):
+        prune(tmp_path, 1)
+    assert [found.tag for found in checkpoints(tmp_path)] == ["global_step1", "global_step3"]
+    assert list(find_problems(tmp_path / "global_step1")) == []
+
+
+@pytest.mark.parametrize("tag", ["a\x1b[31mred", "[bold]x", "two\nlines", "\u202eltr"])
+def test_tags_change_no_terminal(tag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(save(tmp_path, 3)).place.rename(tmp_path / tag)
+    (tmp_path / "latest").write_text(tag if tag.isprintable() else "other")
+    for command in ("list", "verify"):
+        assert main(["checkpoint", command, str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+        assert repr(tag)[1:-1] in shown
+
+
+DAMAGE = {
+    "no JSON": "{",
+    "deep": "[" * 100_000,
+    "a list": "[1, 2]",
+    "nothing": "null",
+    "a number": "3",
+    "large numbers": "1" * 10_000,
+}
+FIELDS = {"step": "\x1b[2J", "rank": -1, "world": 1e300, "automatic": "yes", "files": {"../../x": [1, "0"]}, "run": []}
+
+
+@pytest.mark.parametrize("text", [*DAMAGE.values(), *FIELDS], ids=[*DAMAGE, *FIELDS])
+def test_a_damaged_list_is_one_plain_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(save(tmp_path, 3))
+    file = files.list_file(one.place, 1)
+    if text in FIELDS:
+        found = {**json.loads(file.read_text()), text: FIELDS[text]}
+        del found["sha256"]
+        text = json.dumps({**found, "sha256": files._sha256_of(found)})
+    file.write_text(text)
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    errors = [line for line in shown.out.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert str(file) in errors[0]
+    assert "\x1b" not in shown.out + shown.err
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a\x1b[2J", b"", b"x" * 100_000, b"a\x00b"])
+def test_a_damaged_latest_is_refused_by_name(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, 1, 2)
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(StateError, match="latest is damaged"):
+        tags_to_try(tmp_path)
+    assert main(["checkpoint", "list", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "latest is damaged" in shown.err
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_a_removal_that_fails_is_no_failure_of_the_new_checkpoint(tmp_path: Path) -> None:
+    """A lane tells of it apart, so that `on_error: stop` does not stop."""
+    lane = Lane(interval=SimpleNamespace(by_time=False))  # type: ignore[arg-type]
+    try:
+        lane._writer.outcomes = lambda wait: [Outcome(save(tmp_path, 1), "", notice="busy")]  # type: ignore[union-attr]
+        lane._used.append((SimpleNamespace(save=save(tmp_path, 1)), lane.take_memory()))  # type: ignore[arg-type]
+        lane.collect(wait=False)
+        assert (lane.failed, lane.take_notices(), lane.take_notices()) == (False, ["busy"], [])
+    finally:
+        lane.close()
+        warnings.resetwarnings()

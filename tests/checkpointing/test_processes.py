@@ -1,0 +1,24 @@
+"""What a process that outlives its rank keeps of it, and what it lets go."""
+
+import os
+from multiprocessing import Pipe
+
+from deepspeed_compress.checkpointing.processes import leave_rank
+
+
+def test_signals_to_the_group_spare_it_and_its_priority_counts_among_those_of_the_rank() -> None:
+    """Linux (sched_autogroup) compares priorities inside a session alone."""
+    here, there = Pipe()
+    child = os.fork()
+    if not child:
+        try:
+            leave_rank({there.fileno()})
+            there.send((os.getpgid(0), os.getsid(0), os.nice(0)))
+        finally:
+            os._exit(0)
+    assert here.poll(30)
+    group, session, priority = here.recv()
+    os.waitpid(child, 0)
+    assert group == child
+    assert session == os.getsid(0)
+    assert priority == 19

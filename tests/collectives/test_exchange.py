@@ -1,0 +1,65 @@
+"""Which way messages go, and that all ways bring the same ones."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroupGloo
+
+from deepspeed_compress.collectives import exchange
+from deepspeed_compress.collectives.exchange import Link
+from tests.support.threads import run_threads
+
+RANKS = 3
+
+
+def message(source: int, target: int) -> torch.Tensor:
+    """Of another length for every pair; none from a rank to the one before it."""
+    length = 0 if target == source - 1 else 100 * source + 10 * target + 1
+    return torch.arange(length, dtype=torch.uint8).add_(7 * source + target)
+
+
+@pytest.mark.parametrize("way", [exchange._point_to_point, exchange._staged])
+def test_every_message_arrives_where_it_belongs(way: Any) -> None:
+    def work(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+        outgoing = [message(rank, peer) for peer in range(RANKS)]
+        incoming = [torch.zeros_like(message(peer, rank)) for peer in range(RANKS)]
+        pending = way(Link(group), outgoing, incoming, 5)
+        for source in (rank - 1) % RANKS, (rank - 2) % RANKS:
+            pending.wait_for(source)
+        pending.finish()
+        return incoming
+
+    for rank, incoming in enumerate(run_threads(RANKS, work)):
+        for source in set(range(RANKS)) - {rank}:
+            assert incoming[source].equal(message(source, rank)), f"{source} to {rank}"
+
+
+def test_a_staged_message_is_there_when_it_was_waited_for() -> None:
+    """On a GPU it is the stream that waits which must see it."""
+
+    def work(group: ProcessGroupGloo, rank: int) -> tuple[int, int]:
+        outgoing, incoming = [torch.ones(9, dtype=torch.uint8)] * 2, list(torch.zeros(2, 9, dtype=torch.uint8))
+        pending = exchange._staged(Link(group), outgoing, incoming, 0)
+        group.barrier().wait()
+        before = int(incoming[1 - rank].sum())
+        pending.wait_for(1 - rank)
+        pending.finish()
+        return before, int(incoming[1 - rank].sum())
+
+    assert run_threads(2, work) == [(0, 9)] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "way"),
+    [
+        ("cpu", "gloo", exchange._point_to_point),
+        ("cpu", "mpi", exchange._point_to_point),
+        ("cuda", "nccl", exchange._all_to_all),
+        ("cuda", "gloo", exchange._staged),
+    ],
+)
+def test_the_way_depends_on_device_and_backend(device: str, backend: str, way: Any) -> None:
+    group: Any = SimpleNamespace(name=lambda: backend)
+    assert exchange._way(group, torch.device(device)) is way

@@ -1,0 +1,207 @@
+"""Reduction in two levels: 2 nodes of 2 ranks, and 2 of 3, as threads; compared with sums made by hand."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
+
+from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.exchange import Link
+from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
+from deepspeed_compress.compression.feedback import ErrorFeedback, NoFeedback
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import gather
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.session.nodes import split_by_node
+from tests.support.threads import connect, run_threads
+
+T = TypeVar("T")
+FP32 = Cast(torch.float32)
+STOCHASTIC = Blockwise(8, 32, stochastic=True)
+every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2)])
+
+
+def payload(
+    group: ProcessGroup, codec: Compressor, clock: StepClock, feedback: bool, chunk_numel: int | None
+) -> PayloadReducer:
+    kept = (ErrorFeedback(Residuals("fp32", False)) if feedback else NoFeedback() for _ in range(2))
+    messages = Messages((Channel(Codec(codec), *kept),))
+    return PayloadReducer(Link(group), messages, Run(clock, Meter()), chunk_numel)
+
+
+def run_nodes(
+    nodes: int,
+    locals_: int,
+    inside: Compressor,
+    between: Compressor,
+    work: Callable[[HierarchicalReducer, int], T],
+    feedback: bool = False,
+    chunk_numel: int | None = None,
+) -> list[T]:
+    """`work(reducer, rank)` on every rank; rank = node * locals_ + local."""
+    store = HashStore()
+
+    def on_rank(whole: ProcessGroup, rank: int) -> T:
+        node, local = divmod(rank, locals_)
+        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
+        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
+        clock = StepClock()
+        levels = [
+            payload(group, codec, clock, feedback, chunk_numel) for group, codec in ((inner, inside), (outer, between))
+        ]
+        return work(HierarchicalReducer(whole, *levels), rank)
+
+    return run_threads(nodes * locals_, on_rank)
+
+
+def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def interleaved(ranks: int) -> Partition:
+    runs = [(rank, 10 + rank) for rank in range(ranks)]
+    return partition_by_sizes([("weight", runs), ("bias", runs[:1]), ("norm", runs[::-1])], ranks)
+
+
+@every_shape
+@pytest.mark.parametrize("make", [interleaved, lambda ranks: even_partition([("w", 101), ("b", 3)], ranks)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_levels_sum_over_all_ranks(
+    nodes: int, locals_: int, make: Callable[[int], Partition], dtype: torch.dtype
+) -> None:
+    ranks = nodes * locals_
+    partition = make(ranks)
+    buckets = [integers(rank, partition.numel, dtype) for rank in range(ranks)]
+    total = sum(bucket.float() for bucket in buckets) * 0.5
+
+    def work(reducer: HierarchicalReducer, rank: int) -> tuple[Tensor, Tensor]:
+        scattered, everywhere = buckets[rank].clone(), buckets[rank].clone()
+        reducer.reduce_scatter(scattered, partition, 0.5)
+        reducer.all_reduce(everywhere, partition, 0.5)
+        return scattered, everywhere
+
+    for rank, (scattered, everywhere) in enumerate(run_nodes(nodes, locals_, FP32, FP32, work)):
+        assert torch.equal(everywhere, total.to(dtype))
+        expected = buckets[rank].clone()
+        for segment in partition.owned_by(rank):
+            part = slice(segment.offset, segment.offset + segment.numel)
+            expected[part] = total[part].to(dtype)
+        assert torch.equal(scattered, expected)
+
+
+@every_shape
+def test_lossy_levels_give_all_ranks_the_same_bits(nodes: int, locals_: int) -> None:
+    """Random rounding too: what comes back inside a node is drawn alike on every node."""
+    partition = interleaved(nodes * locals_)
+
+    def work(reducer: HierarchicalReducer, rank: int) -> list[Tensor]:
+        results = []
+        for step in range(4):
+            reducer.node.run.clock.begin(step)
+            bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(9 * step + rank))
+            reducer.all_reduce(bucket, partition, 1.0)
+            results.append(bucket)
+        return results
+
+    first, *others = run_nodes(nodes, locals_, STOCHASTIC, Blockwise(4, 32), work, feedback=True)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("locals_", [2, 3])
+def test_feedback_at_both_levels_delivers_everything_in_time(locals_: int) -> None:
+    """What is left after 30 steps of the same gradients is bounded, so the mean of the results approaches the truth."""
+    partition, steps = interleaved(2 * locals_), 30
+    gradients = [torch.randn(partition.numel, generator=torch.Generator().manual_seed(r)) for r in range(2 * locals_)]
+
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
+        total = torch.zeros(partition.numel)
+        for step in range(steps):
+            reducer.node.run.clock.begin(step)
+            bucket = gradients[rank].clone()
+            reducer.reduce_scatter(bucket, partition, 1.0)
+            total += bucket / steps
+        return gather(total, partition.owned_by(rank))
+
+    found = run_nodes(2, locals_, Blockwise(8, 32), Blockwise(4, 32), work, feedback=True)
+    for rank, mean in enumerate(found):
+        truth = gather(sum(gradients), partition.owned_by(rank))
+        # Node sums below 12 in 7 levels: half a level is 0.9, once in 30 steps, at each of 2 nodes.
+        assert (mean - truth).abs().max() <= 2 * 0.9 / steps + 0.01
+
+
+def test_chunks_of_an_uneven_bucket_do_not_mix_up_messages() -> None:
+    """Ranks of one node have parts of different size, hence different numbers of rounds between nodes."""
+    partition = partition_by_sizes([("w", [(0, 500), (1, 1), (2, 3), (3, 10)])], 4)
+
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
+        bucket = torch.zeros(partition.numel)
+        for _ in range(2):
+            bucket = integers(rank, partition.numel)
+            reducer.all_reduce(bucket, partition, 1.0)
+        return bucket
+
+    total = sum(integers(rank, partition.numel) for rank in range(4))
+    assert all(torch.equal(found, total) for found in run_nodes(2, 2, FP32, FP32, work, chunk_numel=50))
+
+
+def test_large_fp16_gradients_stay_in_range_inside_a_node() -> None:
+    """Their mean is in the range of fp16, the sum over a node is not."""
+    partition, fp16 = even_partition([("w", 12)], 4), Cast(torch.float16)
+
+    def work(reducer: HierarchicalReducer, rank: int) -> Tensor:
+        bucket = torch.full((12,), 60000.0, dtype=torch.float16)
+        reducer.all_reduce(bucket, partition, 0.25)
+        return bucket
+
+    for found in run_nodes(2, 2, fp16, fp16, work):
+        assert torch.equal(found, torch.full((12,), 60000.0, dtype=torch.float16))
+
+
+def test_less_crosses_the_link_between_nodes() -> None:
+    """2 nodes of 3: a rank sends a sixth of the bucket across, where one level sends a sixth to each of 3 ranks."""
+    partition = even_partition([("w", 600)], 6)
+
+    def work(reducer: HierarchicalReducer, rank: int) -> int:
+        reducer.reduce_scatter(torch.ones(600), partition, 1.0)
+        return reducer.across.run.meter.bytes_sent  # type: ignore[attr-defined, no-any-return]
+
+    assert run_nodes(2, 3, FP32, FP32, work) == [100 * 4] * 6
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "world", "expected"),
+    [
+        (range(4), 2, 4, [(0, 1), (2, 3)]),
+        (range(6), 3, 6, [(0, 1, 2), (3, 4, 5)]),
+        ((0, 2, 4, 6), 4, 8, [(0, 2), (4, 6)]),
+        ((1, 3, 5, 7), 4, 8, [(1, 3), (5, 7)]),
+    ],
+)
+def test_nodes_are_runs_of_consecutive_ranks(
+    group: range, size: int, world: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert split_by_node(group, size, world) == expected
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "world", "reason"),
+    [
+        (range(4), 3, 4, "does not divide the 4 ranks"),
+        (range(4), 4, 4, "all 4 data-parallel ranks on one node"),
+        ((0, 1, 2), 2, 4, "unequal numbers of data-parallel ranks on the nodes: 2, 1"),
+        ((0, 2, 4, 6), 2, 8, "one data-parallel rank on each node"),
+    ],
+)
+def test_groups_that_do_not_fit_nodes_are_refused(group: range, size: int, world: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"/gradients/hierarchy/ranks_per_node: {size} .*{reason}"):
+        split_by_node(group, size, world)

@@ -1,0 +1,86 @@
+"""Copies of a model on nodes, each divided over a node's ranks, as threads; compared with sums made by hand."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
+
+from deepspeed_compress.collectives.buckets import Partition, even_partition
+from deepspeed_compress.collectives.hybrid import HybridReducer
+from deepspeed_compress.collectives.reducer import StepClock
+from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor
+from deepspeed_compress.compression.segments import gather
+from tests.collectives.test_hierarchical import STOCHASTIC, integers, interleaved, payload
+from tests.support.threads import connect, run_threads
+
+T = TypeVar("T")
+FP32 = Cast(torch.float32)
+every_shape = pytest.mark.parametrize(("nodes", "locals_"), [(2, 2), (2, 3), (3, 2), (3, 1)])
+
+
+def run_copies(
+    nodes: int, locals_: int, between: Compressor, work: Callable[[HybridReducer, int], T], feedback: bool = False
+) -> list[T]:
+    """`work(reducer, rank)` on every rank; rank = node * locals_ + local."""
+    store = HashStore()
+
+    def on_rank(whole: ProcessGroup, rank: int) -> T:
+        node, local = divmod(rank, locals_)
+        inner = connect(PrefixStore(f"node{node}", store), local, locals_)
+        outer = connect(PrefixStore(f"across{local}", store), node, nodes)
+        levels = [payload(one, codec, StepClock(), feedback, None) for one, codec in ((inner, FP32), (outer, between))]
+        return work(HybridReducer(*levels), rank)
+
+    return run_threads(nodes * locals_, on_rank)
+
+
+@every_shape
+@pytest.mark.parametrize("make", [interleaved, lambda ranks: even_partition([("w", 101), ("b", 3)], ranks)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_levels_sum_over_all_ranks(
+    nodes: int, locals_: int, make: Callable[[int], Partition], dtype: torch.dtype
+) -> None:
+    partition = make(locals_)
+    buckets = [integers(rank, partition.numel, dtype) for rank in range(nodes * locals_)]
+    total = sum(bucket.float() for bucket in buckets) * 0.5
+
+    def work(reducer: HybridReducer, rank: int) -> tuple[Tensor, Tensor]:
+        scattered, everywhere = buckets[rank].clone(), buckets[rank].clone()
+        reducer.reduce_scatter(scattered, partition, 0.5)
+        reducer.all_reduce(everywhere, partition, 0.5)
+        return scattered, everywhere
+
+    for rank, (scattered, everywhere) in enumerate(run_copies(nodes, locals_, FP32, work)):
+        own = partition.owned_by(rank % locals_)
+        assert torch.equal(everywhere, total.to(dtype))
+        assert torch.equal(gather(scattered, own), gather(total.to(dtype), own))
+        others = [one for one in partition.segments if one.owner != rank % locals_]
+        assert torch.equal(gather(scattered, others), gather(buckets[rank], others))
+
+
+@pytest.mark.parametrize("codec", [Blockwise(4, 32), STOCHASTIC], ids=repr)
+def test_copies_get_the_same_bits(codec: Compressor) -> None:
+    partition = interleaved(2)
+
+    def work(reducer: HybridReducer, rank: int) -> Tensor:
+        bucket = torch.randn(partition.numel, generator=torch.Generator().manual_seed(rank))
+        reducer.reduce_scatter(bucket, partition, 1.0)
+        return gather(bucket, partition.owned_by(rank % 2))
+
+    found = run_copies(3, 2, codec, work, feedback=True)
+    for rank, part in enumerate(found):
+        assert torch.equal(part, found[rank % 2])
+    assert not torch.equal(found[0][:10], found[1][:10])
+
+
+def test_what_crosses_nodes_is_a_part() -> None:
+    partition = even_partition([("w", 400)], 2)
+
+    def work(reducer: HybridReducer, rank: int) -> list[int]:
+        return [one.bytes for one in reducer.transfers(partition, everywhere=False)]
+
+    # Half of the elements to the other rank of the node; half of the part to the other node, and half of it back.
+    assert run_copies(2, 2, FP32, work) == [[800, 800]] * 4

@@ -1,0 +1,749 @@
+"""Ranks are threads here; what they compute together is compared with the same sums made by hand."""
+
+import gc
+import itertools
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroup
+
+from deepspeed_compress.collectives.buckets import Partition, even_partition, partition_by_sizes
+from deepspeed_compress.collectives.clipping import ClippingReducer
+from deepspeed_compress.collectives.exchange import Link, exchange
+from deepspeed_compress.collectives.messages import Channel, Messages, make_layouts
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.probes import cosine_with_truth, true_sum
+from deepspeed_compress.collectives.reducer import MessageCounter, Run, StepClock
+from deepspeed_compress.compression.codec import Codec, NoSend
+from deepspeed_compress.compression.compressors import Blockwise, Cast, Compressor, Sign, TopK
+from deepspeed_compress.compression.feedback import ErrorFeedback, Feedback, NoFeedback, SpreadSum
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.compression.segments import gather
+from deepspeed_compress.compression.transforms import DCT, Hadamard, Transform
+from deepspeed_compress.monitor import Meter
+from tests.support.codecs import CODECS, is_random, transmit
+from tests.support.properties import properties
+from tests.support.threads import connect, run_threads
+
+pytestmark = pytest.mark.rotating(2, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
+
+FP32 = Cast(torch.float32)
+INT4 = Blockwise(4, 32)
+TOPK = TopK(0.1, 64)
+STOCHASTIC = Blockwise(8, 32, stochastic=True)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RANKS = (1, 2, 3, 4)
+NUMELS = (0, 2, 13, 211)
+"""Nothing, fewer elements than ranks, and two that no number of ranks from 2 to 4 divides."""
+
+every_ranks = pytest.mark.parametrize("ranks", RANKS)
+every_numel = pytest.mark.parametrize("numel", NUMELS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_codec = pytest.mark.parametrize("codec", [*CODECS], ids=repr)
+
+
+def layout(numel: int, ranks: int) -> Partition:
+    """A bucket of two parameters, "weight" and the shorter "bias", in near-equal runs."""
+    bias = numel // 3
+    return even_partition([("weight", numel - bias), ("bias", bias)], ranks)
+
+
+def interleaved(ranks: int) -> Partition:
+    """Every rank owns a part of every parameter, as in ZeRO 3."""
+    runs = [(rank, 10 + rank) for rank in range(ranks)]
+    return partition_by_sizes([("weight", runs), ("bias", runs[:1]), ("norm", runs[::-1])], ranks)
+
+
+def normal(rank: int, numel: int, step: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small enough that their sums are exact in every dtype."""
+    return torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def make_reducer(
+    group: ProcessGroup,
+    codecs: Sequence[Compressor | Codec],
+    channel_of: Mapping[str, int] = MappingProxyType({}),
+    residuals: Sequence[Residuals] = (),
+    seed: int = 0,
+    chunk_numel: int | None = None,
+    clock: StepClock | None = None,
+    own_exact: bool = True,
+) -> PayloadReducer:
+    """A reducer without feedback, or with `residuals` for gradients and means."""
+    table = [codec if isinstance(codec, Codec) else Codec(codec) for codec in codecs]
+    feedback: tuple[Feedback, ...] = (NoFeedback(), NoFeedback())
+    if residuals:
+        feedback = ErrorFeedback(residuals[0], own_exact=own_exact), ErrorFeedback(residuals[1])
+    messages = Messages(tuple(Channel(codec, *feedback) for codec in table), channel_of)
+    return PayloadReducer(Link(group), messages, Run(clock or StepClock(), Meter(), seed), chunk_numel)
+
+
+def reduced(
+    operation: str,
+    buckets: Sequence[Tensor],
+    partition: Partition,
+    codecs: Sequence[Compressor],
+    scale: float = 1.0,
+    channel_of: Mapping[str, int] = MappingProxyType({}),
+) -> list[Tensor]:
+    """What `operation` leaves in the bucket of every rank."""
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        bucket = buckets[rank].clone()
+        getattr(make_reducer(group, codecs, channel_of), operation)(bucket, partition, scale)
+        return bucket
+
+    return run_threads(len(buckets), work)
+
+
+@every_dtype
+@every_numel
+@every_ranks
+def test_all_reduce_of_an_exact_codec_is_the_sum(ranks: int, numel: int, dtype: torch.dtype) -> None:
+    buckets = [integers(rank, numel, dtype) for rank in range(ranks)]
+    for found in reduced("all_reduce", buckets, layout(numel, ranks), [Cast(dtype)]):
+        assert found.dtype == dtype
+        assert torch.equal(found, sum(buckets))
+
+
+@every_dtype
+@every_numel
+@every_ranks
+def test_reduce_scatter_sums_own_segments_and_leaves_the_others(ranks: int, numel: int, dtype: torch.dtype) -> None:
+    buckets = [integers(rank, numel, dtype) for rank in range(ranks)]
+    partition = layout(numel, ranks)
+    for rank, found in enumerate(reduced("reduce_scatter", buckets, partition, [Cast(dtype)])):
+        expected = buckets[rank].clone()
+        for segment in partition.owned_by(rank):
+            part = slice(segment.offset, segment.offset + segment.numel)
+            expected[part] = sum(bucket[part] for bucket in buckets)
+        assert torch.equal(found, expected)
+
+
+@every_ranks
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+def test_the_scale_makes_it_the_mean(operation: str, ranks: int) -> None:
+    partition = interleaved(ranks)
+    buckets = [normal(rank, partition.numel) for rank in range(ranks)]
+    mean = torch.stack(buckets).double().mean(dim=0).float()
+    for rank, found in enumerate(reduced(operation, buckets, partition, [FP32], 1 / ranks)):
+        own = partition.owned_by(rank)
+        torch.testing.assert_close(gather(found, own), gather(mean, own), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not is_random(codec)], ids=repr)
+def test_reduce_scatter_adds_what_the_others_decode_to_the_exact_own(codec: Compressor) -> None:
+    ranks, partition = 3, interleaved(3)
+    buckets = [normal(rank, partition.numel) for rank in range(ranks)]
+    for rank, found in enumerate(reduced("reduce_scatter", buckets, partition, [codec], 0.5)):
+        own = [gather(bucket, partition.owned_by(rank)) for bucket in buckets]
+        heard = [own[peer] if peer == rank else transmit(codec, own[peer]) for peer in range(ranks)]
+        torch.testing.assert_close(gather(found, partition.owned_by(rank)), 0.5 * sum(heard), rtol=1e-6, atol=1e-6)
+
+
+@every_dtype
+@every_codec
+def test_all_ranks_have_the_same_bits(codec: Compressor, dtype: torch.dtype) -> None:
+    partition = interleaved(4)
+    buckets = [normal(rank, partition.numel).to(dtype) for rank in range(4)]
+    found = reduced("all_reduce", buckets, partition, [codec], 0.25)
+    assert len({raw_bytes(bucket) for bucket in found}) == 1
+    assert not torch.equal(found[0], buckets[0])
+
+
+def test_codecs_share_a_bucket() -> None:
+    """Parameters of the exact codec get the exact sum, the others what their codec makes of it."""
+    partition = interleaved(3)
+    buckets = [integers(rank, partition.numel) for rank in range(3)]
+    found = reduced("all_reduce", buckets, partition, [FP32, INT4], channel_of={"weight": 1})[0]
+    exact = [segment for segment in partition.segments if segment.parameter != "weight"]
+    lossy = [segment for segment in partition.segments if segment.parameter == "weight"]
+    total = sum(buckets)
+    assert torch.equal(gather(found, exact), gather(total, exact))
+    assert not torch.equal(gather(found, lossy), gather(total, lossy))
+    # Two senders and the mean, each half a level at most, of magnitudes up to 20, 20 and 60 + 2 * 20 / 14.
+    assert (gather(found, lossy) - gather(total, lossy)).abs().max() <= (20 + 20 + 63) / 14
+
+
+class Counting:
+    """A process group that adds up the bytes handed to `send`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.size, self.rank, self.recv = group.size, group.rank, group.recv
+        self._send = group.send
+        self.sent = 0
+        self.targets: list[int] = []
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> object:
+        self.sent += sum(tensor.nbytes for tensor in tensors)
+        self.targets.append(target)
+        return self._send(tensors, target, tag)
+
+
+def message_bytes(partition: Partition, owner: int, codecs: Sequence[Compressor], biased: bool) -> int:
+    """The size of a message by the definition: one payload for the elements of each codec."""
+    names = [(segment.numel, int(biased and segment.parameter == "bias")) for segment in partition.owned_by(owner)]
+    numels = [sum(numel for numel, codec in names if codec == index) for index in range(len(codecs))]
+    return sum(codec.payload_bytes(numel) for codec, numel in zip(codecs, numels, strict=True))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@every_numel
+@every_ranks
+def test_the_meter_counts_the_bytes_that_leave(ranks: int, numel: int, operation: str) -> None:
+    codecs, partition = [INT4, FP32], layout(numel, ranks)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[int, int]:
+        counting = Counting(group)
+        reducer = make_reducer(counting, codecs, {"bias": 1})  # type: ignore[arg-type]
+        getattr(reducer, operation)(normal(rank, numel), partition, 1.0)
+        return reducer.run.meter.bytes_sent, counting.sent
+
+    sizes = [message_bytes(partition, owner, codecs, biased=True) for owner in range(ranks)]
+    for rank, (metered, sent) in enumerate(run_threads(ranks, work)):
+        back = (ranks - 1) * sizes[rank] if operation == "all_reduce" else 0
+        assert metered == sent == sum(sizes) - sizes[rank] + back
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_each_direction_has_a_group_of_its_own(ranks: int) -> None:
+    """Else gloo announces the messages of one direction behind those of the other."""
+    store = HashStore()
+
+    def work(group: ProcessGroup, rank: int) -> tuple[list[int], list[int], Tensor]:
+        up, down = Counting(group), Counting(connect(store, rank, ranks))
+        outgoing = [torch.tensor([rank, target], dtype=torch.uint8) for target in range(ranks)]
+        incoming = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks)]
+        Link(up, down).start(outgoing, incoming, 3).finish()  # type: ignore[arg-type]
+        return sorted(up.targets), sorted(down.targets), torch.stack(incoming)
+
+    for rank, (up, down, received) in enumerate(run_threads(ranks, work)):
+        assert (up, down) == (list(range(rank + 1, ranks)), list(range(rank)))
+        assert received.tolist() == [[source, rank] if source != rank else [0, 0] for source in range(ranks)]
+
+
+def test_the_meter_times_every_phase() -> None:
+    def work(group: ProcessGroup, rank: int) -> dict[str, float]:
+        reducer = make_reducer(group, [INT4])
+        reducer.all_reduce(normal(rank, 211), layout(211, 2), 1.0)
+        meter = reducer.run.meter
+        assert isinstance(meter, Meter)
+        return meter.milliseconds()
+
+    for times in run_threads(2, work):
+        assert set(times) == {"compress", "communicate", "decompress"}
+        assert all(elapsed > 0 for elapsed in times.values())
+
+
+STEPS = 30
+
+
+def truth(ranks: int, numel: int) -> Tensor:
+    """The sum of the true means of all steps, in float64."""
+    inputs = [normal(rank, numel, step).double() for step in range(STEPS) for rank in range(ranks)]
+    return torch.stack(inputs).sum(dim=0) / ranks
+
+
+def flat_residual(residuals: Residuals, partition: Partition) -> Tensor:
+    """Residuals at their places in the bucket; zero where a rank sends nothing."""
+    flat = torch.zeros(partition.numel, dtype=torch.float64)
+    offsets = {(s.parameter, s.begin, s.numel): s.offset for s in partition.segments}
+    for piece, values in residuals.items():
+        flat.narrow(0, offsets[piece], piece[2]).copy_(values)
+    return flat
+
+
+def long_run(
+    operation: str, codec: Compressor | Codec, partition: Partition, feedback: bool, own_exact: bool = True
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Per rank: the sum of STEPS results, and the residuals of gradients and means at the end."""
+
+    def work(group: ProcessGroup, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [codec], residuals=memory if feedback else (), own_exact=own_exact)
+        total = torch.zeros(partition.numel, dtype=torch.float64)
+        for step in range(STEPS):
+            reducer.run.clock.begin(step)
+            bucket = normal(rank, partition.numel, step)
+            getattr(reducer, operation)(bucket, partition, 1 / group.size())
+            total += bucket
+        return total, flat_residual(memory[0], partition), flat_residual(memory[1], partition)
+
+    return run_threads(partition.world_size, work)
+
+
+@pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_reduce_delivers_everything_but_the_residuals(ranks: int, codec: Compressor) -> None:
+    """Telescoping: sum of results + residual of the mean + mean of the residuals = sum of true means.
+
+    The bound is fp32 rounding of STEPS sums of a few terms below 8: STEPS * 8 * 4 * 2**-24 = 6e-5.
+    """
+    partition = layout(211, ranks)
+    outcome = long_run("all_reduce", codec, partition, feedback=True)
+    left = sum(gradients / ranks + means for _, gradients, means in outcome)
+    for total, _, _ in outcome:
+        assert (total + left - truth(ranks, 211)).abs().max() <= 6e-5
+    assert left.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("codec", [INT4, TOPK, STOCHASTIC, Cast(torch.bfloat16)], ids=repr)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_delivers_everything_but_the_residuals(ranks: int, codec: Compressor) -> None:
+    """The same identity, without a residual of the mean, where a rank owns the element."""
+    partition = layout(211, ranks)
+    outcome = long_run("reduce_scatter", codec, partition, feedback=True)
+    left = sum(gradients for _, gradients, _ in outcome) / ranks
+    for rank, (total, _, _) in enumerate(outcome):
+        for segment in partition.owned_by(rank):
+            part = slice(segment.offset, segment.offset + segment.numel)
+            assert (total + left - truth(ranks, 211))[part].abs().max() <= 6e-5
+
+
+ROTATED = Codec(TOPK, DCT({"weight": 10}, 4))
+
+
+@pytest.mark.parametrize("own_exact", [True, False])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_coefficients_deliver_everything_but_the_residuals(ranks: int, operation: str, own_exact: bool) -> None:
+    """The same of memories that are coefficients, on their way from sum to mean too.
+
+    Transforms round besides: STEPS times a few units of the last place of numbers below 32.
+    """
+    partition = layout(211, ranks)
+    outcome = long_run(operation, ROTATED, partition, feedback=True, own_exact=own_exact)
+    left = sum(gradients / ranks + means for _, gradients, means in outcome)
+    for rank, (total, _, _) in enumerate(outcome):
+        off = (total + left - truth(ranks, 211)).abs()
+        for segment in partition.segments if operation == "all_reduce" else partition.owned_by(rank):
+            assert off.narrow(0, segment.offset, segment.numel).max() <= 3e-4
+    assert left.abs().max() > 1e-2
+
+
+def test_without_feedback_the_running_sum_drifts_away() -> None:
+    partition = layout(211, 2)
+    missed = {
+        feedback: float((long_run("all_reduce", TOPK, partition, feedback)[0][0] - truth(2, 211)).norm())
+        for feedback in (True, False)
+    }
+    assert missed[True] < missed[False]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every_codec
+def test_a_non_finite_element_of_one_rank_reaches_all_ranks(codec: Compressor, bad: float) -> None:
+    ranks, partition = 3, interleaved(3)
+    buckets = [normal(rank, partition.numel) for rank in range(ranks)]
+    buckets[1][partition.owned_by(2)[0].offset] = bad
+    for found in reduced("all_reduce", buckets, partition, [codec], 1 / ranks):
+        assert not found.isfinite().all()
+
+
+@pytest.mark.parametrize(("source", "owner"), [(0, 1), (1, 0), (1, 1)])
+@every_codec
+def test_a_non_finite_element_reaches_its_owner_and_no_other(codec: Compressor, source: int, owner: int) -> None:
+    partition = interleaved(2)
+    buckets = [normal(rank, partition.numel) for rank in range(2)]
+    buckets[source][partition.owned_by(owner)[0].offset] = math.nan
+    for rank, found in enumerate(reduced("reduce_scatter", buckets, partition, [codec])):
+        assert bool(gather(found, partition.owned_by(rank)).isfinite().all()) == (rank != owner)
+
+
+def test_a_subgroup_reduces_among_its_own_ranks() -> None:
+    """World ranks 1 and 3 are ranks 0 and 1 of their group; the others take no part."""
+    store, members, partition = HashStore(), [1, 3], layout(13, 2)
+
+    def work(_: ProcessGroup, rank: int) -> Tensor:
+        bucket = integers(rank, 13)
+        if rank in members:
+            group = connect(store, members.index(rank), len(members))
+            make_reducer(group, [FP32]).all_reduce(bucket, partition, 1.0)
+        return bucket
+
+    found = run_threads(4, work)
+    total = integers(1, 13) + integers(3, 13)
+    for rank, bucket in enumerate(found):
+        assert torch.equal(bucket, total if rank in members else integers(rank, 13))
+
+
+def training_bits(seed: int, first_step: int = 0) -> list[bytes]:
+    """Two steps of two messages of each kind with stochastic rounding and feedback."""
+    partition = layout(211, 3)
+
+    def work(group: ProcessGroup, rank: int) -> bytes:
+        memory = [Residuals("bf16", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [STOCHASTIC], residuals=memory, seed=seed)
+        results = []
+        for step, operation in itertools.product(range(2), ["all_reduce", "reduce_scatter", "all_reduce"]):
+            reducer.run.clock.begin(first_step + step)
+            bucket = normal(rank, 211, step)
+            getattr(reducer, operation)(bucket, partition, 1 / 3)
+            results.append(raw_bytes(bucket))
+        return b"".join(results)
+
+    return run_threads(3, work)
+
+
+def test_the_same_run_gives_the_same_bits() -> None:
+    assert training_bits(seed=1) == training_bits(seed=1)
+
+
+@pytest.mark.parametrize(("seed", "first_step"), [(2, 0), (1, 5)])
+def test_seed_and_step_choose_the_random_numbers(seed: int, first_step: int) -> None:
+    assert training_bits(seed, first_step)[0] != training_bits(seed=1)[0]
+
+
+def test_no_two_messages_share_random_numbers() -> None:
+    """Messages of one step, their owners, their senders and their codecs all have keys of their own."""
+    keys: list[int] = []
+    partition = interleaved(3)
+
+    class Recording(Blockwise):
+        def compress(self, x: Tensor, out: Tensor, key: int) -> None:
+            keys.append(key)
+            super().compress(x, out, key)
+
+    def work(group: ProcessGroup, rank: int) -> None:
+        reducer = make_reducer(group, [Recording(), Recording(4)], {"bias": 1})
+        for step in range(2):
+            reducer.run.clock.begin(step)
+            for _ in range(2):
+                reducer.all_reduce(normal(rank, partition.numel), partition, 1.0)
+
+    run_threads(3, work)
+    assert len(set(keys)) == len(keys) > 2 * 2 * 3 * 3
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (-3.0, -1.0), (0.0, math.nan), (math.inf, math.nan)])
+def test_cosine_compares_all_ranks_own_segments(factor: float, expected: float) -> None:
+    partition = interleaved(3)
+
+    def work(group: ProcessGroup, rank: int) -> float:
+        true = true_sum(group, normal(rank, partition.numel))
+        return cosine_with_truth(group, true * factor, true, partition.owned_by(rank))()
+
+    assert run_threads(3, work) == pytest.approx([expected] * 3, nan_ok=True)
+
+
+def test_cosine_of_a_half_right_mean() -> None:
+    """Rank 0 has its own segment right, rank 1 has zeros: cos = |a| / sqrt(|a|^2 + |b|^2), equal lengths."""
+    partition = layout(8, 2)
+
+    def work(group: ProcessGroup, rank: int) -> float:
+        return cosine_with_truth(group, torch.full((8,), 1.0 - rank), torch.ones(8), partition.owned_by(rank))()
+
+    assert run_threads(2, work) == pytest.approx([0.5**0.5] * 2)
+
+
+@every_dtype
+def test_true_sum_is_fp32_and_leaves_the_bucket(dtype: torch.dtype) -> None:
+    def work(group: ProcessGroup, rank: int) -> tuple[Tensor, Tensor]:
+        bucket = integers(rank, 13, dtype)
+        return true_sum(group, bucket), bucket
+
+    for rank, (total, bucket) in enumerate(run_threads(3, work)):
+        assert total.dtype == torch.float32
+        assert torch.equal(total, sum(integers(peer, 13) for peer in range(3)))
+        assert torch.equal(bucket, integers(rank, 13, dtype))
+
+
+def test_an_exchange_carries_a_size_of_its_own_between_every_pair() -> None:
+    ranks = 4
+
+    def message(source: int, target: int) -> Tensor:
+        return torch.full((source * target % 5,), 10 * source + target, dtype=torch.uint8)
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        incoming = [torch.zeros_like(message(source, rank)) for source in range(ranks)]
+        exchange(group, [message(rank, target) for target in range(ranks)], incoming)
+        return incoming
+
+    for rank, incoming in enumerate(run_threads(ranks, work)):
+        for source in range(ranks):
+            expected = message(source, rank) if source != rank else torch.zeros_like(message(rank, rank))
+            assert torch.equal(incoming[source], expected)
+
+
+@properties
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=9),
+    st.lists(st.sampled_from([FP32, INT4, TOPK]), min_size=1, max_size=3),
+)
+def test_a_layout_places_every_element_once_and_leaves_no_gap(
+    runs: list[tuple[int, int]], codecs: list[Compressor]
+) -> None:
+    partition = partition_by_sizes([(f"p{index}", [run]) for index, run in enumerate(runs)], 3)
+    channel_of = {f"p{index}": index % len(codecs) for index, _ in enumerate(runs)}
+    [found] = make_layouts(Messages(tuple(Channel(Codec(codec)) for codec in codecs), channel_of), partition)
+    for owner, pieces in enumerate(found.pieces):
+        ends = [0, *(piece.end for piece in pieces)]
+        lasts = [0, *(piece.first + piece.numel for piece in pieces)]
+        assert [(piece.begin, piece.first) for piece in pieces] == list(zip(ends, lasts, strict=True))[:-1]
+        assert (found.sizes[owner], found.numels[owner]) == (ends[-1], lasts[-1])
+        placed = [segment for piece in pieces for segment in piece.segments]
+        assert sorted(placed, key=lambda segment: segment.offset) == list(partition.owned_by(owner))
+        assert all(int(s.parameter[1:]) % len(codecs) == piece.channel for piece in pieces for s in piece.segments)
+        assert all(piece.end - piece.begin == codecs[piece.channel].payload_bytes(piece.numel) for piece in pieces)
+
+
+def test_a_bucket_must_fit_its_partition() -> None:
+    def work(group: ProcessGroup, rank: int) -> None:
+        make_reducer(group, [FP32]).all_reduce(torch.zeros(5), layout(4, 2), 1.0)
+
+    with pytest.raises(AssertionError, match="bucket of 5 for a partition of 4"):
+        run_threads(2, work)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("chunk_numel", [1, 50, 10**6])
+def test_a_bucket_in_chunks_gives_the_same_sums_and_bytes(operation: str, chunk_numel: int) -> None:
+    ranks, partition = 3, interleaved(3)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[Tensor, int, int]:
+        reducer = make_reducer(group, [FP32], chunk_numel=chunk_numel)
+        bucket = normal(rank, partition.numel)
+        getattr(reducer, operation)(bucket, partition, 1.0)
+        return bucket, reducer.run.meter.bytes_sent, len(reducer.layouts(partition))
+
+    whole = reduced(operation, [normal(rank, partition.numel) for rank in range(ranks)], partition, [FP32])
+    for expected, (found, sent, rounds) in zip(whole, run_threads(ranks, work), strict=True):
+        assert torch.equal(found, expected)
+        assert rounds == max(1, -(-partition.numel // chunk_numel))
+        assert sent >= 4 * partition.numel // ranks
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("transform", [Hadamard(32), DCT({"weight": 7}, 4)], ids=lambda one: type(one).__name__)
+def test_sums_are_taken_in_the_transformed_domain(operation: str, transform: Transform) -> None:
+    partition = interleaved(3)
+    buckets = [normal(rank, partition.numel) for rank in range(3)]
+    found = reduced(operation, buckets, partition, [Codec(FP32, transform)])
+    for rank, bucket in enumerate(found):
+        own = partition.owned_by(rank)
+        torch.testing.assert_close(gather(bucket, own), gather(sum(buckets), own), rtol=1e-5, atol=1e-5)
+
+
+def test_delayed_parameters_arrive_as_the_sum_of_their_steps() -> None:
+    """Every third step: zero mean gradients in between, own elements too, then the mean of all three."""
+    partition, every = interleaved(2), 3
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        stores, clock = [Residuals("fp32", transactional=True) for _ in range(2)], StepClock()
+        silent, sending = (make_reducer(group, [codec], residuals=stores, clock=clock) for codec in (NoSend(), FP32))
+        results = []
+        for step in range(2 * every):
+            clock.begin(step)
+            bucket = integers(10 * step + rank, partition.numel)
+            (silent if (step + 1) % every else sending).reduce_scatter(bucket, partition, 0.5)
+            stores[0].commit()
+            results.append(gather(bucket, partition.owned_by(rank)))
+        return results
+
+    for rank, results in enumerate(run_threads(2, work)):
+        for step, found in enumerate(results):
+            steps = range(step + 1 - every, step + 1) if (step + 1) % every == 0 else ()
+            parts = [integers(10 * past + peer, partition.numel) for past in steps for peer in range(2)]
+            expected = 0.5 * sum(parts, torch.zeros(partition.numel))
+            assert torch.equal(found, gather(expected, partition.owned_by(rank)))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("skipped", [(), (4,), (5,), (2, 7)])
+def test_a_spread_sum_is_handed_on_in_equal_parts(operation: str, micro_steps: int, skipped: tuple[int, ...]) -> None:
+    """From the step in which it arrives, a third in each of three; a skipped step leaves its part to the others.
+
+    Skipped are steps between two sends, or sending ones, after which the gradients wait for the next send.
+    """
+    partition, every, steps = interleaved(2), 3, 12
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        stores, run = [Residuals("fp32", transactional=True) for _ in range(3)], Run(StepClock(), Meter())
+        kept = (ErrorFeedback(stores[0]), ErrorFeedback(stores[1]), SpreadSum(stores[2], every))
+        silent, sending = (
+            PayloadReducer(Link(group), Messages((Channel(Codec(codec), *kept),)), run) for codec in (NoSend(), FP32)
+        )
+        results = []
+        for step in range(steps):
+            run.clock.begin(step)
+            reducer = silent if (step + 1) % every else sending
+            total = torch.zeros(partition.numel)
+            for micro in range(micro_steps):
+                bucket = gradient(step, micro, rank)
+                getattr(reducer, operation)(bucket, partition, 0.5)
+                total += bucket
+            for store in stores:
+                (store.rollback if step in skipped else store.commit)()
+            results.append(gather(total, partition.owned_by(rank)))
+        return results
+
+    def gradient(step: int, micro: int, rank: int) -> Tensor:
+        return 6 * integers(100 * step + 10 * micro + rank, partition.numel)
+
+    for rank, results in enumerate(run_threads(2, work)):
+        waiting = left = torch.zeros(partition.numel)
+        for step, found in enumerate(results):
+            parts = [gradient(step, micro, peer) for micro in range(micro_steps) for peer in range(2)]
+            collected = waiting + 0.5 * sum(parts)
+            sends = (step + 1) % every == 0
+            total = left + collected if sends else left
+            part = total / (every - (step + 1) % every)
+            torch.testing.assert_close(found, gather(part, partition.owned_by(rank)), rtol=1e-5, atol=1e-4)
+            if step not in skipped:
+                waiting, left = torch.zeros(partition.numel) if sends else collected, total - part
+
+
+def test_ranks_may_have_different_residuals_but_sizes_are_equal() -> None:
+    """Payload sizes depend on counts alone, whatever a rank has to send."""
+    partition = layout(211, 2)
+
+    def work(group: ProcessGroup, rank: int) -> tuple[int, ...]:
+        reducer = make_reducer(group, [TOPK])
+        bucket = torch.zeros(211) if rank == 0 else normal(rank, 211)
+        reducer.all_reduce(bucket, partition, 1.0)
+        [found] = reducer.layouts(partition)
+        return found.sizes
+
+    first, second = run_threads(2, work)
+    assert first == second
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_clipping_limits_each_parameter_on_each_rank(loss_scale: float) -> None:
+    partition, limit = layout(211, 2), 0.5
+
+    def clipped(rank: int) -> Tensor:
+        bucket = normal(rank, 211) * loss_scale
+        for part in (bucket[:141], bucket[141:]):
+            part.mul_(min(1.0, limit * loss_scale / float(part.norm())))
+        return bucket
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        inner = make_reducer(group, [FP32])
+        inner.run.clock.begin(0, loss_scale)
+        bucket = normal(rank, 211) * loss_scale
+        ClippingReducer(inner, limit, inner.run.clock).all_reduce(bucket, partition, 1.0)
+        return bucket
+
+    for found in run_threads(2, work):
+        torch.testing.assert_close(found, clipped(0) + clipped(1), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_leaves_small_and_non_finite_gradients() -> None:
+    partition = layout(211, 1)
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        inner = make_reducer(group, [FP32])
+        found = []
+        for bucket in (normal(0, 211) * 1e-3, torch.zeros(211), torch.full((211,), math.nan)):
+            ClippingReducer(inner, 1.0, inner.run.clock).all_reduce(bucket, partition, 1.0)
+            found.append(bucket)
+        return found
+
+    [(small, zeros, bad)] = run_threads(1, work)
+    assert torch.equal(small, normal(0, 211) * 1e-3)
+    assert not zeros.any()
+    assert bad.isnan().all()
+
+
+def scaled_signs(x: Tensor, block: int) -> Tensor:
+    """float64: mean |x| of each block times the signs, sign(0) = 1."""
+    return torch.cat([part.abs().mean() * torch.where(part < 0, -1.0, 1.0).double() for part in x.split(block)])
+
+
+def test_signs_with_two_residuals_follow_one_bit_adam() -> None:
+    """1-bit Adam, algorithm 1, in float64: worker errors, then server errors; a server's own part is exact here."""
+    ranks, numel, block, steps = 3, 96, 32, 5
+    partition = even_partition([("w", numel)], ranks)
+    gradients = [[integers(10 * step + rank, numel) for rank in range(ranks)] for step in range(steps)]
+
+    def work(group: ProcessGroup, rank: int) -> list[Tensor]:
+        memory = [Residuals("fp32", transactional=False) for _ in range(2)]
+        reducer = make_reducer(group, [Sign(block)], residuals=memory)
+        results = []
+        for step in range(steps):
+            bucket = gradients[step][rank].clone()
+            reducer.all_reduce(bucket, partition, 1 / ranks)
+            results.append(bucket)
+        return results
+
+    worker = torch.zeros(ranks, numel, dtype=torch.float64)
+    server = torch.zeros(numel, dtype=torch.float64)
+    expected = []
+    for step in range(steps):
+        mean = torch.zeros(numel, dtype=torch.float64)
+        for owner in range(ranks):
+            part = slice(owner * block, (owner + 1) * block)
+            for rank in range(ranks):
+                sent = gradients[step][rank][part].double() + worker[rank, part]
+                if rank != owner:
+                    worker[rank, part] = sent - scaled_signs(sent, block)
+                    sent = scaled_signs(sent, block)
+                mean[part] += sent / ranks
+        total = mean + server
+        server = total - scaled_signs(total, block)
+        expected.append(scaled_signs(total, block))
+    for found in run_threads(ranks, work):
+        for step in range(steps):
+            torch.testing.assert_close(found[step].double(), expected[step], rtol=1e-4, atol=1e-4)
+
+
+def test_a_reducer_leaves_with_its_last_reference() -> None:
+    """A process group that waits for the garbage collector may be destroyed in a forked child, which crashes."""
+
+    def work(group: ProcessGroup, rank: int) -> bool:
+        reducer = make_reducer(group, [FP32])
+        reducer.all_reduce(normal(rank, 13), layout(13, 2), 1.0)
+        known = weakref.ref(reducer)
+        del reducer
+        return known() is None
+
+    gc.disable()
+    try:
+        assert run_threads(2, work) == [True, True]
+    finally:
+        gc.enable()
+
+
+def test_messages_are_numbered_within_a_step() -> None:
+    clock = StepClock()
+    first, second = MessageCounter(clock), MessageCounter(clock)
+    clock.begin(7)
+    assert [first.next(), first.next(), second.next()] == [1, 2, 1]
+    clock.begin(7, 2.0)
+    assert (clock.step, clock.loss_scale, first.next()) == (7, 2.0, 1)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_known_at_once_though_it_is_held_back(operation: str, owner: int, bad: float) -> None:
+    partition = layout(40, 2)
+
+    def work(group: ProcessGroup, rank: int) -> Tensor:
+        reducer = make_reducer(group, [NoSend()], residuals=[Residuals("fp32", transactional=True) for _ in range(2)])
+        bucket = normal(rank, 40)
+        if rank == 0:
+            bucket[partition.owned_by(owner)[0].offset] = bad
+        getattr(reducer, operation)(bucket, partition, 0.5)
+        return gather(bucket, partition.owned_by(rank))
+
+    results = run_threads(2, work)
+    assert not results[owner].isfinite().any()
+    assert not results[1 - owner].any()

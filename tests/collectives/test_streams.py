@@ -1,0 +1,187 @@
+"""Messages on GPUs: what is sent and received stays until it has been used, whichever stream waits for it."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_compress.collectives.buckets import even_partition
+from deepspeed_compress.collectives.exchange import Link, _Collective
+from deepspeed_compress.collectives.hierarchical import HierarchicalReducer
+from deepspeed_compress.collectives.messages import Channel, Messages
+from deepspeed_compress.collectives.payload import PayloadReducer
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.compression.codec import Codec
+from deepspeed_compress.compression.compressors import Blockwise
+from deepspeed_compress.compression.feedback import ErrorFeedback
+from deepspeed_compress.compression.residuals import Residuals
+from deepspeed_compress.monitor import Meter
+from tests.support.forks import run_forks
+from tests.support.streams import Device, Event, Stream
+
+NUMEL = 400
+READ = "aten.add.Tensor reads on default, which does not wait for side"
+GIVEN_AWAY = "memory of aten.add.Tensor on default is given away while side uses it"
+
+
+def used_on(device: Device, side: Stream, wait: Callable[[], None], record: bool = False) -> None:
+    """A tensor of the default stream is used on `side`, and given up; `wait` comes before its memory is used again."""
+    x = torch.ones(3) + 1
+    side.wait_stream(device.default)
+    with device.using(side):
+        x.mul(2)
+    if record:
+        device.record(x, side)
+    del x
+    wait()
+    torch.zeros(3)
+
+
+def test_memory_is_given_away_when_its_users_are_done() -> None:
+    for options, found in [({}, [GIVEN_AWAY]), ({"record": True}, [])]:
+        with Device() as device:
+            used_on(device, device.stream("side"), lambda: None, **options)
+        assert list(device.problems) == found
+    with Device() as device:
+        side = device.stream("side")
+        used_on(device, side, lambda: device.default.wait_stream(side))
+    assert not device.problems
+
+
+def by_event(device: Device, side: Stream, early: bool) -> None:
+    event = Event(device)
+    if early:
+        event.record(side)
+    with device.using(side):
+        x = torch.ones(3)
+    if not early:
+        event.record(side)
+    device.default.wait_event(event)
+    x + 1
+
+
+def by_host(device: Device, side: Stream, early: bool) -> None:
+    with device.using(side):
+        x = torch.ones(3)
+    (device.default if early else side).synchronize()
+    x + 1
+
+
+def by_third(device: Device, side: Stream, early: bool) -> None:
+    """Who waits for a stream waits for what that one has waited for, up to now."""
+    third = device.stream("third")
+    with device.using(side):
+        x = torch.ones(3)
+    for stream, other in ((device.default, third), (third, side))[:: 1 if early else -1]:
+        stream.wait_stream(other)
+    x + 1
+
+
+@pytest.mark.parametrize("how", [by_event, by_host, by_third])
+def test_a_reader_waits_for_the_last_writer(how: Callable[[Device, Stream, bool], None]) -> None:
+    for early, found in ((True, [READ]), (False, [])):
+        with Device() as device:
+            how(device, device.stream("side"), early)
+        assert list(device.problems) == found
+
+
+def test_a_writer_waits_for_readers() -> None:
+    with Device() as device:
+        side, x = device.stream("side"), torch.ones(3)
+        side.wait_stream(device.default)
+        with device.using(side):
+            x.sum()
+        x.zero_()
+    assert list(device.problems) == [
+        "aten.zero_.default writes over what is read on default, which does not wait for side"
+    ]
+
+
+def make_reducer(group: dist.ProcessGroup) -> PayloadReducer:
+    """Messages of 4 bits in three rounds, with the memories of both directions."""
+    codec, memories = Codec(Blockwise(4, 32)), [ErrorFeedback(Residuals("bf16", transactional=True)) for _ in range(2)]
+    messages = Messages((Channel(codec, *memories),))
+    return PayloadReducer(Link(group), messages, Run(StepClock(), Meter(timed=False)), NUMEL // 3)
+
+
+def make_hierarchy() -> HierarchicalReducer:
+    """Two nodes of two ranks."""
+    rank = dist.get_rank()
+    groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    node, across = (group for ranks, group in groups.items() if rank in ranks)
+    return HierarchicalReducer(dist.group.WORLD, make_reducer(node), make_reducer(across))
+
+
+def races(rank: int, operation: str, fault: Callable[[], Any] = nullcontext) -> list[str]:
+    from tests.support.cuda_paths import on_streams
+
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    reducer = make_hierarchy() if group.size() == 4 else make_reducer(group)
+    with on_streams() as gpu, fault():
+        side = gpu.stream("side")
+        for _ in range(3):
+            bucket = torch.randn(NUMEL)
+            side.wait_stream(gpu.default)
+            OPERATIONS[operation](gpu, side, reducer, bucket)
+            bucket.mul_(2)
+    dist.destroy_process_group()
+    return list(gpu.problems)
+
+
+def on_side(gpu: Device, side: Stream, work: Callable[[], None]) -> None:
+    with gpu.using(side):
+        work()
+    gpu.default.wait_stream(side)
+
+
+def begun_and_waited_for_elsewhere(gpu: Device, side: Stream, reducer: PayloadReducer, bucket: torch.Tensor) -> None:
+    """As DeepSpeed does with weights that it has prefetched in vain."""
+    with gpu.using(side):
+        pending = reducer.start_all_gather(bucket, partition(reducer))
+    gpu.default.wait_stream(side)
+    pending.wait()
+    del pending
+    with gpu.using(side):
+        torch.ones(3)
+
+
+def partition(reducer: Any) -> Any:
+    return even_partition([("weight", 300), ("bias", NUMEL - 300)], reducer.group.size())
+
+
+OPERATIONS: dict[str, Callable[[Any, Stream, Any, torch.Tensor], None]] = {
+    "reduce_scatter": lambda gpu, side, reducer, bucket: on_side(
+        gpu, side, lambda: reducer.reduce_scatter(bucket, partition(reducer), 0.5)
+    ),
+    "all_reduce": lambda gpu, side, reducer, bucket: on_side(
+        gpu, side, lambda: reducer.all_reduce(bucket, partition(reducer), 0.5)
+    ),
+    "all_gather": lambda gpu, side, reducer, bucket: on_side(
+        gpu, side, lambda: reducer.all_gather(bucket, partition(reducer))
+    ),
+    "elsewhere": begun_and_waited_for_elsewhere,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_messages_stay_until_they_are_used(operation: str) -> None:
+    assert run_forks(2, races, operation) == [[], []]
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
+def test_two_levels_wait_for_each_other(operation: str) -> None:
+    assert run_forks(4, races, operation) == [[]] * 4
+
+
+def unrecorded() -> Any:
+    return patch.object(_Collective, "wait", lambda self: self.work.wait())
+
+
+def test_messages_that_are_not_recorded_are_found() -> None:
+    found = "memory of aten.empty.memory_format on side is given away while default uses it"
+    assert all(found in problems for problems in run_forks(2, races, "elsewhere", unrecorded))

@@ -1,0 +1,155 @@
+"""Jobs under the agent on emulated hosts: links go down, some come back, and the job goes on as if nothing had been."""
+
+import functools
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.standstill import most_lost
+from tests.support.agents import Job, at_step, begun, command, kill, result, steps, told, until, write_config
+from tests.support.agents_on_hosts import STARTING, Cut, HostsJob
+from tests.support.hosts import needs_hosts
+
+EVERY = 3
+STEPS = 20
+GOAL = 30.0
+"""Seconds that a job may stand still; ten of them are the silence after which a host counts as lost."""
+
+
+def place(directory: Path, every: int = EVERY, memory: dict | None = None, **changes) -> Path:
+    directory.mkdir()
+    saving = {"every": every, "directory": str(directory / "checkpoints"), "keep": 3}
+    saving |= {} if memory is None else {"memory": memory}
+    section = {"gradients": {"bits": 4, "block_size": 32}, "checkpointing": saving}
+    write_config(directory, deepspeed_compress=section, **changes)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Where a job of so many ranks has ended that nobody disturbed, on one host."""
+
+    @functools.cache
+    def find(ranks: int) -> Path:
+        directory = place(tmp_path_factory.mktemp("undisturbed") / "job")
+        with Job(command(directory, steps=STEPS, ranks=ranks), directory / "log") as job:
+            assert job.wait() == 0, job.log
+        return directory
+
+    return find
+
+
+def of_starts(directory: Path, key: str) -> list[int]:
+    """What rank 0 has told of each start: the `world`, or the `first` step that was loaded."""
+    return [one[key] for one in told(directory) if key in one and one["rank"] == 0]
+
+
+def losses(directory: Path, world: int) -> set[tuple[int, float]]:
+    """(step, loss) of rank 0 in starts of `world` ranks."""
+    found, now = set(), 0
+    for one in told(directory):
+        if one["rank"] == 0:
+            now = one.get("world", now)
+            found |= {(one["step"], one["loss"])} if "loss" in one and now == world else set()
+    return found
+
+
+def check(job: HostsJob, cut: Cut) -> None:
+    """Ranks behind a link that was cut have ended before others begin, which would write the same checkpoints."""
+    took = job.resumed(cut)
+    print(f"after the cut: {took}")
+    assert took.ended < took.begun, took
+    assert took.step < GOAL, took
+
+
+def check_lost(directory: Path) -> None:
+    print(f"at most {most_lost(directory)} steps made again")
+    assert 0 <= most_lost(directory) <= EVERY
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_spare_takes_over_from_a_host_that_is_cut_off(tmp_path, undisturbed):
+    directory = place(tmp_path / "job")
+    with HostsJob(directory, 2, 1, last=STEPS) as job:
+        job.until_saved(6)
+        check(job, job.cut(job.others()[:1]))
+        assert job.end() == [0, 0], job.log
+        assert "cannot be reached; after" in job.log
+    assert result(directory) == result(undisturbed(2))
+    assert of_starts(directory, "world") == [2, 2]
+    check_lost(directory)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_rank_hangs_then_its_host_is_cut_off_and_fewer_ranks_train_the_same_batches(tmp_path, undisturbed):
+    directory = place(tmp_path / "job")
+    with HostsJob(directory, 2, 0, "--hang", "3 s", last=STEPS) as job:
+        job.until_saved(3)
+        [host] = job.others()
+        kill(begun(directory, job.hosts().index(host))[-1]["pid"], signal.SIGSTOP)
+        stopped = time.time()
+        until(lambda: len(of_starts(directory, "world")) == 2, job.agents[0])
+        print(f"begun {time.time() - stopped:.1f} s after SIGSTOP")
+        job.until_saved(9)
+        check(job, job.cut([host]))
+        assert job.end() == [0], job.log
+    assert of_starts(directory, "world") == [2, 2, 1]
+    assert losses(directory, 2) < losses(undisturbed(2), 2)
+    assert {one["step"] for one in steps(directory, 0)} == set(range(1, STEPS + 1))
+    check_lost(directory)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_link_that_comes_back(tmp_path, undisturbed):
+    """After 4 s, and after 15 s. Fewer ranks, of which the bits would be others, may not train."""
+    directory = place(tmp_path / "job", train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
+    with HostsJob(directory, 2, 0, last=STEPS) as job:
+        job.until_saved(3)
+        [host] = job.others()
+        cut, made = time.time(), steps(directory, 0)[-1]["step"]
+        job.cluster.cut(host)
+        time.sleep(4)
+        job.cluster.mend(host)
+        until(lambda: steps(directory, 0)[-1]["step"] > made + 1, job.agents[0])
+        print(f"after 4 s without a link: step {time.time() - cut:.1f} s, {len(of_starts(directory, 'world'))} starts")
+        job.until_saved(9)
+        longer = job.cut([host])
+        time.sleep(max(0.0, longer.time + 15 - time.time()))
+        job.cluster.mend(host)
+        check(job, longer)
+        assert job.end() == [0, 0], job.log
+    assert result(directory) == result(undisturbed(2))
+    assert set(of_starts(directory, "world")) == {2}
+    check_lost(directory)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_host_is_loaded_from_its_neighbours_memory_and_both_from_the_disk(tmp_path, undisturbed):
+    """The first one that is cut off comes back, and is a spare for the two that are cut off at once."""
+    directory = place(tmp_path / "job", every=15, memory={"every": 2, "copies": 1})
+    (directory / "hold").touch()
+    with HostsJob(directory, 3, 2, last=STEPS, hold=17) as job:
+        until(at_step(directory, 0, 8), job.agents[0], STARTING)
+        lost = job.others()[0]
+        check(job, job.cut([lost]))
+        job.cluster.mend(lost)
+        until(at_step(directory, 0, 17), job.agents[0])
+        job.until_saved(15)
+        job.until_joined(lost)
+        both = job.others()
+        (directory / "hold").unlink()
+        check(job, job.cut(both))
+        assert lost in job.hosts()
+        assert job.end() == [0, 0, 0], job.log
+        assert "global_step16 in memory is left out: no host has the files of ranks" in job.log
+    first, second, third = of_starts(directory, "first")
+    assert (first, third) == (0, 15)
+    assert second in (6, 8, 10), "nothing is on disk yet"
+    assert result(directory) == result(undisturbed(3))

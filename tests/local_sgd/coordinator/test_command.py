@@ -1,0 +1,188 @@
+"""`ds-compress islands`: a coordinator as a process."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.local_sgd.coordinator.client import Client
+from deepspeed_compress.local_sgd.parameter_server.client import PushClient
+from deepspeed_compress.transport.secret import SECRET
+from deepspeed_compress.transport.tls import TLS_AUTHORITY, TLS_CERTIFICATE
+from tests.support.transport import make_certificates
+
+SERVE = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--host", "127.0.0.1", "--port", "0"]
+
+
+@contextmanager
+def serving(state: Path, *more: str) -> Iterator[str]:
+    """Its address."""
+    process = subprocess.Popen([*SERVE, "--state", str(state), *more], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = re.search(r"port (\d+)", process.stdout.readline())
+    assert port is not None
+    try:
+        yield f"127.0.0.1:{port[1]}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        process.stdout.close()
+
+
+def test_it_serves_until_it_is_ended_and_goes_on_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, runs = tmp_path / "state.json", []
+    for number in range(2):
+        with serving(state) as address:
+            client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "host:1", ["host:2"])
+            assert client.number == number
+            assert main(["islands", "status", address, "--json"]) == 0
+            runs.append(json.loads(capsys.readouterr().out))
+            client.leave()
+    assert runs[0]["run"] == runs[1]["run"]
+    assert [one["number"] for one in runs[1]["islands"]] == [1]
+
+
+def test_status_prints_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "state.json") as address:
+        assert main(["islands", "status", address]) == 0
+        assert capsys.readouterr().out.endswith("no island is there\n")
+        client = Client(address, 2.0, 5.0, {"timeout": 2.0, "minimum": 1}, "10.0.0.7:1", ["10.0.0.7:2"])
+        assert main(["islands", "status", address]) == 0
+        client.leave()
+    about, titles, row = capsys.readouterr().out.splitlines()
+    assert about.startswith(f"run {client.run}, version 0, round none")
+    assert re.split(r"\s{2,}", titles) == ["island", "host", "version", "waiting", "last seen (s)"]
+    assert re.fullmatch(r"0\s+10\.0\.0\.7\s+0\s+False\s+0\.\d", row)
+
+
+def test_status_says_which_secret_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path / "state.json") as address:
+        monkeypatch.setenv(SECRET, "another secret than the server")
+        assert main(["islands", "status", address]) == 1
+    assert f"has another secret. The secret of this side is from {SECRET}" in capsys.readouterr().err
+
+
+def test_it_listens_on_this_host_alone_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    command = [one for one in SERVE if one not in ("--host", "127.0.0.1")]
+    for more, text in (([], "Only this host can connect: write --host 0.0.0.0"), (["--host", "0.0.0.0"], "of 0.0.0.0")):
+        arguments = [*command, "--state", str(tmp_path / "state"), *more]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            process.kill()
+        assert text in line
+        assert ("Only this host" in line) == (not more)
+
+
+def test_certificates_are_asked_for_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = make_certificates(tmp_path)
+    options = ["--tls-certificate", files["member"], "--tls-authority", files["authority"]]
+    for name in (TLS_CERTIFICATE, TLS_AUTHORITY):
+        # What the command sets for its process is undone.
+        monkeypatch.setenv(name, "")
+    with serving(tmp_path / "state.json", *options) as address:
+        assert main(["islands", "status", address]) == 1
+        assert main(["islands", "status", address, *options]) == 0
+    assert main(["islands", "status", address, *options[:2]]) == 1
+    assert "--tls-authority: is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--parameter-server"]])
+def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path: Path, more: list[str]) -> None:
+    command = [*SERVE, "--state", str(tmp_path / "state"), *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = re.search(r"port (\d+)", process.stdout.readline())
+            assert port is not None
+            process.stdout.close()
+            assert numbers_given(f"127.0.0.1:{port[1]}", bool(more)) == [0, 1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("more", [[], ["--parameter-server"]])
+def test_what_it_keeps_is_for_its_user_alone(tmp_path: Path, more: list[str]) -> None:
+    place = tmp_path / "made"
+    with serving(place / "state", *more) as address:
+        numbers_given(address, bool(more))
+    kept = [place, *place.iterdir()]
+    assert len(kept) > 2
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+
+
+def numbers_given(address: str, asynchronous: bool) -> list[int]:
+    """To two islands."""
+    if not asynchronous:
+        return [Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"]).number for _ in range(2)]
+    terms = {"exchange": {"method": "none"}, "outer": {}, "ranks": 1, "max_staleness": 1}
+    client = PushClient(address, 1.0, 5.0)
+    found = [client.ask({"kind": "enter", "terms": terms})[0]["number"] for _ in range(2)]
+    client.close()
+    return found
+
+
+def test_one_file_is_of_one_coordinator(tmp_path: Path) -> None:
+    with serving(tmp_path / "state.json"):
+        again = subprocess.run(
+            [*SERVE, "--state", str(tmp_path / "state.json")], capture_output=True, text=True, timeout=20
+        )
+    assert again.returncode == 1
+    assert "another coordinator has it" in again.stderr
+
+
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state.json").write_text("{")
+    assert main(["islands", "serve", "--port", "0", "--state", str(tmp_path / "state.json")]) == 1
+    assert "damaged or not of a coordinator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("here", "is not an address"),
+        ("127.0.0.1:70000", "has port 70000 (allowed: 1 to 65535)"),
+        ("127.0.0.1:1", "no coordinator answers at 127.0.0.1:1"),
+        ("127.0.0.1:1", "refused"),
+    ],
+)
+def test_who_does_not_answer_is_told(address: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["islands", "status", address]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_islands_that_died_are_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "state.json") as address:
+        lost, there = (Client(address, 2.0, 5.0, {"timeout": 2.0}, f"host{n}:1", ["host:2"]) for n in range(2))
+        for one in (lost, there):
+            assert one.sources().version == 1
+            one.ready(1)
+        lost._closed = True
+        assert lost._connection is not None
+        lost._connection.end()
+        missing: list[dict[str, object]] = []
+        while not missing:
+            assert main(["islands", "status", address, "--json"]) == 0
+            missing = json.loads(capsys.readouterr().out)["missing"]
+        assert missing == [{"number": 0, "host": "host0", "version": 1}]
+        for numbers, text in ((["1"], "island 1 is connected (allowed: 0)"), (["7"], "island 7 is not missing")):
+            assert main(["islands", "forget", address, *numbers]) == 1
+            assert text in capsys.readouterr().err
+        assert main(["islands", "status", address]) == 0
+        assert re.search("0 +host0 +1 +missing", capsys.readouterr().out)
+        assert main(["islands", "forget", address, "0", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["missing"] == []
+        there.leave()

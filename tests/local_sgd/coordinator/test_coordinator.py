@@ -1,0 +1,398 @@
+"""The coordinator of islands as a state machine: who takes part, what counts, and that there is one majority."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.local_sgd.coordinator.records import Saved
+from tests.support.coordinated import PATIENCE, TIMEOUT, World, terms
+
+
+def test_the_first_island_founds_and_others_take_its_anchor() -> None:
+    world = World(minimum=2)
+    world.join("a")
+    world.say("a", "sources")
+    world.wait(2.0, "a")
+    assert world.count("a", "anchor") == 0
+    assert world.count("a", "waiting") == 1
+    world.join("b")
+    world.say("b", "sources")
+    assert world.last("a", "anchor")["sources"] == []
+    assert world.last("b", "anchor")["sources"] == [["a:2"]]
+    assert world.last("a", "anchor")["version"] == world.last("b", "anchor")["version"] == 1
+    assert [world.last(name, "welcome")["number"] for name in "ab"] == [0, 1]
+
+
+def test_a_round_begins_when_all_are_here_and_counts_when_all_have_voted() -> None:
+    world = World()
+    world.begin("a", "b")
+    world.arrive("a")
+    assert world.count("a", "round") == 0
+    assert world.count("b", "open") == 1
+    world.arrive("b", samples=30)
+    assert world.last("a", "round") == world.last("b", "round")
+    assert world.partners("a") == [0, 1]
+    world.vote("a")
+    assert world.count("a", "outcome") == 0
+    world.vote("b")
+    assert world.last("a", "outcome")["committed"]
+    assert world.version("a") == world.version("b") == world.coordinator.saved.version == world.last("a", "round")["id"]
+
+
+def test_nobody_is_waited_for_longer_than_timeout() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b")
+    world.wait(TIMEOUT - 0.5, "a", "b", "c")
+    assert world.count("a", "round") == 0
+    world.wait(0.5, "a", "b", "c")
+    assert world.partners("a") == [0, 1]
+    world.arrive("c")
+    assert world.last("c", "over")
+    world.vote("a", "b")
+    # It is behind now: it joins the next one, and does not begin it.
+    world.arrive("c")
+    assert world.count("c", "over") == 2
+    world.arrive("a", "c", "b")
+    assert world.partners("c") == [0, 1, 2]
+    assert [one["version"] for one in world.last("c", "round")["partners"]] == [2, 2, 1]
+
+
+def test_one_that_is_busy_for_long_is_waited_for_once() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b")
+    world.wait(TIMEOUT, "a", "b", "c")
+    world.vote("a", "b")
+    world.arrive("a", "b")
+    assert world.count("a", "round") == 2
+    world.vote("a", "b")
+    # It has been heard of, and is waited for again.
+    world.arrive("c")
+    world.arrive("a", "b")
+    assert world.count("a", "round") == 2
+    world.arrive("c")
+    assert world.partners("c") == [0, 1, 2]
+
+
+def test_one_whose_connection_ends_is_waited_for_no_longer() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b")
+    world.lose("c")
+    assert world.partners("a") == [0, 1]
+
+
+def test_one_that_is_silent_for_timeout_is_dead() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.wait(TIMEOUT + 1, "a", "b")
+    world.arrive("a", "b")
+    assert world.partners("a") == [0, 1]
+    world.say("c", "beat")
+    assert world.last("c", "unknown")
+    world.join("c", number=2, version=1, run=world.coordinator.saved.run)
+    assert world.last("c", "welcome")["number"] == 2
+
+
+@pytest.mark.parametrize("voted", [0, 1, 2])
+def test_a_death_before_the_vote_makes_the_round_void_for_all(voted: int) -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b", "c")
+    world.vote(*"ab"[:voted])
+    world.lose("c")
+    assert not world.last("a", "outcome")["committed"]
+    assert world.version("a") == 1
+    # Whoever asks again, and votes otherwise, hears the same.
+    world.vote("a", "b")
+    assert not world.last("b", "outcome")["committed"]
+
+
+def test_a_death_after_the_vote_changes_nothing() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b", "c")
+    world.vote("c")
+    world.lose("c")
+    world.vote("a", "b")
+    assert world.last("a", "outcome")["committed"]
+    # It comes back and asks.
+    world.join("c", number=2, version=1, run=world.coordinator.saved.run)
+    world.vote("c")
+    assert world.last("c", "outcome")["committed"]
+
+
+def test_those_who_have_the_newest_anchor_die_and_the_next_newest_goes_on() -> None:
+    world = World()
+    world.begin("a", "b")
+    world.arrive("a")
+    world.wait(TIMEOUT, "a", "b")
+    world.vote("a")
+    assert world.coordinator.saved.version == 2
+    world.lose("a")
+    world.arrive("b")
+    # It may be cut off, so b trains on without exchanging until its patience is over.
+    assert world.last("b", "over")
+    world.wait(PATIENCE + 0.5, "b")
+    world.arrive("b")
+    assert world.last("b", "round")["base"] == 1
+    assert world.last("b", "round")["id"] == 3
+
+
+def test_what_nobody_could_add_to_the_newest_anchor_is_not_exchanged() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "c")
+    world.wait(TIMEOUT, "a", "b", "c")
+    world.vote("a", "c")
+    world.arrive("a", "b")
+    world.lose("a")
+    world.wait(TIMEOUT, "b", "c")
+    # c alone has the newest anchor, and is not there.
+    assert world.count("b", "round") == 0
+    assert world.last("b", "over")
+
+
+def test_a_coordinator_that_was_started_again_waits_for_most_of_the_last_round() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b", "c")
+    world.vote("a", "b", "c")
+    saved = Saved(**json.loads(json.dumps(asdict(world.coordinator.saved))))
+    again = World(saved=saved, came_back=True)
+    again.join("a", number=0, version=2, run=saved.run)
+    again.arrive("a")
+    again.wait(3 * TIMEOUT, "a")
+    assert again.count("a", "round") == 0
+    assert "of the 3 islands of the last exchange 1 have come back" in again.last("a", "waiting")["why"]
+    again.join("b", number=1, version=2, run=saved.run)
+    again.arrive("b")
+    again.wait(TIMEOUT, "a", "b")
+    assert again.partners("a") == [0, 1]
+    # What was decided before is decided for ever.
+    again.say("b", "vote", round=2, ok=False)
+    assert again.last("b", "outcome") == {"kind": "outcome", "id": 2, "committed": True}
+
+
+def test_two_coordinators_of_one_file_do_not_both_go_on() -> None:
+    world = World()
+    names = "abcde"
+    world.begin(*names)
+    world.arrive(*names)
+    world.vote(*names)
+    rounds = []
+    for part in ("ab", "cde"):
+        other = World(saved=Saved(**json.loads(json.dumps(asdict(world.coordinator.saved)))), came_back=True)
+        for name in part:
+            other.join(name, number=names.index(name), version=2, run=world.coordinator.saved.run)
+        other.arrive(*part)
+        other.wait(4 * TIMEOUT, *part)
+        rounds.append(other.count(part[0], "round"))
+    assert rounds == [0, 1]
+
+
+def test_a_checkpoint_counts_for_those_that_were_lost() -> None:
+    saved = Saved(run="x", version=14, lineage=[12, 13, 14], next_round=15, next_number=3, members=[0, 1, 2])
+    world = World(minimum=2, saved=saved, came_back=True)
+    for number, name in enumerate("ab"):
+        world.join(name)
+        world.say(name, "claim", run="x", number=number, version=12 + number)
+    assert world.last("b", "anchor") == {"kind": "anchor", "version": 13, "sources": []}
+    assert world.last("a", "anchor") == {"kind": "anchor", "version": 13, "sources": [["b:2"]]}
+
+
+def test_all_begin_with_the_newest_checkpoint_also_under_a_new_coordinator() -> None:
+    world = World(minimum=3)
+    world.begin("a", "b", "c")
+    for name, version in zip("abc", (7, 9, 9), strict=True):
+        world.say(name, "claim", run="former", number=0, version=version)
+    assert [len(world.last(name, "anchor")["sources"]) for name in "abc"] == [2, 0, 0]
+    assert {world.last(name, "anchor")["version"] for name in "abc"} == {9}
+    for name in "abc":
+        world.say(name, "ready", version=9)
+    world.arrive("a", "b", "c")
+    assert world.last("a", "round")["id"] > 9
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+def test_who_comes_too_late_for_an_anchor_loads_its_checkpoint(has_one: bool) -> None:
+    """a, which b was sent to, has begun to load its own before b could take the anchor."""
+    world = World(minimum=2)
+    for name in "ab":
+        world.join(name)
+    for name in "ab":
+        world.say(name, "sources")
+    assert world.last("b", "anchor")["sources"] == [["a:2"]]
+    world.say("a", "ready", version=world.last("a", "anchor")["version"])
+    world.say("a", "claim", run="former", number=0, version=7)
+    world.say("b", "sources")
+    assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
+    world.say("b", "ready", version=0)
+    if has_one:
+        world.say("b", "claim", run="former", number=1, version=9)
+        assert world.last("b", "anchor") == {"kind": "anchor", "version": 9, "sources": []}
+        assert world.last("a", "anchor") == {"kind": "anchor", "version": 9, "sources": [["b:2"]]}
+    else:
+        # It trains, and waits when it wants to exchange: with another one that has a checkpoint.
+        world.arrive("b")
+        world.join("c")
+        world.say("c", "claim", run="former", number=1, version=8)
+        assert world.last("c", "anchor") == {"kind": "anchor", "version": 8, "sources": []}
+        assert world.last("b", "anchor") == {"kind": "anchor", "version": 8, "sources": [["c:2"]]}
+
+
+def test_who_comes_while_others_wait_with_checkpoints_loads_its_own() -> None:
+    """None of them has an anchor: it would wait for them, and they for its checkpoint."""
+    world = World(minimum=2)
+    world.join("a")
+    world.say("a", "claim", run="former", number=0, version=7)
+    assert world.count("a", "anchor") == 0
+    world.join("b")
+    world.say("b", "sources")
+    assert world.last("b", "anchor") == {"kind": "anchor", "version": 0, "sources": []}
+    # One without a checkpoint does not begin anew with b alone, though they are two.
+    world.join("c")
+    world.say("c", "sources")
+    world.say("c", "ready", version=0)
+    world.arrive("c")
+    assert world.count("c", "round") == 0
+    world.say("b", "claim", run="former", number=1, version=9)
+    assert [world.last(name, "anchor")["version"] for name in "abc"] == [9, 9, 9]
+    assert [world.last(name, "anchor")["sources"] for name in "abc"] == [[["b:2"]], [], [["b:2"]]]
+
+
+def test_a_checkpoint_is_no_anchor_where_others_have_gone_on() -> None:
+    world = World()
+    world.begin("a")
+    world.arrive("a")
+    world.vote("a")
+    world.begin("b")
+    world.say("b", "claim", run=world.coordinator.saved.run, number=0, version=40)
+    assert world.last("b", "anchor") == {"kind": "anchor", "version": 2, "sources": [["a:2"]]}
+
+
+def test_what_comes_of_another_beginning_is_not_added() -> None:
+    world = World()
+    world.begin("a")
+    world.say("a", "claim", run="former", number=0, version=9)
+    world.say("a", "ready", version=9)
+    world.join("b", version=1)
+    world.arrive("b")
+    assert world.last("b", "anchor")["sources"] == [["a:2"]]
+    assert world.count("b", "round") == 0
+
+
+def test_fewer_than_the_minimum_do_not_exchange() -> None:
+    world = World(minimum=2)
+    world.begin("a", "b")
+    world.lose("b")
+    world.arrive("a")
+    world.wait(2 * TIMEOUT, "a")
+    assert world.count("a", "round") == 0
+    assert (
+        "at least 2 islands must be there (minimum), and 1 of them is (island 0)" in world.last("a", "waiting")["why"]
+    )
+    world.begin("c")
+    world.arrive("c")
+    assert world.partners("a") == [0, 2]
+
+
+def test_terms_are_those_of_who_is_there() -> None:
+    world = World()
+    world.begin("a")
+    message = {"terms": {**terms(), "outer": "nesterov"}, "store": "b:1", "addresses": []}
+    world.say("b", "join", **message)
+    assert world.last("b", "refused")["why"] == "outer is 'nesterov', that of the others 'average'"
+    world.lose("a")
+    world.say("b", "join", **message)
+    assert "island 0 (a) has the newest weights" in world.last("b", "refused")["why"]
+    # Nothing was exchanged, so that one is not waited for longer than its patience.
+    world.wait(PATIENCE + 0.5)
+    world.say("b", "join", **message)
+    assert world.last("b", "welcome")
+
+
+def test_a_process_is_one_island() -> None:
+    world = World()
+    world.join("a", process="host:1")
+    world.join("b", process="host:1")
+    assert "process host:1 is an island already" in world.last("b", "refused")["why"]
+    world.join("a", process="host:1")
+    assert world.count("a", "refused") == 0
+    world.lose("a")
+    world.join("c", process="host:1")
+    assert world.last("c", "welcome")
+
+
+def test_an_island_of_another_run_is_refused() -> None:
+    world = World()
+    world.join("a", run="other", number=3, version=4)
+    assert "the island of run other" in world.last("a", "refused")["why"]
+
+
+def test_after_rounds_in_vain_each_is_left_out_in_turn() -> None:
+    """A broken link between a and b: every round with both is void."""
+    world = World()
+    world.begin("a", "b", "c")
+    counted = set()
+    for _ in range(8):
+        world.arrive(*"cba")
+        voting = world.voting()
+        broken = {"a", "b"} <= set(voting)
+        world.vote(*voting, ok=not broken)
+        if not broken:
+            counted |= set(voting)
+            for name in voting:
+                world.say(name, "ready", version=world.coordinator.saved.version)
+    assert counted == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"terms": {"timeout": "soon"}},
+        {"terms": {"timeout": float("nan")}},
+        {"terms": {"timeout": 0}},
+        {"terms": []},
+        {"store": None, "addresses": None},
+        {"number": "one"},
+        {"version": [1]},
+    ],
+)
+def test_what_is_no_island_changes_nothing(wrong: Mapping[str, Any]) -> None:
+    world = World()
+    before = world.coordinator.to_save()
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        world.say("a", "join", **{"terms": terms(), "store": "a:1", "addresses": ["a:2"], **wrong})
+    assert world.coordinator.to_save() == before
+    world.wait(TIMEOUT)
+    world.join("b")
+    assert world.last("b", "welcome")["number"] == 0
+
+
+def test_what_was_lost_with_those_who_had_it_is_no_ancestor() -> None:
+    """The others have gone on from before, so what is moved from there must not be added."""
+    world = World()
+    world.begin("a", "b", "c")
+    world.arrive("a", "b")
+    world.wait(TIMEOUT, "a", "b", "c")
+    world.vote("a", "b")
+    assert world.coordinator.saved.lineage == [1, 2]
+    for name in "ab":
+        world.lose(name)
+    world.wait(PATIENCE + 0.5, "c")
+    world.arrive("c")
+    world.vote("c")
+    assert world.coordinator.saved.lineage == [1, 3]
+    # One that has heard begins anew with what the others have, one that has not is told that nothing came of it.
+    run = world.coordinator.saved.run
+    world.join("a", number=0, version=2, run=run)
+    world.say("a", "arrive", version=2, samples=10)
+    assert world.last("a", "anchor") == {"kind": "anchor", "version": 3, "sources": [["c:2"]]}
+    world.join("b", number=1, version=1, run=run)
+    world.say("b", "vote", round=2, ok=True)
+    assert not world.last("b", "outcome")["committed"]

@@ -1,0 +1,160 @@
+"""What the process of a coordinator, and an island, make of messages that nobody should have sent, or sent late."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.errors import ConfigError
+from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.server import StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.wire import COORDINATOR
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.secret import Secret
+from tests.support.coordinators import coordinator, serving
+from tests.support.transport import until
+
+JOIN = {"kind": "join", "name": "x", "terms": {"timeout": 1.0}, "store": "a:1", "addresses": []}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "join"},
+        {"kind": "jion"},
+        {**JOIN, "terms": {"timeout": "soon"}},
+        {**JOIN, "terms": {"timeout": 0}},
+        {**JOIN, "terms": ["timeout"]},
+        {**JOIN, "addresses": "a:1"},
+        {**JOIN, "name": ""},
+        {**JOIN, "number": -1},
+    ],
+)
+def test_a_malformed_message_ends_its_connection_alone(message: dict) -> None:
+    with coordinator() as address:
+        with connect(address, COORDINATOR, Credentials.find()) as there:
+            there.send(message)
+            with pytest.raises(ConnectionError):
+                there.receive(5)
+        assert status(address)["islands"] == []
+        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        assert client.number == 0
+        client.leave()
+
+
+def test_a_connection_is_of_one_island() -> None:
+    with coordinator() as address, connect(address, COORDINATOR, Credentials.find()) as there:
+        there.send(JOIN)
+        assert there.receive(5)["kind"] == "welcome"
+        there.send({**JOIN, "name": "y"})
+        with pytest.raises(ConnectionError):
+            there.receive(5)
+        until(lambda: status(address)["islands"] == [])
+
+
+def test_an_address_is_of_one_server() -> None:
+    with coordinator() as address, pytest.raises(OSError, match="in use"):
+        island_server(None, "127.0.0.1", int(address.rpartition(":")[2]))
+
+
+def test_an_island_with_another_secret_ends_at_once_with_an_error_that_names_the_file() -> None:
+    wrong = Credentials(Secret(b"the secret of another account", "/home/me/.deepspeed_compress/secret"))
+    with coordinator() as address, pytest.raises(ConfigError, match=r"another secret.*/home/me/.deepspeed_compress/s"):
+        Client(address, 1.0, 60.0, {"timeout": 1.0}, "host:1", ["host:2"], credentials=wrong)
+
+
+def test_an_island_that_leaves_is_not_there_any_more_when_it_has_left() -> None:
+    with coordinator() as address:
+        client = Client(address, 1.0, 5.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        client.leave()
+        assert status(address)["islands"] == []
+
+
+def test_who_joins_and_leaves_is_told_with_the_reason() -> None:
+    told: list[str] = []
+    server = island_server(None, "127.0.0.1", 0, told.append)
+    with serving(server):
+        address, terms = f"127.0.0.1:{server.port}", {"timeout": 1.0}
+        client = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        client.leave()
+        other = Client(address, 1.0, 5.0, terms, "host:1", ["host:2"])
+        with pytest.raises(ConfigError, match="timeout is 2"):
+            Client(address, 2.0, 5.0, {"timeout": 2.0}, "host:1", ["host:2"])
+        with connect(address, COORDINATOR, Credentials.find()) as there:
+            there.send(JOIN)
+            assert there.receive(5)["kind"] == "welcome"
+            until(lambda: "island 2 (127.0.0.1) was silent for longer than `timeout`; 1 are left" in told)
+            there.send(JOIN)
+            until(lambda: (there.receive(5) or {}).get("kind") == "welcome")
+        until(lambda: any("island 3 (127.0.0.1) lost its connection" in one for one in told))
+        other.leave()
+    assert told[:2] == ["island 0 (127.0.0.1) joined; 1 are here", "island 0 (127.0.0.1) left; 0 are left"]
+    assert "an island at 127.0.0.1 was refused: timeout is 2.0, that of the others 1.0" in told
+
+
+def test_a_state_that_cannot_be_written_is_told_and_nobody_is_answered_until_it_can(tmp_path: Path) -> None:
+    told: list[str] = []
+    file = StateFile(tmp_path / "here" / "state.json")
+    server = island_server(file, "127.0.0.1", 0, told.append)
+    with serving(server), connect(f"127.0.0.1:{server.port}", COORDINATOR, Credentials.find()) as there:
+        (tmp_path / "here").rename(tmp_path / "away")
+        there.send(JOIN)
+        assert there.receive(0.5) is None
+        assert any("the state cannot be written" in one for one in told)
+        (tmp_path / "away").rename(tmp_path / "here")
+        assert there.receive(5)["kind"] == "welcome"
+
+
+def test_a_standstill_of_the_coordinator_is_no_silence_of_the_islands() -> None:
+    """As when its disk, or its host, stops for a while: what has arrived is heard before anybody is declared dead."""
+    told: list[str] = []
+    server = island_server(None, "127.0.0.1", 0, told.append)
+    with serving(server):
+        client = Client(f"127.0.0.1:{server.port}", 1.0, 20.0, {"timeout": 1.0}, "host:1", ["host:2"])
+        for _ in range(3):
+            with server._lock:
+                # The clock waits first, so it would be the first to go on.
+                time.sleep(1.8)
+            time.sleep(0.3)
+        client.leave()
+    assert [one for one in told if "was silent" in one] == []
+
+
+def test_others_who_are_ready_again_at_once_are_heard_of() -> None:
+    """ "open" comes with the answer, before whoever has asked has woken up."""
+    client = object.__new__(Client)
+    client._change = _Unshared()
+    client.opened, client.version, client._pending = True, 1, {"kind": "arrive"}
+    client._hear({"kind": "over"})
+    assert not client.opened
+    client._hear({"kind": "open"})
+    client._ask = lambda message: {"kind": "over"}  # type: ignore[method-assign]
+    assert client.arrive(1) is None
+    assert client.opened
+
+
+class _Unshared:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def notify_all(self) -> None: ...
+
+
+def test_a_state_is_on_the_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    sync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    file = StateFile(tmp_path / "state.json")
+    file.write("{}")
+    file.close()
+    # The file before it is renamed, and then its directory.
+    assert synced == [False, True]

@@ -1,0 +1,184 @@
+"""Messages that nobody should have sent: the coordinator refuses them, and its state stays as it was."""
+
+import copy
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.local_sgd.coordinator.requests import read_request
+from tests.support.coordinated import World, terms
+
+SURROGATE = "\ud800"
+JOIN = {"terms": terms(), "store": "z:1", "addresses": ["z:2"]}
+RIGHT: Mapping[str, Mapping[str, Any]] = {
+    "join": {**JOIN, "name": "z", "process": "p", "version": 1, "number": 0, "give_up": 20.0},
+    "ready": {"version": 2},
+    "claim": {"run": "other", "number": 0, "version": 7},
+    "arrive": {"version": 2, "samples": 3},
+    "vote": {"round": 2, "ok": True},
+    "forget": {"numbers": [0]},
+}
+NEVER = [
+    None,
+    "1",
+    1.5,
+    float("nan"),
+    float("inf"),
+    True,
+    -1,
+    -(2**70),
+    2**53 + 1,
+    2**80,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    SURROGATE,
+]
+
+
+def exchanging() -> World:
+    """Return a world in which a and b have exchanged once, and a waits for the next round."""
+    world = World()
+    world.begin("a", "b")
+    world.arrive("a", "b")
+    world.vote("a", "b")
+    world.arrive("a")
+    return world
+
+
+def state(world: World) -> Any:
+    """Return all that the coordinator knows."""
+    coordinator = world.coordinator
+    parts = [coordinator.to_save(), coordinator._islands, coordinator._running, coordinator._known.__dict__]
+    return copy.deepcopy([*parts, coordinator._deadline, coordinator._outbox, coordinator._void, coordinator._turn])
+
+
+def refused(world: World, name: str, message: Mapping[str, Any]) -> bool:
+    """Return True if `message` is refused as no message, and then nothing has changed."""
+    before = state(world)
+    try:
+        world.coordinator.hear(name, message, world.now + 1.0)
+    except ValueError:
+        assert state(world) == before
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "wrong"),
+    [
+        ("claim", "version", 2**60),
+        ("claim", "version", 2**53),
+        ("claim", "version", -1),
+        ("claim", "run", SURROGATE),
+        ("claim", "number", -2),
+        ("arrive", "samples", -1),
+        ("arrive", "samples", float("nan")),
+        ("arrive", "samples", True),
+        ("arrive", "version", -1),
+        ("arrive", "version", 3),
+        ("ready", "version", 3),
+        ("ready", "version", 2**200),
+        ("vote", "round", 99),
+        ("vote", "ok", 1),
+        ("vote", "ok", "yes"),
+        ("join", "process", SURROGATE),
+        ("join", "store", "x" * 10_000),
+        ("join", "addresses", ["x"] * 100_000),
+        ("join", "addresses", ["x" * 10_000]),
+        ("join", "addresses", [SURROGATE]),
+        ("join", "terms", {**terms(), "note": "x" * 100_000}),
+        ("join", "terms", {**terms(), "note": SURROGATE}),
+        ("join", "terms", {**terms(), "note": float("nan")}),
+        ("join", "terms", {**terms(), "timeout": True}),
+        ("join", "terms", {**terms(), "timeout": 1e300}),
+        ("join", "terms", {**terms(), "minimum": 0}),
+        ("join", "terms", {**terms(), "minimum": 1.5}),
+        ("join", "give_up", float("nan")),
+        ("join", "number", 0),
+        ("forget", "numbers", [-1]),
+        ("forget", "numbers", "all"),
+    ],
+)
+def test_a_wrong_field_is_refused_and_changes_nothing(kind: str, field: str, wrong: object) -> None:
+    message = {"kind": kind, **RIGHT[kind], field: wrong}
+    if field != "number":
+        message.pop("number", None)
+    assert refused(exchanging(), "a", message)
+
+
+@pytest.mark.parametrize("kind", [None, 3, "", "JOIN", "status", [], SURROGATE, "x" * 10_000])
+def test_an_unknown_kind_is_refused(kind: object) -> None:
+    assert refused(exchanging(), "a", {"kind": kind, "version": 1})
+    assert refused(exchanging(), "a", {"version": 1})
+
+
+@pytest.mark.parametrize(
+    ("number", "version", "text"),
+    [
+        (7, 1, "island 7 with version 1 is not known to run"),
+        (0, 99, "island 0 with version 99 is not known to run"),
+        (0, 2, "island 0 is connected already, by another process"),
+    ],
+)
+def test_an_island_that_cannot_be_is_told_why(number: int, version: int, text: str) -> None:
+    world = exchanging()
+    saved = world.coordinator.to_save()
+    world.join("c", number=number, version=version, run=world.coordinator.saved.run)
+    assert text in world.last("c", "refused")["why"]
+    assert world.coordinator.to_save() == saved
+    assert "c" not in world.coordinator._islands
+
+
+def test_a_claim_does_not_poison_the_rounds_to_come() -> None:
+    world = World()
+    world.join("a")
+    world.say("a", "claim", run="former", number=3, version=2**40)
+    world.say("a", "ready", version=2**40)
+    world.arrive("a")
+    world.vote("a")
+    assert world.coordinator.saved.version == 2**40 + 1 < 2**53
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_thousands_of_mutated_messages_change_nothing_or_are_right(seed: int) -> None:
+    random_, world = random.Random(seed), exchanging()
+    found = {True: 0, False: 0}
+    for _ in range(500):
+        kind = random_.choice([*RIGHT])
+        message = {"kind": kind, **copy.deepcopy(dict(RIGHT[kind]))}
+        place = random_.choice([*RIGHT[kind]])
+        if random_.random() < 0.2:
+            del message[place]
+        else:
+            message[place] = random_.choice(NEVER)
+        for inner in ("terms", "addresses"):
+            if inner in message and random_.random() < 0.3:
+                mutate(random_, message[inner])
+        found[refused(world, random_.choice("ab"), message)] += 1
+        json.loads(world.coordinator.to_save())
+        json.dumps(world.coordinator.take(), allow_nan=False).encode()
+        if random_.random() < 0.05:
+            world = exchanging()
+    assert found[True] > 200
+    assert found[False] > 0
+
+
+def mutate(random_: random.Random, value: Any) -> None:
+    """Change a part of `value` in place, where it has one."""
+    if isinstance(value, dict) and value:
+        value[random_.choice([*value])] = random_.choice(NEVER)
+    elif isinstance(value, list) and value:
+        value[0] = random_.choice(NEVER)
+
+
+def test_a_message_is_what_its_kind_says() -> None:
+    for kind, fields in RIGHT.items():
+        found = read_request({"kind": kind, **fields, "run": "other"})
+        assert found.kind == kind
+        with pytest.raises(ValueError, match="frozen"):
+            found.kind = "beat"

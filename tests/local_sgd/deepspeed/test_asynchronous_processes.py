@@ -1,0 +1,98 @@
+"""Asynchronous islands as processes, and their server as another: killed, slow, cut off, started again."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.local_sgd.coordinator.client import status
+from tests.support.leftovers import own_port
+from tests.support.sea import PAUSE, Cable, Sea, came, reached, sea, wait_for
+
+pytestmark = pytest.mark.slow
+VERSIONS = 80
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sea:
+    with sea(tmp_path_factory.mktemp("calm"), VERSIONS, asynchronous=True) as found:
+        pass
+    return found
+
+
+def pushes(found: Sea, island: int) -> int:
+    return sum(one["kind"] == "exchange" for one in found.lines(island))
+
+
+def test_islands_are_killed_at_random_instants_and_come_again(tmp_path: Path, undisturbed: Sea) -> None:
+    random_, kills = random.Random(3), 6
+    with sea(tmp_path, VERSIONS, asynchronous=True) as found:
+        came(found, 3)
+        living = list(found.islands)
+        for number in range(kills):
+            reached(found, 5 + (VERSIONS - 20) * number // kills)
+            time.sleep(0.1 * random_.random())
+            living.pop(random_.randrange(len(living))).kill()
+            living.append(found.come())
+    assert sum(one["kind"] == "came" for one in found.lines()) > kills
+    print(found.summary(), "loss", found.loss(), "undisturbed", undisturbed.loss())
+    assert found.loss() < undisturbed.loss() * 1.05
+
+
+def test_nobody_waits_for_one_that_is_slow_or_cut_off(tmp_path: Path, undisturbed: Sea) -> None:
+    with sea(tmp_path, VERSIONS, islands=1, asynchronous=True) as found, Cable(found.address) as cable:
+        found.come(pause=4 * PAUSE)
+        found.come(address=cable.address)
+        came(found, 3)
+        reached(found, 20)
+        cable.cut()
+        before = max(one.get("version", 0) for one in found.lines())
+        reached(found, before + 20)
+        cable.mend()
+        wait_for(found, 2, "end")
+    assert pushes(found, 0) > 1.5 * pushes(found, 1) > 0
+    # It is back, and what it has moved meanwhile counts.
+    back = [one for one in found.lines(2) if one.get("version", 0) > before + 20]
+    assert any(one["kind"] == "exchange" for one in back)
+    assert found.loss() < undisturbed.loss() * 1.05
+
+
+@contextmanager
+def serving(state: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """The command, from when it listens."""
+    program = [sys.executable, "-m", "deepspeed_compress.cli", "islands", "serve", "--parameter-server"]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--state", str(state)]
+    server = subprocess.Popen([*program, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert "islands may connect to port" in server.stdout.readline()
+        yield server
+    finally:
+        server.kill()
+        server.communicate(timeout=20)
+
+
+def test_the_server_is_killed_and_goes_on_with_all_that_was_pushed(tmp_path: Path) -> None:
+    with own_port() as port:
+        address = f"127.0.0.1:{port}"
+        found = Sea(address, tmp_path, 60, elastic={"parameter_server": {}})
+        with serving(tmp_path / "state", port):
+            for _ in range(2):
+                found.come()
+            came(found, 2)
+            reached(found, 20)
+        killed = max(one.get("version", 0) for one in found.lines())
+        time.sleep(1)
+        with serving(tmp_path / "state", port) as server:
+            assert status(address)["version"] >= killed
+            found.wait()
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+    assert all(pushes(found, island) > 5 for island in range(2))
+    assert {one["number"] for one in found.lines() if one["kind"] == "end"} == {0, 1}

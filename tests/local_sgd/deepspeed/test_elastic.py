@@ -1,0 +1,571 @@
+"""Islands that come and go under DeepSpeed: each is a job of its own, with one rank or two."""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed_compress
+from deepspeed_compress.errors import CompressWarning, ConfigError, IslandError, StateError
+from deepspeed_compress.local_sgd import elastic_exchange as rounds
+from deepspeed_compress.local_sgd.coordinator.client import status
+from deepspeed_compress.local_sgd.deepspeed import elastic
+from tests.support.coordinators import become_island, coordinator, own_ports, parameter_server
+from tests.support.forks import run_forks
+from tests.support.jobs import MUON, Job, data, moments, network, run, start, weights
+
+STAGES = (0, 1, 2, 3)
+FUSED: Mapping[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+"""DeepSpeed's own AdamW."""
+
+
+def section(
+    address: str, minimum: int = 2, give_up: str = "20 s", timeout: str = "5 s", **islands: Any
+) -> Mapping[str, Any]:
+    elastic = {"rendezvous": address, "timeout": timeout, "minimum": minimum, "give_up": give_up}
+    exchange = {"method": "blockwise", "bits": 4}
+    return {
+        "gradients": {"method": "none"},
+        "monitor": {"announce": False},
+        "islands": {"sync_every": 3, "exchange": exchange, **islands, "elastic": elastic},
+    }
+
+
+Seen = tuple[int, dict[str, list[float]]]
+
+
+def apart(rank: int, job: Job, size: int, ports: list[int], seen_of: Any = weights, pause: float = 0.0) -> list[Seen]:
+    """Version and weights after every step that ended with an exchange. `pause`: seconds before every step of the
+    second island, which comes to the exchanges with fewer steps."""
+    place = become_island(rank, size, ports)
+    engine, seen = start(job), []
+    islands = engine.compression.islands
+    for batch in data(10 * islands.number + place, job):
+        time.sleep(pause * (rank // size))
+        run(engine, [batch])
+        if len(islands.history) > len(seen):
+            seen.append((islands.exchange.version, seen_of(engine)))
+        if len(seen) == 3:
+            break
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_have_the_same_weights_at_every_version(stage: int) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(stage, section=section(address), steps=40)
+        first, second, third, fourth = run_forks(4, apart, job, 2, ports)
+    assert first == second
+    assert third == fourth
+    assert first == third
+    assert len(first) == 3
+    assert first[0][0] < first[1][0] < first[2][0]
+
+
+def corrected(engine: Any) -> dict[str, list[float]]:
+    """Second moments as Adam steps with them: those of islands of unequal age are alike when corrected."""
+    # DeepSpeed's FusedAdam counts in one state alone.
+    steps = max(float(state.get("step", 0)) for state in engine.basic_optimizer.state.values())
+    [beta] = {group["betas"][1] for group in engine.basic_optimizer.param_groups if "betas" in group}
+    found = moments(engine)
+    assert found
+    return {"steps": [steps]} | {name: [one / (1 - beta**steps) for one in values] for name, values in found.items()}
+
+
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (0, FUSED), (0, MUON)])
+def test_islands_have_the_same_second_moments_at_every_version(stage: int, extra: Mapping[str, Any]) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(stage, section=section(address, second_moments={"block_size": 1}), extra=extra, steps=40)
+        first, second, third, fourth = run_forks(4, apart, job, 2, ports, corrected, 0.2)
+    assert [seen["steps"] for _, seen in first] != [seen["steps"] for _, seen in third]
+    for (version, mine), (same, others) in zip(first + second, third + fourth, strict=True):
+        assert version == same
+        others["steps"] = mine["steps"]
+        assert others == {name: pytest.approx(values, rel=1e-5) for name, values in mine.items()}
+    assert (first == second) == (stage == 0)
+
+
+def test_an_island_keeps_parameters_of_its_own() -> None:
+    """At every version, also the one that it began with."""
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, own=[r"^4\."]), steps=40)
+        first, _, third, _ = run_forks(4, apart, job, 2, ports)
+    for (version, mine), (same, others) in zip(first, third, strict=True):
+        assert version == same
+        assert {name for name in mine if mine[name] != others[name]} == {"4.weight", "4.bias"}
+
+
+def one_island(rank: int, alone: Job, elastic: Job, ports: list[int]) -> list[dict[str, list[float]]]:
+    found = []
+    for job in (alone, elastic):
+        become_island(rank, 1, ports)
+        engine = start(job)
+        run(engine, data(0, job))
+        found.append(weights(engine))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_island_alone_trains_as_deepspeed_does(stage: int) -> None:
+    with coordinator() as address, own_ports(1) as ports:
+        alone = Job(stage, steps=6)
+        elastic = replace(alone, section=section(address, minimum=1, exchange={"method": "none"}))
+        ((plain, ours),) = run_forks(1, one_island, alone, elastic, ports)
+    for name in plain:
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), atol=1e-6, rtol=1e-5)
+
+
+def run_until(engine: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], version: int) -> None:
+    """Islands exchange as soon as one of them is due: which step that is differs from run to run."""
+    while engine.compression.islands.exchange.version < version:
+        run(engine, [next(batches)])
+
+
+def saved(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]]]:
+    """The second island saves later than the first one. The tag is a number."""
+    become_island(rank, 1, ports)
+    engine, batches = start(job), cycle(data(rank, job))
+    exchange = engine.compression.islands.exchange
+    run_until(engine, batches, 2 + rank)
+    engine.save_checkpoint(directories[rank], tag=0)
+    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    run_until(engine, batches, 1 + len(directories))
+    engine.destroy()
+    return version, {"anchor": anchor}
+
+
+def resumed(rank: int, job: Job, ports: list[int], directories: list[str]) -> tuple[int, dict[str, list[float]], float]:
+    become_island(rank, 1, ports)
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directories[rank])
+    assert path is not None
+    exchange = engine.compression.islands.exchange
+    version, anchor = exchange.version, exchange.copy(1)[2]["anchor"].tolist()
+    run(engine, data(rank + 7, job))
+    engine.destroy()
+    return version, {"anchor": anchor}, float(engine.global_steps)
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": {}}], ids=["at once", "in the background"])
+def test_when_all_are_lost_they_begin_with_the_newest_checkpoint(tmp_path: Path, more: Mapping[str, Any]) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section={**section(address), **more}, steps=40)
+        before = run_forks(2, saved, job, ports, directories)
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section={**section(address), **more}, steps=3)
+        after = run_forks(2, resumed, job, ports, directories)
+    newest = max(before, key=lambda one: one[0])
+    assert newest == before[1] != before[0]
+    assert [one[0] for one in after] == [newest[0]] * 2
+    assert [one[1] for one in after] == [newest[1]] * 2
+
+
+def resumed_late(rank: int, *args: Any) -> tuple[int, dict[str, list[float]], float]:
+    """The second island takes the anchor of the first one when that has begun to load its checkpoint."""
+    if rank:
+        original = rounds.fetch_anchor
+        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return resumed(rank, *args)
+
+
+def test_an_island_that_is_slow_to_come_back_does_not_stop_the_others(tmp_path: Path) -> None:
+    directories = [str(tmp_path / name) for name in "ab"]
+    with coordinator() as address, own_ports(2) as ports:
+        before = run_forks(2, saved, Job(1, section=section(address), steps=40), ports, directories)
+    with coordinator() as address, own_ports(2) as ports:
+        short = section(address, timeout="2 s")
+        after = run_forks(2, resumed_late, Job(1, section=short, steps=3), ports, directories)
+    assert [one[0] for one in after] == [before[1][0]] * 2
+    assert [one[1] for one in after] == [before[1][1]] * 2
+
+
+def follows(rank: int, job: Job, size: int, ports: list[int], directory: str) -> float:
+    """The rate of learning of the first island after some steps, and of the second one when it comes, whose ranks hear
+    of different steps."""
+    place, begun = become_island(rank, size, ports), Path(directory, "begun")
+    if rank >= size:
+        wait_for(begun.parent, begun.name)
+        original = rounds.fetch_anchor
+
+        def heard(*given: Any) -> Any:
+            version, about, tensors = original(*given)
+            return version, {**about, "step": about["step"] + place}, tensors
+
+        rounds.fetch_anchor = heard
+    engine = start(job)
+    if rank < size:
+        run(engine, data(place, job)[:5])
+        begun.touch()
+    found = float(engine.get_lr()[0])
+    wait_for(begun.parent, "there" if rank < size else begun.name)
+    begun.with_name("there").touch()
+    engine.destroy()
+    return found
+
+
+def test_ranks_of_an_island_that_comes_follow_one_schedule(tmp_path: Path) -> None:
+    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), extra={"scheduler": rates})
+        first, second, third, fourth = run_forks(4, follows, job, 2, ports, str(tmp_path))
+    assert first == second == third == fourth > 0
+
+
+def goes_on(
+    rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path
+) -> dict[int, list[float]]:
+    """The anchor that an island has after the start, and those of later versions. Who has no checkpoint comes as a new
+    one, and trains when the others have loaded theirs."""
+    become_island(rank, 1, ports)
+    engine, batches = start(job), cycle(data(rank + 7, job))
+    exchange, seen = engine.compression.islands.exchange, {}
+    marks.joinpath(f"there{rank}").touch()
+    if rank < len(directories):
+        engine.load_checkpoint(directories[rank])
+        marks.joinpath(f"loaded{rank}").touch()
+    wait_for(marks, "loaded", len(directories))
+    remember(exchange, seen)
+    while exchange.version < version:
+        run(engine, [next(batches)])
+        remember(exchange, seen)
+    marks.joinpath(f"done{rank}").touch()
+    # Whoever comes late needs the others, until the last one of them has gone.
+    with contextlib.suppress(IslandError):
+        while len(list(marks.glob("done*"))) < len(ports):
+            run(engine, [next(batches)])
+            remember(exchange, seen)
+    engine.destroy()
+    return seen
+
+
+def wait_for(marks: Path, name: str, count: int = 1) -> None:
+    while len(list(marks.glob(f"{name}*"))) < count:
+        time.sleep(0.02)
+
+
+def remember(exchange: Any, seen: dict[int, list[float]]) -> None:
+    """Who had to go on with its own weights has no anchor before its first exchange."""
+    seen[exchange.version] = exchange.copy(1)[2]["anchor"].tolist() if exchange.version else []
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4)])
+def test_islands_may_be_more_or_fewer_when_all_come_back(before: int, after: int, tmp_path: Path) -> None:
+    come_back(goes_on, before, after, tmp_path)
+
+
+def goes_on_alone(rank: int, job: Job, ports: list[int], directories: list[str], version: int, marks: Path) -> Any:
+    """The third island is on its way to the anchor of the first one when that loads its checkpoint; the second one
+    comes when the third one has begun alone."""
+    if rank == 1:
+        wait_for(marks, "there2")
+    if rank == 2:
+        while not status(job.section["islands"]["elastic"]["rendezvous"])["islands"]:
+            time.sleep(0.02)
+        original = rounds.fetch_anchor
+        rounds.fetch_anchor = lambda *given: (time.sleep(1.0), original(*given))[1]
+    return goes_on(rank, job, ports, directories, version, marks)
+
+
+def test_who_has_no_checkpoint_and_found_no_anchor_comes_to_the_others_later(tmp_path: Path) -> None:
+    third = come_back(goes_on_alone, 2, 3, tmp_path, timeout="2 s")[2]
+    assert third[0] == []
+
+
+def come_back(work: Any, before: int, after: int, tmp_path: Path, timeout: str = "5 s") -> list[dict[int, list[float]]]:
+    """With the newest of the checkpoints that are loaded; who has none comes to the others. What `work` gives."""
+    directories = [str(tmp_path / f"{rank}") for rank in range(before)]
+    with coordinator() as address, own_ports(before) as ports:
+        # Who is left out of the last round goes on alone.
+        job = Job(1, section=section(address, minimum=1), steps=60)
+        kept = run_forks(before, saved, job, ports, directories)
+    loaded, marks = min(before, after), tmp_path / "marks"
+    marks.mkdir()
+    newest, anchor = max(kept[:loaded], key=lambda one: one[0])
+    with coordinator() as address, own_ports(after) as ports:
+        job = Job(1, section=section(address, minimum=loaded, timeout=timeout), steps=60)
+        found = run_forks(after, work, job, ports, directories[:loaded], newest + 3, marks)
+    assert [seen[newest] for seen in found[:loaded]] == [anchor["anchor"]] * loaded
+    first = found[0]
+    for seen in found:
+        common = first.keys() & seen.keys()
+        assert common
+        assert all(first[version] == seen[version] for version in common)
+    return found
+
+
+def saved_together(rank: int, job: Job, ports: list[int], directory: str) -> str:
+    become_island(rank, 1, ports)
+    engine, done = start(job), Path(directory, f"done{rank}")
+    text = ""
+    try:
+        while rank and not Path(directory, "done0").exists():
+            time.sleep(0.02)
+        engine.save_checkpoint(directory)
+    except StateError as error:
+        text = str(error)
+    done.touch()
+    while not Path(directory, f"done{1 - rank}").exists():
+        time.sleep(0.02)
+    engine.destroy()
+    return text
+
+
+def saved_at_once(rank: int, job: Job, ports: list[int], directory: str) -> list[str]:
+    """What saving was refused for, in one directory after the other."""
+    become_island(rank, 1, ports)
+    engine, texts = start(job), []
+    for number in range(5):
+        place = Path(directory, str(number))
+        place.mkdir(exist_ok=True)
+        (place / f"there{rank}").touch()
+        while not (place / f"there{1 - rank}").exists():
+            pass
+        try:
+            engine.save_checkpoint(str(place))
+            texts.append("")
+        except StateError as error:
+            texts.append(str(error))
+    Path(directory, f"done{rank}").touch()
+    while not Path(directory, f"done{1 - rank}").exists():
+        time.sleep(0.02)
+    engine.destroy()
+    return texts
+
+
+def test_two_islands_do_not_save_in_one_directory(tmp_path: Path) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        first, second = run_forks(2, saved_together, Job(1, section=section(address)), ports, str(tmp_path))
+    assert first == ""
+    assert f"{tmp_path} is where island " in second
+
+
+def test_of_two_islands_that_save_in_one_directory_at_once_one_is_refused(tmp_path: Path) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        found = run_forks(2, saved_at_once, Job(1, section=section(address)), ports, str(tmp_path))
+    for number, texts in enumerate(zip(*found, strict=True)):
+        saved, refused = sorted(texts)
+        assert saved == ""
+        assert f"{tmp_path / str(number)} is where island " in refused
+
+
+def comes_late(
+    rank: int, job: Job, ports: list[int], directory: str
+) -> tuple[float, float, list[int], Mapping[str, float]]:
+    """The rate of learning at first and after the last step, the order of the data, and the last rate after a
+    checkpoint was loaded."""
+    become_island(rank, 1, ports)
+    done = Path(directory, "done")
+    if rank == 1:
+        while not done.exists():
+            time.sleep(0.02)
+    model = network()
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=job.config()
+    )
+    rates = [engine.get_lr()[0]]
+    run(engine, data(rank, job))
+    if rank == 0:
+        rates.append(engine.get_lr()[0])
+        done.touch()
+        while engine.compression.islands.way.client.version and not Path(directory, "joined").exists():
+            time.sleep(0.02)
+    loaded = {} if rank == 0 else rates_after_loading(engine, f"{directory}/saved")
+    Path(directory, "joined").touch()
+    order = list(loader.data_sampler)
+    engine.destroy()
+    return rates[0], rates[-1], order, loaded
+
+
+def rates_after_loading(engine: Any, directory: str) -> dict[str, float]:
+    found, restore = {"before": engine.get_lr()[0]}, elastic.state.restore
+
+    def restored(*given: Any) -> Any:
+        # Until it is whole, nobody may take the anchor of this island.
+        assert engine.compression.islands.exchange.version == 0
+        return restore(*given)
+
+    elastic.state.restore = restored
+    engine.save_checkpoint(directory)
+    for name, options in LOADED.items():
+        engine.load_checkpoint(directory, **options)
+        found[name] = engine.get_lr()[0]
+    return found
+
+
+LOADED: Mapping[str, Mapping[str, bool]] = {
+    "all": {},
+    "no states": {"load_optimizer_states": False},
+    "no schedule": {"load_lr_scheduler_states": False},
+    "module": {"load_module_only": True},
+}
+
+
+def test_one_that_comes_late_has_the_schedule_of_the_others_and_data_of_its_own(tmp_path: Path) -> None:
+    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), steps=5, extra={"scheduler": rates})
+        monitor = {"announce": False, "path": str(tmp_path / "api_key=hidden")}
+        job = replace(job, section={**job.section, "monitor": monitor})
+        first, late = run_forks(2, comes_late, job, ports, str(tmp_path))
+    assert late[0] == pytest.approx(first[1])
+    assert sorted(first[2]) == sorted(late[2]) == list(range(24))
+    assert first[2] != late[2]
+    # It was ahead of its own steps when it was saved.
+    assert set(late[3]) == {"before", *LOADED}
+    assert set(late[3].values()) == {late[3]["before"]}
+    files = list((tmp_path / "saved").rglob("*islands*.json"))
+    assert files
+    assert not [file for file in files if "hidden" in file.read_text()]
+
+
+def save_as_one_job(rank: int, job: Job, directory: str) -> None:
+    engine = start(job)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory)
+
+
+def load_of_one_job(rank: int, job: Job, ports: list[int], directory: str) -> tuple[int, list[str]]:
+    become_island(rank, 1, ports)
+    engine = start(job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        engine.load_checkpoint(directory)
+    step = engine.global_steps
+    run(engine, data(rank, job))
+    engine.destroy()
+    return step, [str(one.message) for one in caught if "islands of one job" in str(one.message)]
+
+
+def test_what_islands_of_one_job_have_saved_is_loaded_without_their_memories(tmp_path: Path) -> None:
+    job = Job(1, section={**section("127.0.0.1:1"), "islands": {"size": 1, "sync_every": 2}})
+    run_forks(2, save_as_one_job, job, str(tmp_path))
+    with coordinator() as address, own_ports(1) as ports:
+        [(step, texts)] = run_forks(
+            1, load_of_one_job, Job(1, section=section(address, minimum=1)), ports, str(tmp_path)
+        )
+    assert step == 4
+    assert len(texts) == 1
+
+
+def refused(rank: int, job: Job, ports: list[int]) -> str:
+    begun = time.monotonic()
+    become_island(rank, 1, ports)
+    try:
+        engine = start(job if rank == 0 else replace(job, stage=2))
+    except ConfigError as error:
+        return str(error)
+    # Until the other one has come.
+    while engine.compression.islands.way.client.version and time.monotonic() - begun < 3:
+        time.sleep(0.1)
+    return ""
+
+
+def test_islands_that_do_not_fit_are_refused() -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(1, section=section(address, minimum=1), steps=6)
+        texts = run_forks(2, refused, job, ports)
+    assert any("zero_stage is" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("islands", "text"),
+    [
+        ({"size": 2}, "/deepspeed_compress/islands/size: 2 is of islands that are one job"),
+        ({"delay": 1}, "/deepspeed_compress/islands/delay: 1 is of islands that are one job"),
+        ({"sync_every": "30 parsecs"}, "/deepspeed_compress/islands/sync_every"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+    found = section("127.0.0.1:1", **islands)
+    with pytest.raises(ConfigError, match=text):
+        deepspeed_compress.config.parse_section({"deepspeed_compress": found})
+
+
+def test_a_time_is_of_elastic_islands() -> None:
+    with pytest.raises(ConfigError, match='sync_every: "30 s" is a time'):
+        deepspeed_compress.config.parse_section({"deepspeed_compress": {"islands": {"size": 1, "sync_every": "30 s"}}})
+
+
+def diverges(rank: int, job: Job, ports: list[int]) -> list[bool]:
+    """After every step whether the weights are finite; one batch of the second island is not."""
+    become_island(rank, 1, ports)
+    engine, seen = start(job), []
+    for inputs, labels in data(rank, job):
+        given = torch.full_like(inputs, float("nan")) if rank and len(seen) == 1 else inputs
+        time.sleep(0.05)
+        run(engine, [(given, labels)])
+        seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_island_that_diverged_goes_on_with_the_others(asynchronous: bool) -> None:
+    """Without ZeRO nothing keeps DeepSpeed from a step that is not finite, and its optimizer remembers it."""
+    served = parameter_server() if asynchronous else coordinator()
+    with served as there, own_ports(2) as ports:
+        address = f"127.0.0.1:{there.port}" if asynchronous else there
+        more = {"parameter_server": {}} if asynchronous else {"minimum": 2}
+        shared = section(address)
+        islands = shared["islands"]
+        elastic = {key: value for key, value in islands["elastic"].items() if key != "minimum"} | more
+        job = Job(0, section={**shared, "islands": {**islands, "elastic": elastic}}, steps=40)
+        first, second = run_forks(2, diverges, replace(job, extra={"gradient_clipping": 0.0}), ports)
+    assert all(first)
+    assert not all(second)
+    assert all(second[-8:])
+
+
+def with_a_fixed_layer(rank: int, job: Job, ports: list[int]) -> str:
+    """What an island is refused for whose frozen layer is its own; an empty text where it is not."""
+    become_island(rank, 1, ports)
+    model = network()
+    model[0].requires_grad_(False)
+    model[0].weight.data.add_(rank)
+    given = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        deepspeed_compress.initialize(model=model, model_parameters=given, config=job.config())
+    except (ConfigError, IslandError) as error:
+        return str(error)
+    return ""
+
+
+def test_islands_with_other_frozen_weights_are_refused() -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        texts = run_forks(2, with_a_fixed_layer, Job(1, section=section(address, minimum=1)), ports)
+    refused, joined = sorted(texts, reverse=True)
+    assert "weights that are not trained" in refused
+    assert joined == ""
+
+
+def counted(rank: int, job: Job, ports: list[int], directory: str, load: bool) -> int:
+    """Samples that an island has yet to tell of: four steps after its last exchange, saved, or loaded."""
+    become_island(rank, 1, ports)
+    engine = start(job)
+    if load:
+        engine.load_checkpoint(directory)
+    else:
+        run(engine, data(rank, job))
+        engine.save_checkpoint(directory)
+    kept = int(engine.global_samples) - engine.compression.islands.way.described()["samples"]
+    engine.destroy()
+    return kept
+
+
+def test_what_was_moved_since_the_last_exchange_counts_after_a_resumption(tmp_path: Path) -> None:
+    found = []
+    for load in (False, True):
+        with coordinator() as address, own_ports(1) as ports:
+            job = Job(1, section=section(address, minimum=1, sync_every=5), steps=9)
+            found += run_forks(1, counted, job, ports, str(tmp_path), load)
+    assert found[0] == found[1] > 0

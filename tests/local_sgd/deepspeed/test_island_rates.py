@@ -1,0 +1,164 @@
+"""Learning rates of islands that come late: the same as those of the others, or a warning or refusal by name."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import deepspeed_compress
+from deepspeed_compress.errors import CompressWarning, UnsupportedError
+from deepspeed_compress.local_sgd.deepspeed.rates import Rates, rates_of
+from tests.local_sgd.deepspeed.test_elastic import section, wait_for
+from tests.support.coordinators import become_island, coordinator, own_ports
+from tests.support.forks import run_forks
+from tests.support.jobs import Job, data, network
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def made(make: Make | None, lr: float = 0.1) -> Any:
+    """Return an engine as far as schedules know it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr)
+    return SimpleNamespace(optimizer=optimizer, global_steps=0, lr_scheduler=make and make(optimizer))
+
+
+def train(engine: Any, rates: Rates, steps: int, *metric: float) -> None:
+    for _ in range(steps):
+        engine.optimizer.step()
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step(*metric)
+        engine.global_steps += 1
+        rates.note()
+
+
+def late(first: Make | None, second: Make | None, *metric: float, lr: float = 0.1) -> tuple[Any, Any, list[str]]:
+    """Return the engine of an island after 7 steps, that of one that comes then, and what it was warned of."""
+    engine, other = made(first), made(second, lr)
+    rates, follower = Rates(engine), Rates(other)
+    train(engine, rates, 7, *metric)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        follower.follow(json.loads(json.dumps(rates.told())))
+    return engine, other, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+SCHEDULES: Mapping[str, Make | None] = {
+    "none": None,
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=50),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, T_0=3),
+    "sequential": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 2), StepLR(optimizer, 3)], [4]),
+    "deepspeed": lambda optimizer: WarmupLR(optimizer, warmup_num_steps=20),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_that_comes_late_has_the_rates_of_the_others(name: str) -> None:
+    make = SCHEDULES[name]
+    engine, other, warned = late(make, make, *([1.0] if name == "plateau" else []))
+    assert rates_of(other) == pytest.approx(rates_of(engine))
+    assert warned == []
+    assert name == "none" or rates_of(engine) != [0.1]
+
+
+def test_a_schedule_of_a_metric_goes_on_where_the_others_are() -> None:
+    make = SCHEDULES["plateau"]
+    engine, other, _ = late(make, make, 1.0)
+    assert other.lr_scheduler.num_bad_epochs == engine.lr_scheduler.num_bad_epochs
+    assert other.lr_scheduler.best == engine.lr_scheduler.best
+
+
+@pytest.mark.parametrize("name", ["none", "lambda"])
+def test_a_schedule_of_a_metric_that_cannot_follow_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"ReduceLROnPlateau is stepped by a metric.*write such a one"):
+        late(SCHEDULES[name], SCHEDULES["plateau"])
+
+
+@pytest.mark.parametrize(
+    ("second", "lr", "text"),
+    [
+        (lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (2 + step)), 0.1, "learning rates of this island"),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), 0.2, "learning rates of this island"),
+        (None, 0.1, "learning rates of this island are [0.1], and those of the others [0.0125]"),
+    ],
+)
+def test_other_rates_are_told_with_both(second: Make | None, lr: float, text: str) -> None:
+    _, _, [warned, *_] = late(SCHEDULES["lambda"], second, lr=lr)
+    assert text in warned
+
+
+def test_a_schedule_of_another_length_is_told_before_rates_differ() -> None:
+    longer = made(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=500))
+    rates = Rates(made(SCHEDULES["one cycle"]))
+    with pytest.warns(CompressWarning, match="total_steps 500 where that of the others has 50"):
+        Rates(longer).follow(rates.told())
+
+
+def test_an_edited_rate_is_told() -> None:
+    engine, other = made(None), made(None)
+    rates = Rates(engine)
+    engine.optimizer.param_groups[0]["lr"] = 0.7
+    rates.note()
+    with pytest.warns(CompressWarning, match=r"are \[0.1\], and those of the others \[0.7\]"):
+        Rates(other).follow(rates.told())
+
+
+def comes_late(rank: int, job: Job, ports: list[int], marks: Any) -> list[float]:
+    become_island(rank, 1, ports)
+    if rank:
+        wait_for(marks, "trained")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, *_ = deepspeed_compress.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=ReduceLROnPlateau(optimizer, patience=0),
+        config={key: value for key, value in job.config().items() if key != "optimizer"},
+    )
+    for x, y in data(rank, job)[: 0 if rank else 4]:
+        engine.backward((engine(x) - y).square().mean())
+        engine.step(lr_kwargs={"metrics": 1.0})
+    marks.joinpath("trained" if rank == 0 else "there").touch()
+    wait_for(marks, "there")
+    found = rates_of(engine)
+    engine.destroy()
+    return found
+
+
+def test_an_island_with_a_schedule_of_a_metric_may_come_late(tmp_path: Any) -> None:
+    with coordinator() as address, own_ports(2) as ports:
+        job = Job(0, section=section(address, minimum=1, sync_every=100))
+        first, second = run_forks(2, comes_late, job, ports, tmp_path)
+    assert first == second
+    assert first[0] < 0.01
+
+
+def of_one_job(rank: int, job: Job) -> list[str]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        config = {key: value for key, value in job.config().items() if key != "optimizer"}
+        deepspeed_compress.initialize(model=model, optimizer=optimizer, config=config)
+    return [str(one.message) for one in caught if "learning rates" in str(one.message)]
+
+
+def test_islands_of_one_job_with_other_rates_are_told() -> None:
+    section = {"gradients": {"method": "none"}, "islands": {"size": 1}, "monitor": {"announce": False}}
+    first, second = run_forks(2, of_one_job, Job(0, section=section))
+    assert first == []
+    assert "are [0.02], and those of the first island [0.01]" in second[0]

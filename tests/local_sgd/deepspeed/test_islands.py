@@ -1,0 +1,673 @@
+"""Islands of ranks that train by themselves: against DeepSpeed alone and data parallelism, saved and resumed."""
+
+import atexit
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+import deepspeed_compress
+from deepspeed_compress.config import SECTION, find_problems, parse_section
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.local_sgd.deepspeed import divided
+from deepspeed_compress.tools.plan_islands import plans
+from tests.support.forks import run_forks
+from tests.support.jobs import BATCH, MUON, Job, Outcome, data, moments, network, run, start, weights
+
+SGD: Mapping[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+OFFLOADED: Mapping[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}}, "extra": {}}
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+WHOLE: Mapping[str, Any] = {"reduce_scatter": False}
+"""What DeepSpeed's Muon needs under ZeRO 3."""
+STAGES = (0, 1, 2, 3)
+
+
+def section(**islands: Any) -> Mapping[str, Any]:
+    return {"gradients": {"method": "none"}, "monitor": {"announce": False}, "islands": islands}
+
+
+def train(rank: int, *jobs: Job) -> list[Outcome]:
+    outcomes = []
+    for job in jobs:
+        engine = start(job)
+        outcomes.append(Outcome(run(engine, data(rank, job)), weights(engine)))
+        engine.destroy()
+    return outcomes
+
+
+def apart(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    """The weights after every step."""
+    engine, seen = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(weights(engine))
+    return seen
+
+
+def largest(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> float:
+    return max(max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("stage", "extra"),
+    # Without ZeRO masters in fp32 alone are known.
+    [*product(STAGES, ({}, MUON)), *product(STAGES[1:], (BF16,))],
+)
+def test_one_island_that_averages_every_step_is_deepspeed_alone(stage: int, extra: Mapping[str, Any]) -> None:
+    alone = Job(stage, extra=extra, zero=WHOLE if extra is MUON else {})
+    one = replace(alone, section=section(size=2, sync_every=1, exchange={"method": "none"}, second_moments={}))
+    for plain, ours in run_forks(2, train, alone, one):
+        assert ours == plain
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_islands_that_average_every_step_are_data_parallelism(stage: int) -> None:
+    """With SGD the mean of the steps is the step of the mean."""
+    whole = Job(stage, extra=SGD)
+    divided = replace(whole, section=section(size=2, sync_every=1, exchange={"method": "none"}))
+    for plain, ours in run_forks(4, train, whole, divided):
+        assert largest(plain.parameters, ours.parameters) < 1e-6
+        assert plain.losses == pytest.approx(ours.losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_agree_when_they_meet_and_not_between(stage: int) -> None:
+    job = Job(stage, section=section(size=2, sync_every=3, exchange={"method": "blockwise", "bits": 4}), steps=6)
+    ranks = run_forks(4, apart, job)
+    for step, (first, second, third, fourth) in enumerate(zip(*ranks, strict=True), 1):
+        assert first == second
+        assert third == fourth
+        assert (first == third) == (step % 3 == 0), step
+
+
+HEAD = r"^4\."
+"""A layer in the middle: under ZeRO 1 its owner has others too."""
+
+
+def with_heads(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    """Weights before and after being attached, and after every step, of models that all differ at first."""
+    model = network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank // 2)
+    seen = [{name: value.detach().flatten().tolist() for name, value in model.named_parameters()}]
+    parameters = list(model.parameters())
+    engine = deepspeed_compress.initialize(model=model, model_parameters=parameters, config=job.config())[0]
+    seen.append(weights(engine))
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(weights(engine))
+    return seen
+
+
+def names_apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_island_keeps_parameters_of_its_own(stage: int) -> None:
+    """From the first weights on; the others are agreed upon as ever."""
+    job = Job(stage, section=section(size=2, sync_every=2, own=[HEAD], exchange={"method": "none"}), steps=2)
+    first, same, second, _ = run_forks(4, with_heads, job)
+    assert first == same
+    own = {"4.weight", "4.bias"}
+    assert names_apart(first[0], second[0]) == first[0].keys()
+    assert [names_apart(a, b) for a, b in zip(first[1:], second[1:], strict=True)] == [own, first[0].keys(), own]
+    assert {name: second[1][name] for name in own} == {name: second[0][name] for name in own}
+
+
+def test_a_rank_may_have_nothing_to_exchange() -> None:
+    """Of two ranks under ZeRO 1 the second one has the later layers, all of which are the island's own."""
+    job = Job(1, section=section(size=2, sync_every=1, own=[r"^[245]\."]), steps=2)
+    first, _, second, _ = run_forks(4, with_heads, job)
+    assert names_apart(first[-1], second[-1]) == {name for name in first[0] if not name.startswith("0.")}
+
+
+def moments_by_step(rank: int, job: Job) -> list[dict[str, list[float]]]:
+    engine, seen = start(job), []
+    for batch in data(rank, job):
+        run(engine, [batch])
+        seen.append(moments(engine))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, {}), (1, BF16), (2, OFFLOADED), (3, {})])
+def test_islands_have_the_same_second_moments_when_they_meet(stage: int, extra: Mapping[str, Any]) -> None:
+    shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
+    job = Job(stage, section=shared, steps=4, extra=extra.get("extra", extra), zero=extra.get("zero", {}))
+    first, second, third, fourth = run_forks(4, moments_by_step, job)
+    for step in range(4):
+        for one, other in ((first, third), (second, fourth)):
+            assert one[step].keys() == other[step].keys() != set()
+            assert (one[step] == other[step]) == (step % 2 == 1), step
+    if stage == 0:
+        assert first == second
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_islands_with_muon_inside_share_the_second_moments_of_what_adam_steps(stage: int) -> None:
+    shared = section(size=2, sync_every=2, second_moments={"block_size": 1})
+    job = Job(stage, section=shared, extra=MUON, zero=WHOLE)
+    ranks = run_forks(4, moments_by_step, job)
+    for step in range(4):
+        for one, other in zip(ranks[:2], ranks[2:], strict=True):
+            assert (one[step] == other[step]) == (step % 2 == 1), step
+    assert set().union(*(rank[1] for rank in ranks)) == {"0.bias", "2.bias", "4.bias"}
+
+
+def test_islands_without_anything_that_adam_steps_have_no_second_moments() -> None:
+    job = Job(0, section=section(size=1, second_moments={}), extra=MUON)
+    for found in run_forks(2, of_matrices_alone, job):
+        assert found.startswith("/deepspeed_compress/islands/second_moments: MuonWithAuxAdam has betas []")
+
+
+def of_matrices_alone(rank: int, job: Job) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    with pytest.raises(UnsupportedError) as refused:
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 1), (1, 2)])
+def test_second_moments_get_the_mean_of_their_sums(delay: int, fragments: int) -> None:
+    """Against what two ranks do that never meet: at the first exchange their moments are still their own."""
+    job = Job(1, section=section(size=1, sync_every=2, delay=delay, fragments=fragments), steps=2 + delay)
+    shared = {**job.section["islands"], "second_moments": {"block_size": 10**6}}
+    own = run_forks(2, moments_by_step, job)
+    found = run_forks(2, moments_by_step, replace(job, section={**job.section, "islands": shared}))
+    for name in own[0][0]:
+        sums = [sum(one[1][name]) for one in own]
+        for mine, others in zip(own, found, strict=True):
+            ratio = sum(sums) / 2 / sum(mine[1][name])
+            assert others[1][name] == pytest.approx([one * (1 if delay else ratio) for one in mine[1][name]])
+            # Those that were on their way are scaled when they have arrived, and keep what has come to them meanwhile.
+            if delay:
+                now, came = sum(mine[2][name]), max(0.0, sum(mine[2][name]) - sum(mine[1][name]))
+                target = sum(sums) / 2 + came
+                assert others[2][name] == pytest.approx([one * target / now for one in mine[2][name]])
+
+
+def words_of_a_rare_row(rank: int, stage: int, delay: int) -> list[float]:
+    """The largest weight after every step, where a word is first seen while moments travel."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+    job = Job(stage, section=section(size=1, sync_every=4, delay=delay, second_moments={"block_size": 4}))
+    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
+        0
+    ]
+    found = []
+    for step in range(10):
+        words = torch.tensor([[1 + rank, 3], [2, 4]]) if step != 4 else torch.tensor([[7, 7], [1, 2]])
+        loss = (engine(words) - 1.0).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(max(max(map(abs, values)) for values in weights(engine).values()))
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_row_that_is_first_seen_while_moments_travel_takes_steps_as_others_do(stage: int, delay: int) -> None:
+    for largest_by_step in run_forks(2, words_of_a_rare_row, stage, delay):
+        assert max(largest_by_step) < largest_by_step[0] + 0.2
+
+
+def with_optimizer(rank: int, kind: str, options: Mapping[str, Any]) -> str:
+    """What is said of an optimizer that the program brings, at once or when moments are first exchanged."""
+    deepspeed.init_distributed("gloo")
+    model = network()
+    job = Job(
+        1, section=section(size=1, sync_every=2, second_moments={}), extra={"zero_allow_untested_optimizer": True}
+    )
+    config = {key: value for key, value in job.config().items() if key != "optimizer"}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    try:
+        engine = deepspeed_compress.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert kind == "Adamax"
+        run(engine, data(rank, job))
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("SGD", {"lr": 0.1}, "SGD has betas ['None'] and amsgrad False"),
+        ("Adadelta", {}, "Adadelta has betas ['None']"),
+        ("AdamW", {"amsgrad": True}, "AdamW has betas ['(0.9, 0.999)'] and amsgrad True"),
+        ("Adamax", {}, "the state of Adamax has ['exp_avg', 'exp_inf', 'step']"),
+    ],
+)
+def test_an_optimizer_without_second_moments_is_refused(kind: str, options: Mapping[str, Any], text: str) -> None:
+    for found in run_forks(2, with_optimizer, kind, options):
+        assert found.startswith("/deepspeed_compress/islands/second_moments: ")
+        assert text in found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", ["AdamW"], {"type": 3}])
+def test_a_file_with_an_optimizer_that_is_none_is_not_for_islands_to_judge(optimizer: Any) -> None:
+    job = Job(1, section=section(size=1, second_moments={}), extra={"optimizer": optimizer})
+    assert not [one for one in find_problems(job.config()) if "second_moments" in str(one)]
+
+
+def test_a_file_of_one_is_refused() -> None:
+    [found] = find_problems(Job(1, section=section(size=1, second_moments={}), extra=SGD).config())
+    assert str(found).startswith(
+        '/deepspeed_compress/islands/second_moments: has nothing to exchange with optimizer "SGD"'
+    )
+
+
+def drift(rank: int, *jobs: Job) -> list[list[list[float]]]:
+    """Weights [steps, 12] after every step of a model whose gradient does not depend on them."""
+    found = []
+    for job in jobs:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(12, 1, bias=False)
+        engine = deepspeed_compress.initialize(
+            model=model, model_parameters=list(model.parameters()), config=job.config()
+        )[0]
+        seen = []
+        for _ in range(job.steps):
+            engine.backward(engine(torch.full((1, 12), 1.0 + rank)).sum())
+            engine.step()
+            seen.append(weights(engine)["weight"])
+        found.append(seen)
+        engine.destroy()
+    return found
+
+
+def test_a_fragment_is_mixed_in_later_and_nothing_is_lost() -> None:
+    """What islands move adds up whenever they exchange: their mean goes the same way."""
+    settings = {"size": 1, "sync_every": 4, "exchange": {"method": "none"}}
+    jobs = [Job(1, extra=SGD, steps=8, section=section(**settings, fragments=2, delay=delay)) for delay in (0, 1)]
+    first, second = (torch.tensor(rank) for rank in run_forks(2, drift, *jobs))
+    mean, apart = (first + second) / 2, (first - second).abs()
+    torch.testing.assert_close(mean[1], mean[0], atol=1e-6, rtol=0)
+    # In time, a fragment meets at step 8; a step later, none does.
+    assert float(apart[0][7].min()) == 0.0
+    assert float(apart[1][7].min()) > 0.0
+
+
+def gradients(rank: int, job: Job) -> list[tuple[int, int]]:
+    """Bytes of gradients that were sent and what they take uncompressed, by step."""
+    engine, found = start(job), []
+    engine.compression.subscribe(lambda figures: found.append((figures.bytes_sent, figures.bytes_uncompressed)))
+    run(engine, data(rank, job))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_inside_an_island_are_as_without(stage: int) -> None:
+    """Each of two islands sends what a job of its size does, and compresses it."""
+    methods = {"gradients": {"bits": 4}, "monitor": {"announce": False}}
+    alone = Job(stage, section=methods, steps=3)
+    divided = replace(alone, section={**methods, "islands": {"size": 2, "sync_every": 100}})
+    expected, found = run_forks(2, gradients, alone)[0], run_forks(4, gradients, divided)[0]
+    assert found == expected
+    assert all(3 * sent < uncompressed for sent, uncompressed in found)
+
+
+def test_warm_up_steps_end_with_the_mean() -> None:
+    job = Job(1, section=section(size=1, sync_every=100, warmup_steps=2), steps=4)
+    first, second = run_forks(2, apart, job)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, True, False, False]
+
+
+def broken(rank: int, job: Job) -> tuple[bool, bool]:
+    """Whether masters are finite, before and after islands meet: those of the second one are spoilt."""
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:1])
+    if rank == 1:
+        with torch.no_grad():
+            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
+    before = bool(torch.isfinite(engine.optimizer.single_partition_of_fp32_groups[0]).all())
+    engine.compression.islands.step_ended(2)
+    return before, all(torch.isfinite(torch.tensor(one)).all() for one in weights(engine).values())
+
+
+def test_an_island_that_diverged_counts_for_nothing() -> None:
+    job = Job(1, section=section(size=1, sync_every=2))
+    assert run_forks(2, broken, job) == [(True, True), (False, True)]
+
+
+def kept_back(rank: int, job: Job) -> list[list[float]]:
+    """What error feedback keeps, before and after islands meet: the masters of the second one are spoilt."""
+    engine = start(job)
+    run(engine, data(rank, job))
+    islands = engine.compression.islands
+    if rank == 1:
+        with torch.no_grad():
+            engine.optimizer.single_partition_of_fp32_groups[0].fill_(float("nan"))
+    found = []
+    for _ in range(2):
+        found.append([value for _, part in islands.stores.by_name["gradients"].items() for value in part.tolist()])
+        islands.step_ended(job.steps + 2)
+    return found
+
+
+def test_what_an_island_that_diverged_has_kept_back_is_not_sent() -> None:
+    """The mean is over the others, and would weigh it too much."""
+    job = Job(1, section=section(size=1, sync_every=2, exchange={"method": "topk", "density": 0.05}))
+    (before, after), (spoilt_before, spoilt_after) = run_forks(2, kept_back, job)
+    assert any(spoilt_before)
+    assert spoilt_after == spoilt_before
+    assert after != before
+
+
+def save_and_go_on(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    batches = data(rank, job)
+    run(engine, batches[:first])
+    engine.save_checkpoint(directory)
+    run(engine, batches[first:])
+    return weights(engine)
+
+
+def resume(rank: int, job: Job, directory: str, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directory)
+    assert path is not None
+    run(engine, data(rank, job)[first:])
+    return weights(engine)
+
+
+DILOCO = section(size=2, preset="diloco", sync_every=4, fragments=2, delay=1, own=[HEAD], second_moments={})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, tmp_path: Path) -> None:
+    job = Job(stage, section=DILOCO, steps=9)
+    straight = run_forks(4, save_and_go_on, job, str(tmp_path), 5)
+    assert run_forks(4, resume, job, str(tmp_path), 5) == straight
+    assert (tmp_path / "latest").read_text() == (tmp_path / "island_0001" / "latest").read_text()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_with_muon_inside_a_resumed_run_goes_on_to_rounding(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed's own Muon does not go on bit for bit either."""
+    outer = {"optimizer": "nesterov", "lr": 0.7}
+    islands = section(size=1, sync_every=4, outer=outer, exchange={"method": "none"}, second_moments={})
+    job = Job(stage, section=islands, steps=9, extra=MUON)
+    straight = run_forks(2, save_and_go_on, job, str(tmp_path), 5)
+    for one, other in zip(run_forks(2, resume, job, str(tmp_path), 5), straight, strict=True):
+        assert largest(one, other) < 1e-6
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 3)])
+def test_islands_may_be_more_or_fewer_when_resumed(saved: int, loaded: int, tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, preset="sparseloco", sync_every=2), steps=8)
+    run_forks(saved, save_and_go_on, job, str(tmp_path), 4)
+    ranks = run_forks(loaded, resume, job, str(tmp_path), 4)
+    assert all(one == ranks[0] for one in ranks)
+
+
+def save_by_epoch(rank: int, job: Job, directory: str) -> list[str]:
+    engine = start(job)
+    engine.save_checkpoint(directory, tag=0)
+    run(engine, data(rank, job))
+    engine.save_checkpoint(directory, tag=1)
+    path, _ = engine.load_checkpoint(directory, tag=0)
+    return [Path(path).parent.name, str(engine.global_steps)]
+
+
+def test_a_tag_may_be_zero(tmp_path: Path) -> None:
+    assert run_forks(2, save_by_epoch, Job(1, section=section(size=1)), str(tmp_path)) == [["0", "0"]] * 2
+    assert {found.name for found in tmp_path.iterdir() if found.is_dir()} == {"0", "1", "island_0001"}
+
+
+def save_under(rank: int, job: Job, directory: str, tag: str, first: int) -> dict[str, list[float]]:
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:first])
+    engine.save_checkpoint(directory, tag=tag)
+    run(engine, batches[first:])
+    return weights(engine)
+
+
+def resume_from(rank: int, job: Job, directory: str, tag: str | None, first: int) -> dict[str, list[float]]:
+    engine = start(job)
+    path, _ = engine.load_checkpoint(directory, tag=tag)
+    assert path is not None
+    run(engine, data(rank, job)[first:])
+    return weights(engine)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("tag", ["epoch/1", "a.b", "run.tmp", "epoch/1/step.7", "e p", "./x"])
+def test_a_tag_may_be_a_path(tag: str, named: bool, tmp_path: Path) -> None:
+    """Anchors, momentum and residuals are loaded with it."""
+    islands = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1)
+    job = Job(1, section=islands, steps=9)
+    straight = run_forks(2, save_under, job, str(tmp_path), tag, 5)
+    assert run_forks(2, resume_from, job, str(tmp_path), tag if named else None, 5) == straight
+
+
+def refused_tags(rank: int, job: Job, directory: str, tags: list[str], detached: bool) -> list[str]:
+    engine, texts = start(job), []
+    if detached:
+        deepspeed_compress.detach(engine)
+    for tag in tags:
+        try:
+            engine.save_checkpoint(directory, tag=tag)
+            texts.append("")
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_tag_by_which_islands_overwrite_each_other_is_refused(detached: bool, tmp_path: Path) -> None:
+    tags = [str(tmp_path / "here"), "../up", "a/../../b", "island_0001", "x/island_0000"]
+    for texts in run_forks(2, refused_tags, Job(1, section=section(size=1)), str(tmp_path / "d"), tags, detached):
+        for tag, text in zip(tags, texts, strict=True):
+            assert f"save_checkpoint: tag {tag!r} is not below" in text
+    assert not (tmp_path / "here").exists()
+
+
+def be_slower(rank: int, job: Job, ending: str) -> int:
+    """Each island by itself: the second one takes longer, and both end with an exchange on its way."""
+    ends: list[Any] = []
+    atexit.register = lambda work, *given: ends.append(work)  # type: ignore[assignment]
+    engine = start(job)
+    for batch in data(rank, job):
+        time.sleep(0.4 * rank)
+        run(engine, [batch])
+    match ending:
+        case "destroy":
+            engine.destroy()
+        case "detach":
+            deepspeed_compress.detach(engine)
+        case "exit":
+            # As programs do, and then the interpreter, but not in a process that was forked.
+            dist.destroy_process_group()
+            for work in ends:
+                if getattr(work, "func", None) is divided._end:
+                    work()
+    return int(engine.global_steps)
+
+
+@pytest.mark.parametrize("ending", ["destroy", "detach", "exit"])
+def test_an_island_that_is_done_first_waits_for_what_is_on_its_way(ending: str) -> None:
+    job = Job(1, section=section(size=1, sync_every=4, delay=3, exchange={"method": "blockwise", "bits": 4}))
+    assert run_forks(2, be_slower, job, ending) == [job.steps] * 2
+
+
+def from_plain(rank: int, alone: Job, divided: Job, directory: str) -> list[dict[str, list[float]]]:
+    """Weights that a job without islands saved, and those that every island begins with."""
+    engine = start(alone)
+    run(engine, data(0, alone))
+    engine.save_checkpoint(directory)
+    before = weights(engine)
+    engine.destroy()
+    islands = start(divided)
+    islands.load_checkpoint(directory, load_optimizer_states=False)
+    return [before, weights(islands)]
+
+
+def test_a_checkpoint_without_islands_is_loaded_by_all(tmp_path: Path) -> None:
+    divided = Job(1, section=section(size=1))
+    for before, after in run_forks(2, from_plain, Job(1), divided, str(tmp_path)):
+        assert after == before
+
+
+def sampled(rank: int, job: Job) -> list[int]:
+    config = {**job.config(), "train_batch_size": 4 * BATCH}
+    model = network()
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=config
+    )
+    assert engine.train_micro_batch_size_per_gpu() * 2 == engine.train_batch_size()
+    return list(loader.data_sampler)
+
+
+def test_data_and_batches_are_those_of_the_whole_job() -> None:
+    ranks = run_forks(4, sampled, Job(1, section=section(size=2)))
+    assert sorted(number for rank in ranks for number in rank) == list(range(24))
+
+
+def refused(rank: int, job: Job) -> str:
+    # All are connected first: a rank that ends while others still connect to it would be their error.
+    deepspeed.init_distributed()
+    dist.barrier()
+    try:
+        start(job)
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("islands", "text"),
+    [
+        ({"size": 2}, "islands/size: islands of 2 do not divide the 3 ranks"),
+        ({}, "/deepspeed_compress/islands/size: null beside by_host false"),
+        ({"size": 1, "delay": 30}, "/deepspeed_compress/islands/delay: 30 with sync_every 30"),
+        ({"size": 1, "outer": {"momentum": 0.5}}, "/deepspeed_compress/islands/outer/momentum: 0.5 has no effect"),
+        ({"size": 1, "exchange": {"method": "powersgd"}}, "/deepspeed_compress/islands/exchange: powersgd"),
+        (
+            {"size": 1, "exchange": {"method": "blockwise", "error_feedback": {"reset_interval": 2}}},
+            "/deepspeed_compress/islands/exchange/error_feedback/reset_interval: 2 has no effect",
+        ),
+        ({"size": 1, "own": ["."]}, "/deepspeed_compress/islands/own: ['.'] names all 7 parameters"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(islands: Mapping[str, Any], text: str) -> None:
+    for message in run_forks(3, refused, Job(1, section=section(**islands))):
+        assert text in message
+
+
+def warned(rank: int, job: Job) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", CompressWarning)
+        start(job)
+    return [str(one.message) for one in found if issubclass(one.category, CompressWarning)]
+
+
+def test_a_pattern_of_own_without_effect_is_said() -> None:
+    for [text] in run_forks(2, warned, Job(1, section=section(size=1, own=[HEAD, "heads"]))):
+        assert "/deepspeed_compress/islands/own/1: 'heads' matches none of the 7 parameters" in text
+
+
+def attached_late(rank: int) -> str:
+    job = Job(1, section=None)
+    engine = start(replace(job, extra={SECTION: dict(section(size=1))}))
+    try:
+        deepspeed_compress.attach(engine)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_an_engine_that_is_made_cannot_be_divided() -> None:
+    assert all("divides ranks before an engine is made" in text for text in run_forks(2, attached_late))
+
+
+def one_after_the_other(rank: int, divided: Job, whole: Job, detached: bool) -> list[object]:
+    first = start(divided)
+    refusal = refused(rank, whole)
+    if detached:
+        deepspeed_compress.detach(first)
+    first.destroy()
+    second = start(whole)
+    return [refusal, second.seq_data_parallel_group.size()]
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_division_ends_with_its_engine(detached: bool) -> None:
+    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
+    for refusal, ranks in run_forks(2, one_after_the_other, divided, whole, detached):
+        assert "/deepspeed_compress/islands is missing" in str(refusal)
+        assert ranks == 2
+
+
+def two_at_once(rank: int, divided: Job, whole: Job, first_ends: int) -> list[object]:
+    engines = [start(divided), start(divided)]
+    engines.pop(first_ends).destroy()
+    refusal, [left] = refused(rank, whole), engines
+    ranks = groups._get_data_parallel_world_size()
+    left.destroy()
+    return [refusal, ranks, start(whole).seq_data_parallel_group.size()]
+
+
+@pytest.mark.parametrize("first_ends", [0, 1])
+def test_the_division_stays_for_the_other_of_two_engines(first_ends: int) -> None:
+    divided, whole = Job(1, section=section(size=1)), Job(1, section={})
+    for refusal, inside, ranks in run_forks(2, two_at_once, divided, whole, first_ends):
+        assert "/deepspeed_compress/islands is missing" in str(refusal)
+        assert (inside, ranks) == (1, 2)
+
+
+def ratios(rank: int, job: Job) -> list[float | None]:
+    """Of all traffic, in every step."""
+    engine, found = start(job), []
+    engine.compression.subscribe(lambda figures: found.append(figures.total_ratio))
+    run(engine, data(rank, job))
+    return found
+
+
+def test_what_islands_send_is_compared_with_nothing() -> None:
+    """DeepSpeed alone does not send it: the ratio of a step with an exchange would be 0."""
+    job = Job(1, section={**section(size=2, sync_every=2), "monitor": {"announce": False, "every": 1}}, steps=5)
+    first, *_ = run_forks(4, ratios, job)
+    assert first == [1.0, 1.0, None, 1.0, None]
+
+
+def bytes_by_step(rank: int, job: Job) -> list[tuple[int, int, bool]]:
+    """Of islands and of gradients, and whether islands were compared."""
+    engine, found = start(job), []
+    meter = engine.compression.meter
+    for batch in data(rank, job):
+        run(engine, [batch])
+        found.append((meter.bytes_islands, meter.bytes_sent, meter.islands_cosine is not None))
+    return found
+
+
+def test_bytes_of_islands_are_counted_apart_and_as_planned() -> None:
+    """After every second step, by what the step that follows reports."""
+    exchange = {"method": "blockwise", "bits": 4}
+    job = Job(1, section=section(size=1, sync_every=2, exchange=exchange, second_moments={"block_size": 8}), steps=6)
+    settings = parse_section(job.config()).islands
+    assert settings is not None
+    size = sum(parameter.numel() for parameter in network().parameters())
+    planned = {plan.sync_every: plan for plan in plans(settings, 2, size, 1e8, 1.0)}[2].bytes_a_step * 2
+    for rank in run_forks(2, bytes_by_step, job):
+        assert [sent for _, sent, _ in rank] == [0] * 6
+        assert [compared for *_, compared in rank] == [False, True] * 3
+        assert [size for size, *_ in rank] == pytest.approx([0, planned] * 3, rel=0.1)

@@ -1,0 +1,373 @@
+"""What is alike in all islands when they begin, and again after one diverged, or was loaded."""
+
+import gc
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+import deepspeed_compress
+from deepspeed_compress.errors import CompressWarning, ConfigError, UnsupportedError
+from deepspeed_compress.local_sgd.deepspeed.alike import clear_not_finite, digest_of, fingerprint
+from tests.local_sgd.deepspeed.test_islands import HEAD, SGD, largest, section, train
+from tests.support.forks import run_forks
+from tests.support.jobs import WIDTH, Job, data, network, run, start, weights
+
+
+@pytest.mark.parametrize("threshold", [40, 10**5])
+def test_parameters_that_zero_3_keeps_whole_are_those_of_the_mean(threshold: int) -> None:
+    kept = {"stage3_param_persistence_threshold": threshold}
+    whole = Job(3, zero=kept, extra=SGD, steps=4)
+    mean = section(size=2, sync_every=1, exchange={"method": "none"})
+    for plain, ours in run_forks(4, train, whole, Job(3, section=mean, zero=kept, extra=SGD, steps=4)):
+        assert largest(ours.parameters, plain.parameters) < 1e-6
+
+
+def sharded(rank: int) -> str:
+    job = Job(3, section=section(size=2))
+    deepspeed.init_distributed("gloo")
+    plain = {key: value for key, value in job.config().items() if key != "deepspeed_compress"}
+    with deepspeed.zero.Init(config_dict_or_path=plain):
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.Linear(32, 4))
+    return refusal(model, job)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(WIDTH, 8)
+        self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=1)
+
+
+def with_experts(rank: int) -> str:
+    deepspeed.init_distributed("gloo")
+    return refusal(Experts(), Job(0, section=section(size=2)))
+
+
+def refusal(model: torch.nn.Module, job: Job) -> str:
+    try:
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("work", "text"), [(sharded, "zero.Init does over the whole job"), (with_experts, "mixture-of-experts")]
+)
+def test_what_is_divided_over_the_whole_job_is_refused(work: Any, text: str) -> None:
+    for message in run_forks(4, work):
+        assert text in message
+
+
+def collected(rank: int, job: Job) -> tuple[int, int]:
+    """Ranks of the group of a second engine, during the making of which the garbage collector ends the first one."""
+    gc.disable()
+    engine = start(job)
+    run(engine, data(rank, job)[:2])
+    engine.destroy()
+    del engine
+    original = DeepSpeedEngine._configure_checkpointing
+
+    def collecting(engine: Any) -> None:
+        if rank == 0:
+            gc.collect()
+        original(engine)
+
+    DeepSpeedEngine._configure_checkpointing = collecting
+    engine = start(job)
+    return engine.seq_data_parallel_group.size(), engine.optimizer.dp_process_group.size()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_that_is_collected_late_leaves_the_division_of_the_next_one(stage: int) -> None:
+    assert run_forks(4, collected, Job(stage, section=section(size=2, sync_every=2))) == [(2, 2)] * 4
+
+
+def phase(rank: int, job: Job, directory: str, first: int, tag: str | None) -> tuple[int, dict[str, list[float]]]:
+    """What is loaded, at step `first`, and the weights four steps later, when they are saved."""
+    engine = start(job)
+    if first:
+        engine.load_checkpoint(directory, tag=tag)
+    step = engine.global_steps
+    run(engine, data(rank, job)[first : first + 4])
+    engine.save_checkpoint(directory)
+    return step, weights(engine)
+
+
+@pytest.mark.parametrize("tag", [None, "global_step8"])
+def test_directories_of_islands_that_are_no_more_are_not_read(tag: str | None, tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=4), steps=12)
+    run_forks(4, phase, job, str(tmp_path), 0, None)
+    run_forks(2, phase, job, str(tmp_path), 4, None)
+    found = run_forks(4, phase, job, str(tmp_path), 8, tag)
+    assert [step for step, _ in found] == [8] * 4
+    assert all(one == found[0][1] for _, one in found)
+
+
+def test_islands_come_back_to_what_a_job_without_them_has_saved(tmp_path: Path) -> None:
+    job = Job(1, section=section(size=1, sync_every=4), steps=12)
+    run_forks(2, phase, job, str(tmp_path), 0, None)
+    run_forks(1, phase, Job(1, steps=12), str(tmp_path), 4, None)
+    found = run_forks(2, phase, job, str(tmp_path), 8, None)
+    assert [step for step, _ in found] == [8] * 2
+    assert found[0][1] == found[1][1]
+
+
+def own_and_not(rank: int, mine: Job, shared: Job, directory: str) -> list[float]:
+    """Norms of a parameter that islands no longer keep for themselves, when it is loaded and after each exchange."""
+    engine = start(mine)
+    run(engine, data(rank, mine))
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    engine = start(shared)
+    engine.load_checkpoint(directory)
+    return [length(weights(engine)), *(run_and_measure(engine, batch) for batch in data(rank, shared))]
+
+
+def length(found: Mapping[str, list[float]]) -> float:
+    return float(torch.tensor(found["4.weight"]).norm())
+
+
+def run_and_measure(engine: Any, batch: Any) -> float:
+    run(engine, [batch])
+    return length(weights(engine))
+
+
+def test_what_islands_no_longer_keep_for_themselves_begins_with_the_first_one(tmp_path: Path) -> None:
+    shared = {"size": 1, "preset": "diloco", "sync_every": 2}
+    jobs = [Job(1, section=section(**shared, **more)) for more in ({"own": [HEAD]}, {})]
+    first, second = run_forks(2, own_and_not, *jobs, str(tmp_path))
+    assert first[0] == second[0]
+    assert first[2::2] == second[2::2]
+    assert max(first) < 1.2 * first[0]
+
+
+def frozen(rank: int, job: Job, requires_grad: bool) -> dict[str, list[float]]:
+    """The weights that an island begins with, where ranks have made different ones, and the optimizer was not given
+    those of the first layer."""
+    model = network()
+    torch.manual_seed(rank // 2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model[0].requires_grad_(requires_grad)
+    trained = [parameter for name, parameter in model.named_parameters() if not name.startswith("0.")]
+    engine = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())[0]
+    return weights(engine)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (3, 0), (3, 10**5)])
+def test_what_is_not_trained_is_alike_too(stage: int, threshold: int, requires_grad: bool) -> None:
+    zero = {"stage3_param_persistence_threshold": threshold}
+    first, *others = run_forks(4, frozen, Job(stage, section=section(size=2), zero=zero), requires_grad)
+    assert all(one == first for one in others)
+
+
+def healed(rank: int, job: Job) -> tuple[list[bool], list[str]]:
+    """After every step whether the weights are finite, and what is warned of."""
+    engine, seen = start(job), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CompressWarning)
+        for batch in data(rank, job):
+            run(engine, [batch])
+            seen.append(all(torch.tensor(values).isfinite().all() for values in weights(engine).values()))
+    return seen, [str(one.message) for one in caught if issubclass(one.category, CompressWarning)]
+
+
+@pytest.mark.parametrize("moments", [None, {}])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_island_that_diverged_goes_on_with_the_others(stage: int, moments: Any) -> None:
+    shared = section(size=2, sync_every=3, second_moments=moments)
+    ranks = run_forks(4, healed, Job(stage, section=shared, steps=7, poison=(1, 2), extra={"gradient_clipping": 0.0}))
+    for seen, texts in ranks[:2]:
+        assert all(seen)
+        assert not texts
+    for seen, texts in ranks[2:]:
+        assert all(seen[2:])
+        assert all(seen) or any("this island has diverged" in text for text in texts)
+    # Without ZeRO nothing keeps DeepSpeed from the step.
+    assert all(ranks[2][0]) == (stage > 0)
+
+
+COMPRESSED: Mapping[str, Any] = {"method": "topk", "density": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("shared", "gradients"),
+    [
+        ({"size": 2, "sync_every": 4, "fragments": 2}, "none"),
+        ({"size": 2, "sync_every": 6, "fragments": 3, "delay": 2}, "none"),
+        ({"size": 2, "sync_every": 4}, COMPRESSED),
+    ],
+)
+def test_an_island_that_diverged_is_whole_again(shared: Mapping[str, Any], gradients: Any) -> None:
+    """All fragments at once, and what is remembered inside: what is not finite in one spoils the others again."""
+    inside = {"method": gradients} if isinstance(gradients, str) else gradients
+    job = Job(0, section={**section(**shared), "gradients": inside}, steps=16, extra={"gradient_clipping": 0.0})
+    for seen, _ in run_forks(4, healed, replace(job, poison=(1, 2))):
+        assert all(seen[6:])
+
+
+def loaded(rank: int, job: Job, directory: str, how: Mapping[str, Any]) -> list[float]:
+    """After loading weights alone in a run that has gone on: what is remembered of its exchanges."""
+    engine, batches = start(job), data(rank, job)
+    engine.save_checkpoint(directory)
+    run(engine, batches)
+    engine.load_checkpoint(directory, **how)
+    stores = engine.compression.islands.stores.by_name
+    return [float(values.abs().sum()) for name in stores if name != "anchor" for _, values in stores[name].items()]
+
+
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_that_are_loaded_alone_are_moved_by_no_former_momentum(how: Mapping[str, Any], tmp_path: Path) -> None:
+    shared = section(size=1, preset="diloco", sync_every=2)
+    for sums in run_forks(2, loaded, Job(1, section=shared, steps=4), str(tmp_path), how):
+        assert not any(sums)
+
+
+def saved(rank: int, job: Job, directory: str) -> None:
+    engine = start(job)
+    run(engine, data(rank, job)[:4])
+    engine.save_checkpoint(directory)
+
+
+def resumed(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+    engine = start(job)
+    engine.load_checkpoint(directory)
+    run(engine, data(rank, job)[4:])
+    return weights(engine)
+
+
+def test_islands_agree_where_the_state_of_one_was_damaged(tmp_path: Path) -> None:
+    shared = {**section(size=1, preset="diloco", sync_every=2), "on_missing_state": "reset"}
+    job = Job(1, section=shared, steps=8)
+    run_forks(2, saved, job, str(tmp_path))
+    [state] = tmp_path.glob("*/deepspeed_compress_islands_rank_00001.safetensors")
+    state.write_bytes(b"damaged")
+    first, second = run_forks(2, resumed, job, str(tmp_path))
+    assert first == second
+
+
+def detached(rank: int, job: Job, directory: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Weights that an engine has saved after `detach`, and those that it loads."""
+    engine, batches = start(job), data(rank, job)
+    run(engine, batches[:5])
+    deepspeed_compress.detach(engine)
+    engine.save_checkpoint(directory)
+    kept = weights(engine)
+    run(engine, batches[5:])
+    engine.load_checkpoint(directory)
+    return kept, weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_islands_do_not_save_over_each_other_after_detach(stage: int, tmp_path: Path) -> None:
+    ranks = run_forks(4, detached, Job(stage, section=section(size=2, sync_every=4), steps=7), str(tmp_path))
+    assert all(kept == found for kept, found in ranks)
+    assert ranks[0][0] != ranks[2][0]
+
+
+def by_host(rank: int, job: Job, hosts: Sequence[str]) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = hosts[rank]
+    try:
+        start(job)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("hosts", [("2", "2", "1", "1"), ("3", "3", "3", "1")])
+def test_hosts_with_unequal_numbers_of_ranks_are_refused_on_all(hosts: Sequence[str]) -> None:
+    for message in run_forks(4, by_host, Job(1, section=section(by_host=True)), hosts):
+        assert "allowed: as many on each" in message
+
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int64, torch.uint64, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
+
+
+def of_bytes(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
+    """Return `count` elements of random bits."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(seed)).bool()
+    size = count * dtype.itemsize
+    values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return values.view(dtype) if size else torch.empty(0, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fingerprint_is_of_bits_in_their_places(dtype: torch.dtype) -> None:
+    values = of_bytes(dtype, 100)
+    same = fingerprint(values).tolist()
+    assert fingerprint(values.clone().view(10, 10)).tolist() == same
+    assert fingerprint(torch.stack([values, values], 1)[:, 0]).tolist() == same
+    assert fingerprint(of_bytes(dtype, 100, seed=1)).tolist() != same
+    assert fingerprint(values[:0]).tolist() == [0, 0]
+    assert fingerprint(values[3]).tolist() == fingerprint(values[3:4]).tolist()
+
+
+def test_a_fingerprint_tells_orders_and_zeros_apart() -> None:
+    values = torch.arange(3 << 20, dtype=torch.float32)
+    swapped = values.clone()
+    swapped[[5, 2_000_000]] = swapped[[2_000_000, 5]]
+    assert fingerprint(values).tolist() != fingerprint(swapped).tolist()
+    assert fingerprint(torch.tensor([0.0])).tolist() != fingerprint(torch.tensor([-0.0])).tolist()
+    assert fingerprint(torch.tensor([torch.nan])).tolist() == fingerprint(torch.tensor([torch.nan])).tolist()
+
+
+def test_a_digest_tells_types_apart() -> None:
+    bits = of_bytes(torch.float16, 64)
+    digests = {
+        digest_of([torch.nn.Parameter(bits.view(dtype), requires_grad=False)])
+        for dtype in (torch.float16, torch.bfloat16, torch.int16)
+    }
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_not_finite_is_cleared_and_the_rest_stays(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, torch.nan, -2.0]).to(dtype)
+    clear_not_finite(values)
+    assert values.float().tolist() == [1.0, 0.0, -2.0]
+
+
+class Frozen(torch.nn.Module):
+    """A network beside weights of `dtype` that nobody trains, as of a quantized base model."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_parameter("frozen", torch.nn.Parameter(of_bytes(dtype, 33, seed), requires_grad=False))
+        self.register_parameter("empty", torch.nn.Parameter(of_bytes(dtype, 0), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def with_frozen(rank: int, dtype: torch.dtype) -> list[int]:
+    job = Job(1, section=section(size=1))
+    deepspeed.init_distributed("gloo")
+    model = Frozen(dtype, seed=rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed_compress.initialize(model=model, model_parameters=trained, config=job.config())
+    return engine.module.frozen.detach().contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64, torch.complex64])
+def test_frozen_weights_of_any_type_are_those_of_the_first_island(dtype: torch.dtype) -> None:
+    expected = of_bytes(dtype, 33, seed=0).view(torch.uint8).tolist()
+    assert run_forks(2, with_frozen, dtype) == [expected, expected]

@@ -1,0 +1,275 @@
+"""Islands whose ranks share layers (AutoTP): against DeepSpeed alone and data parallelism, saved and resumed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+import deepspeed_compress
+from deepspeed_compress.backends.deepspeed.weights.master_weights import FlatMasters, Stretch
+from deepspeed_compress.collectives.reduction import Parameters
+from deepspeed_compress.config import find_problems, parse_section
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.local_sgd.deepspeed.replicated import check_cut_alike
+from deepspeed_compress.tools.plan_islands import plans
+from tests.local_sgd.deepspeed.test_islands import SGD, largest, section
+from tests.support.forks import run_forks
+from tests.support.jobs import BATCH, Job, weights
+
+TENSOR = 2
+AUTO_TP: Mapping[str, Any] = {"tensor_parallel": {"autotp_size": TENSOR}}
+PLAIN: Mapping[str, Any] = {"sync_every": 1, "exchange": {"method": "none"}}
+VOCABULARY = 62
+SAVED = 4
+"""Steps before a checkpoint."""
+
+
+@dataclass
+class Run:
+    """Weights, bytes of exchanges and losses after every step; what ranks that share layers hold alike.
+    `reported`: bytes of split layers by step."""
+
+    weights: list[dict[str, list[float]]] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    replicated: list[str] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
+
+
+def llama(heads: int = 3) -> Any:
+    """Of three heads of keys one rank has two: buffers are cut in other places on ranks that share layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 36, "intermediate_size": 42, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=heads))
+
+
+def start(job: Job) -> Any:
+    model = llama()
+    initialize = deepspeed.initialize if job.section is None else deepspeed_compress.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[0]
+
+
+def take(engine: Any, rank: int, job: Job, first: int = 0, last: int | None = None) -> list[float]:
+    """Steps `first` to `last`. Ranks that share layers read the same."""
+    generator = torch.Generator().manual_seed(100 + rank // TENSOR)
+    batches, losses = [torch.randint(0, VOCABULARY, (BATCH, 8), generator=generator) for _ in range(job.steps)], []
+    for tokens in batches[first:last]:
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train(rank: int, *jobs: Job) -> list[Run]:
+    """One after the other in one process: the division ends with its engine."""
+    found = []
+    for job in jobs:
+        engine, run = start(job), Run()
+        named = engine.module.named_parameters()
+        run.replicated = [name for name, one in named if not is_model_parallel_parameter(one)]
+        if job.section:
+            engine.compression.subscribe(lambda figures, run=run: run.reported.append(figures.bytes_tensor))
+        for number in range(job.steps):
+            run.losses += take(engine, rank, job, number, number + 1)
+            run.weights.append(weights(engine))
+            run.sent.append(engine.compression.meter.bytes_islands if job.section else 0)
+        found.append(run)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_an_uncompressed_exchange_every_step_is(stage: int) -> None:
+    """For one island of four ranks DeepSpeed alone, bit for bit. For two of two ranks, with SGD, data parallelism: the
+    mean of the steps is the step of the mean."""
+    alone = Job(stage, extra=AUTO_TP, steps=2)
+    one = replace(alone, section=section(size=2, **PLAIN))
+    whole = Job(stage, extra={**AUTO_TP, **SGD}, steps=3)
+    two = replace(whole, section=section(size=1, **PLAIN))
+    for plain, same, together, divided in run_forks(4, train, alone, one, whole, two, timeout=400):
+        assert (same.weights, same.losses) == (plain.weights, plain.losses)
+        assert largest(together.weights[-1], divided.weights[-1]) < 1e-6
+        assert largest(together.weights[-1], together.weights[0]) > 1e-3
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_copies_stay_equal_and_go_between_islands_once(stage: int) -> None:
+    """Of four bits, whose rounding depends on what lies beside an element."""
+    exchange = {"method": "blockwise", "bits": 4, "block_size": 32}
+    job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, exchange=exchange), steps=4)
+    ranks = [run for [run] in run_forks(4, train, job, timeout=400)]
+    replicated = ranks[0].replicated
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in replicated} >= {"norm", "input_layernorm"}
+    for number in range(job.steps):
+        first, second, third, fourth = (run.weights[number] for run in ranks)
+        meets = number % 2 == 1
+        assert (first == third, second == fourth) == (meets, meets)
+        for name in replicated:
+            assert first[name] == second[name], name
+            assert third[name] == fourth[name], name
+    settings = parse_section(job.config()).islands
+    assert settings is not None
+    size = sum(parameter.numel() for parameter in llama().parameters())
+    [planned] = [plan.bytes_a_step * 2 for plan in plans(settings, 2, size, 1e8, 1.0) if plan.sync_every == 2]
+    for place in ((0, 1), (2, 3)):
+        sent = [sum(ranks[rank].sent[number] for rank in place) for number in range(job.steps)]
+        assert sent == pytest.approx([0, planned] * 2, rel=0.1)
+    # Two ranks sum activations [3, 8, 36] seven times a layer and once for the head, gather logits [3, 8, 62], of which
+    # each has half, and sum a norm, all in fp32.
+    assert [run.reported for run in ranks] == [[4 * (24 * (15 * 36 + 31) + 1)] * job.steps, [], [], []]
+
+
+def copies(rank: int, job: Job, heads: int) -> list[dict[str, list[float]]]:
+    """After every step."""
+    model = llama(heads)
+    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())[
+        0
+    ]
+    names, found = {name for name, one in model.named_parameters() if not is_model_parallel_parameter(one)}, []
+    for number in range(job.steps):
+        take(engine, rank, job, number, number + 1)
+        found.append({name: values for name, values in weights(engine).items() if name in names})
+    return found
+
+
+@pytest.mark.parametrize(("stage", "heads"), [(0, 3), (2, 6)])
+def test_copies_have_the_same_second_moments(stage: int, heads: int) -> None:
+    """Or they would not stay equal between exchanges."""
+    job = Job(stage, extra=AUTO_TP, section=section(size=1, sync_every=2, second_moments={}), steps=4)
+    first, second, third, fourth = run_forks(4, copies, job, heads, timeout=400)
+    assert first == second
+    assert third == fourth
+    assert [one == other for one, other in zip(first, third, strict=True)] == [False, True] * 2
+
+
+def cut(rank: int, numels: list[int]) -> str:
+    """What is said where this tensor rank has so many elements of a norm, and the other one as many of its own."""
+    deepspeed.init_distributed("gloo")
+    norm = Stretch("norm.weight", 0, torch.zeros(8), 0, numels[rank])
+    split = Stretch("split.weight", 0, torch.zeros(8), 0, 1 + rank)
+    masters = FlatMasters([norm, split], torch.device("cpu"), publish=list, stepped=[norm, split])
+    parameters = Parameters({"norm.weight": (8,), "split.weight": (8,)}, [], exempt=frozenset({"norm.weight"}))
+    unit = SimpleNamespace(ranks=(0, 1), tensor=2, whole=dist.group.WORLD)
+    try:
+        check_cut_alike(masters, parameters, unit)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("numels", "fine"), [([8, 8], True), ([8, 5], False)])
+def test_blocks_that_tensor_ranks_would_cut_otherwise_are_refused(numels: list[int], fine: bool) -> None:
+    for text in run_forks(2, cut, numels):
+        assert ("second_moments: the tensor ranks have unequal parts" in text) != fine
+
+
+def save_and_go_on(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+    engine = start(job)
+    take(engine, rank, job, 0, SAVED)
+    engine.save_checkpoint(directory)
+    take(engine, rank, job, SAVED)
+    return weights(engine)
+
+
+def resume(rank: int, job: Job, directory: str) -> dict[str, list[float]]:
+    engine = start(job)
+    assert engine.load_checkpoint(directory)[0] is not None
+    take(engine, rank, job, SAVED)
+    return weights(engine)
+
+
+DILOCO = section(size=1, preset="diloco", sync_every=4, fragments=2, delay=1, own=["lm_head"])
+TOPK = {**section(size=2, preset="diloco", sync_every=2), "gradients": {"method": "topk", "density": 0.1}}
+"""One island, which moves by a momentum, of ranks that each keep gradients back."""
+
+
+@pytest.mark.parametrize(("stage", "methods"), [(1, DILOCO), (2, TOPK)])
+def test_a_resumed_run_goes_on_as_the_saved_one(stage: int, methods: Mapping[str, Any], tmp_path: Path) -> None:
+    job = Job(stage, extra=AUTO_TP, section=methods, steps=7)
+    straight = run_forks(4, save_and_go_on, job, str(tmp_path), timeout=400)
+    assert run_forks(4, resume, job, str(tmp_path), timeout=400) == straight
+
+
+def sampled(rank: int, job: Job) -> tuple[list[int], int]:
+    model = llama()
+    engine, _, loader, _ = deepspeed_compress.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=list(range(24)), config=job.config()
+    )
+    return list(loader.data_sampler), engine.train_micro_batch_size_per_gpu()
+
+
+def test_ranks_that_share_layers_read_the_same_and_islands_do_not() -> None:
+    """DeepSpeed counts them in a batch."""
+    extra = {**AUTO_TP, "train_batch_size": 4 * BATCH}
+    ranks = run_forks(4, sampled, Job(1, extra=extra, section=section(size=1)), timeout=400)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert sorted(ranks[0][0] + ranks[2][0]) == list(range(24))
+    assert [micro for _, micro in ranks] == [BATCH] * 4
+
+
+def refused(rank: int, job: Job, said: bool) -> str:
+    model = llama()
+    if said:
+        deepspeed.tp_model_init(model, tp_size=TENSOR, dtype=torch.float32)
+    try:
+        deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=job.config())
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job", "said", "text"),
+    [
+        (3, Job(1, extra=AUTO_TP, section=section(by_host=True)), False, "islands/by_host: true, and 2 ranks"),
+        (2, Job(1, extra=AUTO_TP, section=section(size=2)), False, "islands/size: islands of 4 do not divide"),
+        (2, Job(1, section=section(size=1)), True, "tp_model_init was called for 2 ranks"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(ranks: int, job: Job, said: bool, text: str) -> None:
+    for message in run_forks(ranks, refused, job, said, timeout=400):
+        assert text in message
+
+
+ELASTIC = section(elastic={"rendezvous": "localhost:1"})
+
+
+@pytest.mark.parametrize(
+    ("extra", "methods", "place", "text"),
+    [
+        (AUTO_TP, ELASTIC, "/tensor_parallel/autotp_size", "2 is not available inside islands that come and go"),
+        ({}, {**ELASTIC, "parallelism": {"tensor": 2}}, "/deepspeed_compress/parallelism/tensor", "2 is not available"),
+        (
+            {},
+            {**section(size=1), "parallelism": {"pipeline": 2}},
+            "/deepspeed_compress/parallelism/pipeline",
+            "2 is not available inside islands, because DeepSpeed deals out stages over all ranks of the job",
+        ),
+        (
+            AUTO_TP,
+            section(size=3),
+            "/deepspeed_compress/islands/size",
+            "3 x 2 ranks that share each layer do not divide",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(extra: Any, methods: Any, place: str, text: str) -> None:
+    [found] = find_problems(Job(1, extra=extra, section=methods).config(), world_size=8)
+    assert found.pointer == place
+    assert text in str(found)
+
+
+@pytest.mark.parametrize(("extra", "parallelism"), [(AUTO_TP, {}), ({}, {"parallelism": {"tensor": 2}})])
+def test_a_file_that_can_be_is_not(extra: Any, parallelism: Any) -> None:
+    assert find_problems(Job(1, extra=extra, section={**section(size=4), **parallelism}).config(), world_size=8) == []

@@ -1,0 +1,663 @@
+"""Asynchronous islands of one rank as threads, with a real parameter server that may be killed."""
+
+import contextlib
+import io
+import os
+import resource
+import socket
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Parameters, Site
+from deepspeed_compress.compression.residuals import ResidualStores
+from deepspeed_compress.config import Islands, Outer
+from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.local_sgd.asynchronous_exchange import AsynchronousExchange
+from deepspeed_compress.local_sgd.coordinator.client import Client
+from deepspeed_compress.local_sgd.elastic_exchange import Met
+from deepspeed_compress.local_sgd.exchange import move_anchor
+from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.local_sgd.parameter_server.client import PARAMETER_SERVER, PushClient
+from deepspeed_compress.local_sgd.parameter_server.entries import read_entry
+from deepspeed_compress.local_sgd.parameter_server.membership import Room
+from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+from deepspeed_compress.local_sgd.parameter_server.records import Records
+from deepspeed_compress.local_sgd.parameter_server.server import Server
+from deepspeed_compress.local_sgd.parameter_server.store import Store
+from deepspeed_compress.monitor import Meter
+from deepspeed_compress.transport.client import connect
+from deepspeed_compress.transport.connection import Connection
+from deepspeed_compress.transport.credentials import Credentials
+from deepspeed_compress.transport.frames import encode
+from tests.local_sgd.test_elastic import EXACT, INT4, NUMEL, Weights, address  # noqa: F401  (a fixture)
+from tests.support.coordinators import parameter_server
+
+SAMPLES = 8
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with parameter_server() as found:
+        yield found
+
+
+def section(port: int, give_up: str = "20 s", max_staleness: int = 64, **keys: Any) -> Islands:
+    elastic = {
+        "rendezvous": f"127.0.0.1:{port}",
+        "timeout": "1 s",
+        "give_up": give_up,
+        "parameter_server": {"max_staleness": max_staleness},
+    }
+    return Islands.model_validate({"exchange": EXACT, "sync_every": 1, **keys, "elastic": elastic})
+
+
+@dataclass
+class Island:
+    """An island of one rank, whose weights move towards `goal`."""
+
+    settings: Islands
+    goal: float = 0.0
+    weights: Weights = field(default_factory=lambda: Weights(torch.randn(NUMEL)))
+    samples: int = 0
+    all: ClassVar[list["Island"]] = []
+
+    def __post_init__(self) -> None:
+        self.all.append(self)
+        elastic = self.settings.elastic
+        assert elastic is not None
+        assert elastic.parameter_server is not None
+        self.client = PushClient(elastic.rendezvous, elastic.timeout_seconds, elastic.give_up_seconds)
+        self.stores = ResidualStores(transactional=True)
+        self.meter = Meter()
+        site = partial(
+            Site,
+            parameters=Parameters({"w": (NUMEL,)}, ["w"]),
+            stores=self.stores,
+            run=Run(StepClock(), self.meter),
+            traffic="bytes_islands",
+        )
+        terms = {
+            "exchange": self.settings.exchange.model_dump(mode="json"),
+            "outer": self.settings.outer.model_dump(mode="json"),
+            "ranks": 1,
+            "max_staleness": elastic.parameter_server.max_staleness,
+        }
+        self.exchange = AsynchronousExchange(self.settings, self.weights, site, Team(), self.client, terms)
+        self.exchange.start()
+
+    def move(self) -> None:
+        """A step of training."""
+        self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
+        self.samples += SAMPLES
+
+    def push(self) -> None:
+        assert self.exchange.step_ended(self.samples) is None
+
+    def pull(self) -> Met:
+        met = self.exchange.finish(30)
+        assert met is not None, "no answer"
+        return met
+
+    def step(self) -> Met:
+        """Of training, with a push whose answer is waited for."""
+        self.move()
+        self.push()
+        return self.pull()
+
+    @property
+    def residual(self) -> Tensor:
+        found = torch.zeros(NUMEL)
+        for (_, begin, numel), part in self.stores.by_name["gradients"].items():
+            found[begin : begin + numel] = part
+        return found
+
+
+def connected(server: Server) -> list[int]:
+    """The islands that are connected."""
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
+    found, _ = client.ask({"kind": "status"})
+    client.close()
+    return [one["number"] for one in found["islands"]]
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while Island.all:
+        Island.all.pop().client.close()
+
+
+def test_an_island_alone_moves_the_anchor_as_local_sgd_does(server: Server) -> None:
+    island = Island(section(server.port), goal=3.0)
+    for _ in range(4):
+        expected = island.weights.values + 0.5 * (3.0 - island.weights.values)
+        met = island.step()
+        assert (met.kind, met.weight) == ("exchange", 1.0)
+        torch.testing.assert_close(island.weights.values, expected)
+        assert torch.equal(island.exchange.anchor(), island.weights.values)
+
+
+def test_an_island_alone_with_momentum_is_nesterov(server: Server) -> None:
+    outer = Outer(optimizer="nesterov", lr=0.7, momentum=0.9)
+    island = Island(section(server.port, outer=outer.model_dump(exclude_unset=True)), goal=3.0)
+    anchor, momentum = island.weights.values.clone(), torch.zeros(NUMEL)
+    for _ in range(5):
+        move_anchor(anchor, 0.5 * (3.0 - anchor), momentum, outer)
+        island.step()
+        torch.testing.assert_close(island.weights.values, anchor)
+
+
+def test_pushes_at_the_same_time_make_the_mean_of_both(server: Server) -> None:
+    """The first counts fully, the second by a half: its samples among those that the anchor has got meanwhile."""
+    first, second = (Island(section(server.port), goal) for goal in (0.0, 8.0))
+    begin = first.weights.values.clone()
+    assert torch.equal(second.weights.values, begin)
+    first.move()
+    second.move()
+    first.push()
+    assert first.pull().weight == 1.0
+    second.push()
+    assert second.pull().weight == 0.5
+    torch.testing.assert_close(second.weights.values, begin + 0.5 * (0.0 - begin) + 0.25 * (8.0 - begin))
+
+
+def test_who_is_four_times_slower_counts_by_a_fifth(server: Server) -> None:
+    fast, slow = (Island(section(server.port), goal) for goal in (0.0, 8.0))
+    weights = [fast.step().weight for _ in range(4)]
+    assert weights == [1.0] * 4
+    assert slow.step().weight == pytest.approx(1 / 5)
+    # What the slow one has sent is new to the fast one.
+    assert fast.step().weight == pytest.approx(1 / 2)
+
+
+def test_momentum_waits_for_a_whole_mean(server: Server) -> None:
+    """Delayed Nesterov: of pushes that count by a half each, every second one renews it."""
+    outer = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.5}
+    islands = [Island(section(server.port, outer=outer)) for _ in range(2)]
+    islands[0].step()
+    for turn in range(1, 7):
+        before = server.service.store.places[0].momentum
+        assert islands[turn % 2].step().weight == 0.5
+        assert torch.equal(server.service.store.places[0].momentum, before) == (turn % 2 == 1)
+
+
+def test_what_moves_while_a_push_travels_is_kept(server: Server) -> None:
+    island = Island(section(server.port), goal=2.0)
+    island.move()
+    island.push()
+    sent = island.weights.values.clone()
+    island.move()
+    now = island.weights.values.clone()
+    island.pull()
+    torch.testing.assert_close(island.weights.values, now)
+    torch.testing.assert_close(island.exchange.anchor(), sent)
+
+
+def test_what_is_too_old_is_dropped_and_the_anchor_taken(server: Server) -> None:
+    fast, slow = (Island(section(server.port, max_staleness=3, exchange=INT4), goal) for goal in (0.0, 8.0))
+    slow.step()
+    kept = slow.residual
+    for _ in range(4):
+        fast.step()
+    before = server.service.store.places[0].anchor.clone()
+    met = slow.step()
+    assert (met.kind, met.weight) == ("renewed", 0.0)
+    assert torch.equal(server.service.store.places[0].anchor, before)
+    assert torch.equal(slow.weights.values, before)
+    assert torch.equal(slow.residual, kept)
+    assert slow.step().kind == "exchange"
+
+
+def test_error_feedback_conserves_what_was_moved(server: Server) -> None:
+    """Of an island alone: what the anchor has got and what is kept is what was sent, both ways."""
+    exchange = {**INT4, "error_feedback": {"dtype": "fp32"}}
+    island = Island(section(server.port, exchange=exchange), goal=4.0)
+    for _ in range(5):
+        before, held, kept = (
+            server.service.store.places[0].anchor,
+            island.exchange.anchor(),
+            island.residual if island.samples else 0.0,
+        )
+        island.move()
+        moved = island.weights.values - held
+        island.push()
+        island.pull()
+        anchor = server.service.store.places[0].anchor
+        torch.testing.assert_close(anchor - before + island.residual, moved + kept)
+    # What the way back leaves out comes with the next answer.
+    assert float((island.exchange.anchor() - anchor).abs().max()) < 0.05 * float((anchor - 4.0).abs().max() + 1)
+    assert torch.equal(island.exchange.anchor(), server.service.store._held[0][0])
+
+
+def test_answers_and_pushes_are_compressed(server: Server) -> None:
+    island = Island(section(server.port, exchange=INT4), goal=4.0)
+    island.step()
+    size = island.meter.bytes_islands
+    assert 0 < size < NUMEL
+    # The answer, once more: as long as the push.
+    store, held = server.service.store, island.exchange.anchor()
+    store._held[0] = {0: held}
+    head, body = store.answer(0, 0, "taken", 9)
+    assert len(body) == size
+    assert "exact" not in head
+
+
+def test_an_island_that_diverged_counts_for_nothing(server: Server) -> None:
+    healthy, broken = (Island(section(server.port), goal) for goal in (0.0, 1.0))
+    healthy.step()
+    before = healthy.weights.values.clone()
+    broken.weights.values.fill_(float("nan"))
+    broken.samples += SAMPLES
+    broken.push()
+    assert broken.pull().kind == "renewed"
+    assert torch.equal(broken.weights.values, before)
+    assert torch.equal(server.service.store.places[0].anchor, before)
+
+
+def test_one_that_is_gone_costs_nobody_anything(server: Server) -> None:
+    islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
+    for one in islands:
+        one.step()
+    islands[1].move()
+    islands[1].push()
+    islands[1].client.close()
+    assert all(islands[0].step().seconds < 5 for _ in range(3))
+    until(lambda: connected(server) == [0])
+    late = Island(section(server.port))
+    assert late.exchange.number == 2
+    assert torch.equal(late.weights.values, server.service.store.places[0].anchor)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("exchange", [EXACT, INT4])
+def test_a_server_that_was_killed_has_what_it_had(tmp_path: Path, exchange: dict[str, Any]) -> None:
+    """Its file is that of the beginning; all since is in the log, to which a crash has left half a call."""
+    outer = {"optimizer": "nesterov"}
+    path, copy = tmp_path / "state", tmp_path / "copy"
+    with parameter_server(path) as server:
+        islands = [Island(section(server.port, exchange=exchange, outer=outer), goal) for goal in (0.0, 1.0)]
+        for _ in range(3):
+            for one in islands:
+                one.step()
+        for name in ("", ".log"):
+            copy.with_suffix(name).write_bytes(path.with_suffix(name).read_bytes())
+        held = [tensor.clone() for tensor in server.service.store.tensors().values()]
+        records = server.service.store.records
+    with copy.with_suffix(".log").open("ab") as log:
+        log.write(b'{"kind": "call", "heads": [], "sizes": [90], "bytes": 90}\nhalf')
+    for kept in (copy, path):
+        with parameter_server(kept, server.port) as again:
+            assert again.service.store.records == records
+            assert all(torch.equal(a, b) for a, b in zip(again.service.store.tensors().values(), held, strict=True))
+    with parameter_server(path, server.port) as again:
+        assert islands[0].step().kind == "exchange"
+        assert torch.equal(islands[0].weights.values, again.service.store.places[0].anchor)
+
+
+def test_training_goes_on_while_the_server_is_away(tmp_path: Path) -> None:
+    with parameter_server(tmp_path / "state") as server:
+        island = Island(section(server.port), goal=1.0)
+        island.step()
+    island.move()
+    island.push()
+    for _ in range(3):
+        island.move()
+        assert island.exchange.step_ended(island.samples) is None
+    now = island.weights.values.clone()
+    with parameter_server(tmp_path / "state", server.port):
+        assert island.pull().kind == "exchange"
+        torch.testing.assert_close(island.weights.values, now)
+        assert island.step().weight == 1.0
+
+
+def test_an_answer_that_was_lost_is_not_a_second_push(server: Server) -> None:
+    """The call is said again after its connection was lost, also to a server that was started again meanwhile."""
+    island = Island(section(server.port), goal=1.0)
+    island.move()
+    head = island.exchange._head("push", samples=SAMPLES)
+    moved = (island.weights.values - island.exchange.anchor()).numpy().tobytes()
+    island.client.ask(head, moved)
+    version, anchor = server.service.store.records.version, server.service.store.places[0].anchor.clone()
+    island.client._hang_up()
+    island.push()
+    assert island.pull().kind == "exchange"
+    assert server.service.store.records.version == version
+    server.service._calls.clear()
+    island.client._hang_up()
+    assert island.client.ask(head, moved)[0]["kind"] == "taken"
+    assert torch.equal(server.service.store.places[0].anchor, anchor)
+
+
+def wrong_calls(island: Island) -> dict[str, tuple[dict[str, Any], bytes]]:
+    push, moved = island.exchange._head("push", samples=SAMPLES), bytes(4 * NUMEL)
+    seed = island.exchange._head("seed", claim=9, layout=[["w", 0, NUMEL]], shapes={"w": [NUMEL]})
+    return {
+        "kind": ({**push, "kind": "pull"}, moved),
+        "place": ({**push, "place": 1}, moved),
+        "no place": ({**push, "place": -1}, moved),
+        "size": (push, moved[4:]),
+        "samples": ({**push, "samples": -SAMPLES}, moved),
+        "no samples": ({key: value for key, value in push.items() if key != "samples"}, moved),
+        "not an integer": ({**push, "samples": 1e308}, moved),
+        "layout": ({**seed, "layout": [["w", 0, NUMEL - 1]]}, moved),
+        "claim": ({**seed, "claim": "new"}, moved),
+        "shapes": ({**seed, "shapes": {}}, moved),
+    }
+
+
+def test_what_is_no_call_leaves_no_trace(tmp_path: Path) -> None:
+    """Nor in the log: the server would not start again."""
+    state = tmp_path / "state"
+    with parameter_server(state) as server:
+        island = Island(section(server.port), goal=1.0)
+        island.step()
+        before, log = server.service.store.records.version, state.with_suffix(".log").read_bytes()
+        for name, (head, body) in wrong_calls(island).items():
+            client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
+            with pytest.raises(ConfigError, match=r"refuses this island: .*allowed"):
+                client.ask(head, body)
+            client.close()
+            assert state.with_suffix(".log").read_bytes() == log, name
+        assert server.service.store.records.version == before
+        assert island.step().kind == "exchange"
+    with parameter_server(state, server.port) as server:
+        assert island.step().kind == "exchange"
+
+
+def test_a_first_island_without_terms_is_none(server: Server) -> None:
+    for terms in ({}, {"exchange": {"method": "telepathy"}, "outer": {}, "ranks": 1, "max_staleness": 1}):
+        client = PushClient(f"127.0.0.1:{server.port}", 1.0, 0.5)
+        with pytest.raises(ConfigError, match="refuses this island"):
+            client.ask({"kind": "enter", "terms": terms})
+        client.close()
+    assert Island(section(server.port)).exchange.number == 0
+
+
+def test_what_is_not_finite_is_dropped(server: Server) -> None:
+    island = Island(section(server.port))
+    island.step()
+    before = server.service.store.places[0].anchor.clone()
+    head = island.exchange._head("push", samples=SAMPLES)
+    found, _ = island.client.ask(head, torch.full((NUMEL,), float("inf")).numpy().tobytes())
+    assert found["kind"] == "dropped"
+    assert torch.equal(server.service.store.places[0].anchor, before)
+
+
+def test_a_push_whose_answer_failed_is_not_a_second_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    island, answer, failed = Island(section(server.port), goal=1.0), server.service.store.answer, []
+
+    def failing(*given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise OSError("no room")
+        return answer(*given)
+
+    version = server.service.store.records.version
+    monkeypatch.setattr(server.service.store, "answer", failing)
+    assert island.step().kind == "exchange"
+    assert failed
+    assert server.service.store.records.version == version + 1
+
+
+def test_an_island_that_lives_is_remembered_however_many_come() -> None:
+    with parameter_server(room=Room(islands=3, quiet=0.0)) as server:
+        first = Island(section(server.port), goal=1.0)
+        first.step()
+        # Silent for longer than all others, but connected.
+        for number in range(1, 8):
+            late = Island(section(server.port))
+            assert late.exchange.number == number
+            late.client.close()
+            until(lambda: connected(server) == [0])
+        assert 0 in server.service.store.records.islands
+        assert len(server.service.store.records.islands) == 3
+        assert first.step().kind == "exchange"
+
+
+def test_too_many_islands_are_refused_by_name_and_those_that_have_left_make_room() -> None:
+    with parameter_server(room=Room(islands=2)) as server:
+        islands = [Island(section(server.port)) for _ in range(2)]
+        # Not connected, but known: it has not left, and may be back.
+        islands[0].client._hang_up()
+        with pytest.raises(ConfigError, match=r"there are 2 islands \(allowed: 2\); end some of them"):
+            Island(section(server.port))
+        islands[1].exchange.leave()
+        assert Island(section(server.port)).exchange.number == 2
+        assert islands[0].step().kind == "exchange"
+        assert set(server.service.store.records.islands) == {0, 2}
+
+
+def test_a_process_whose_island_was_resumed_by_another_is_refused(server: Server) -> None:
+    """Two processes never act as one island."""
+    first = Island(section(server.port), goal=1.0)
+    first.step()
+    saved = first.exchange.described()
+    first.client._hang_up()
+    until(lambda: not connected(server))
+    second = Island(section(server.port))
+    second.exchange._anchor.write(second.weights.segments, first.exchange.anchor())
+    second.exchange.resume(saved, 1, SAMPLES)
+    assert second.exchange.number == first.exchange.number
+    with pytest.raises(ConfigError, match="island 0 is another process"):
+        first.step()
+    second.samples = SAMPLES
+    assert second.step().kind == "exchange"
+
+
+def test_one_that_dies_between_its_parts_leaves_nothing(server: Server) -> None:
+    terms = {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0)
+    head, _ = client.ask({"kind": "enter", "terms": terms})
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answer = client.start({"kind": "fresh", **own, "place": 0, "call": 1})
+    until(lambda: bool(server.service._calls))
+    client.close()
+    assert answer.exception(10) is not None
+    until(lambda: not server.service._calls)
+
+
+def test_a_log_is_whole_after_a_disk_was_full(tmp_path: Path) -> None:
+    log = PushLog(tmp_path / "state")
+    log.write(Store(Records("run")))
+    log.append([{"kind": "push", "call": 1}], [b"a" * 10])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.logged + 1_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            log.append([{"kind": "push", "call": 2}], [b"b" * 5_000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append([{"kind": "push", "call": 3}], [b"c" * 10])
+    log.close()
+    again = PushLog(tmp_path / "state")
+    assert again.read() is not None
+    assert [(heads[0]["call"], bytes(bodies[0])) for heads, bodies in again.entries()] == [
+        (1, b"a" * 10),
+        (3, b"c" * 10),
+    ]
+    again.close()
+
+
+class Disagreeing(Team):
+    """A rank beside which another one has heard something else."""
+
+    def all(self, fine: bool) -> bool:
+        return False
+
+
+def two_ranks(server: Server) -> list[PushClient]:
+    """The ranks of an island of two, which have made a call together."""
+    clients = [PushClient(f"127.0.0.1:{server.port}", 1.0, 10.0) for _ in range(2)]
+    head, _ = clients[0].ask(
+        {"kind": "enter", "terms": {"exchange": EXACT, "outer": {}, "ranks": 2, "max_staleness": 1}}
+    )
+    own = {name: head[name] for name in ("run", "number", "token")}
+    answers = []
+    for place, client in enumerate(clients):
+        answers.append(client.start({"kind": "fresh", **own, "place": place, "call": 1}))
+        # The first rank waits for the second one, and whether it is there is looked at meanwhile.
+        time.sleep(1.0)
+    assert [one.result(10)[0]["kind"] for one in answers] == ["found", "found"]
+    return clients
+
+
+def test_ranks_wait_for_each_other_whatever_number_their_connection_has(server: Server) -> None:
+    """Above 1,023 select(2) fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with socket.socket() as some, contextlib.ExitStack() as stack:
+        while (number := os.dup(some.fileno())) < 1100:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        for client in two_ranks(server):
+            client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_of_a_server_waits_for_nobody() -> None:
+    with parameter_server() as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(transport(server))
+        for client in two_ranks(server):
+            stack.callback(client.close)
+        half = stack.enter_context(transport(server))
+        half._write(memoryview(encode({"kind": "push"}, 0)[:20]))
+        begun = time.monotonic()
+        server.stop()
+        until(lambda: server.service._log is None and server._server._listener.fileno() < 0)
+        assert time.monotonic() - begun < 3
+
+
+def transport(server: Server) -> Connection:
+    return connect(f"127.0.0.1:{server.port}", PARAMETER_SERVER, Credentials.find())
+
+
+def test_a_body_that_no_layout_allows_ends_the_connection_before_it_is_read(server: Server) -> None:
+    """It is neither waited for nor has room."""
+    island = Island(section(server.port))
+    for size in (1 << 30, 1 << 62):
+        with transport(server) as connection:
+            head = island.exchange._head("push", samples=SAMPLES)
+            connection._write(memoryview(encode(head, size)))
+            with pytest.raises(OSError, match="closed"):
+                connection.receive(5)
+    with transport(server) as connection:
+        connection._write(memoryview(encode(head, 4 * NUMEL - 4)))
+        refused = connection.receive(5)
+        assert refused is not None
+        assert "bytes (allowed: 2800)" in refused["why"]
+    assert island.step().kind == "exchange"
+
+
+def test_ranks_that_heard_different_answers_go_on_alike(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server was started again between two ranks, and has got an anchor meanwhile: one that hears of it also waits
+    for the other, which has something to propose."""
+    island, asked = Island(section(server.port)), []
+    ask = island.exchange._ask
+    monkeypatch.setattr(island.exchange, "_team", Disagreeing())
+    monkeypatch.setattr(
+        island.exchange, "_ask", lambda kind, *given, **more: asked.append(kind) or ask(kind, *given, **more)
+    )
+    island.exchange._renew(claim=None)
+    assert asked == ["fresh", "seed"]
+
+
+def test_what_is_announced_takes_no_room() -> None:
+    stream = io.BytesIO(b'{"kind": "push", "bytes": 1000000000000}\nabc')
+    tracemalloc.start()
+    with pytest.raises(EOFError):
+        read_entry(stream)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_pushes_keep_to_the_rate(server: Server) -> None:
+    island, waited = Island(section(server.port, exchange=INT4)), []
+    client = PushClient(f"127.0.0.1:{server.port}", 1.0, 5.0, waited.append)
+    island.exchange._calls = client
+    island.step()
+    client.close()
+    assert waited == [island.meter.bytes_islands]
+
+
+def test_who_hears_nothing_for_give_up_ends_with_an_error(tmp_path: Path) -> None:
+    with parameter_server(tmp_path / "state") as server:
+        island = Island(section(server.port, give_up="1 s"))
+    island.move()
+    island.push()
+    with pytest.raises(IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* give_up, 1 s"):
+        island.pull()
+
+
+def test_a_checkpoint_goes_on_where_it_was_saved_or_with_the_newest_anchor(server: Server) -> None:
+    island = Island(section(server.port), goal=1.0)
+    island.step()
+    island.move()
+    saved, weights, anchor = island.exchange.described(), island.weights.values.clone(), island.exchange.anchor()
+    island.client.close()
+    until(lambda: not connected(server))
+
+    def resumed() -> Island:
+        again = Island(section(server.port))
+        again.weights.values.copy_(weights)
+        again.exchange._anchor.write(again.weights.segments, anchor)
+        again.exchange.resume(saved, 2, 2 * SAMPLES)
+        again.samples = 2 * SAMPLES
+        return again
+
+    again = resumed()
+    assert again.exchange.number == island.exchange.number
+    assert torch.equal(again.weights.values, weights)
+    again.push()
+    assert again.pull().weight == 1.0
+    # What has been pushed since is not pushed again.
+    later = resumed()
+    assert later.exchange.number not in (island.exchange.number, -1)
+    assert torch.equal(later.weights.values, server.service.store.places[0].anchor)
+
+
+def test_a_new_server_begins_with_the_newest_checkpoint() -> None:
+    with parameter_server() as server:
+        islands = [Island(section(server.port), goal) for goal in (0.0, 1.0)]
+        for one in islands:
+            one.step()
+        saved = [(one.exchange.described(), one.exchange.anchor()) for one in islands]
+    with parameter_server() as server:
+        again = [Island(section(server.port)) for _ in saved]
+        for one, (described, anchor) in zip(again, saved, strict=True):
+            one.exchange._anchor.write(one.weights.segments, anchor)
+            one.exchange.resume(described, 1, SAMPLES)
+        assert saved[1][0]["version"] > saved[0][0]["version"]
+        assert torch.equal(server.service.store.places[0].anchor, saved[1][1])
+        assert torch.equal(again[1].weights.values, saved[1][1])
+        # The first one has trained from an anchor that is none any more.
+        again[0].samples = SAMPLES
+        assert again[0].step().kind == "renewed"
+        assert torch.equal(again[0].weights.values, saved[1][1])
+
+
+def test_others_are_refused(server: Server, address: str) -> None:  # noqa: F811  (the fixture)
+    Island(section(server.port))
+    with pytest.raises(ConfigError, match=r"max_staleness is 9, that of the others 64"):
+        Island(section(server.port, max_staleness=9))
+    with pytest.raises(ConfigError, match=r'the server is a parameter server.*write "parameter_server": {}'):
+        Client(f"127.0.0.1:{server.port}", 1.0, 5.0, {"timeout": 1.0}, "127.0.0.1:1", ["127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=r"settles rounds.*start it with --parameter-server"):
+        Island(section(int(address.rpartition(":")[2])))

@@ -1,0 +1,445 @@
+"""Rounds of islands that come and go: ranks as threads with a real coordinator, and deaths at every instant."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from deepspeed_compress.collectives.reducer import Run, StepClock
+from deepspeed_compress.collectives.reduction import Groups, Parameters, Site
+from deepspeed_compress.compression.residuals import Residuals, ResidualStores
+from deepspeed_compress.compression.segments import Segment
+from deepspeed_compress.config import Islands
+from deepspeed_compress.errors import ConfigError, IslandError
+from deepspeed_compress.local_sgd.anchors import AnchorServer
+from deepspeed_compress.local_sgd.coordinator.client import Client, status
+from deepspeed_compress.local_sgd.coordinator.server import Server, StateFile, island_server
+from deepspeed_compress.local_sgd.coordinator.wire import Anchor
+from deepspeed_compress.local_sgd.elastic_exchange import ElasticExchange, Met, make_groups
+from deepspeed_compress.local_sgd.island_ranks import Team
+from deepspeed_compress.monitor import Meter
+
+NUMEL = 700
+TIMEOUT = "700 ms"
+INT4 = {"method": "blockwise", "bits": 4}
+EXACT = {"method": "none"}
+
+
+class Killed(BaseException):
+    """What a process that is killed does not survive."""
+
+
+@dataclass
+class Weights:
+    """See `Masters`."""
+
+    values: Tensor
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return (Segment("w", 0, NUMEL, 0, 0),)
+
+    def read(self, segments: Sequence[Segment]) -> Tensor:
+        return self.values.clone()
+
+    def write(self, segments: Sequence[Segment], values: Tensor) -> None:
+        self.values.copy_(values)
+
+    def publish(self) -> None: ...
+
+
+@dataclass
+class Doomed:
+    """What the coordinator says, to an island that dies at `instant` ("before arrive", "after vote" ...) of its
+    `round`-th exchange, from 1."""
+
+    client: Client
+    instant: str = ""
+    round: int = 0
+    taken: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def pass_by(self, instant: str) -> None:
+        if instant == self.instant and self.taken == self.round:
+            raise Killed
+
+    def arrive(self, samples: int) -> Any:
+        self.taken += 1
+        self.pass_by("before arrive")
+        found = self.client.arrive(samples)
+        self.pass_by("after arrive")
+        return found
+
+    def vote(self, round_: int, ok: bool) -> Any:
+        self.pass_by("before vote")
+        outcome = self.client.vote(round_, ok)
+        self.pass_by("after vote")
+        return outcome
+
+    def groups(self, *args: Any) -> Groups:
+        self.pass_by("before groups")
+        made = make_groups(*args)
+        self.pass_by("after groups")
+        return made
+
+
+INSTANTS = ("before arrive", "after arrive", "before groups", "after groups", "before vote", "after vote")
+
+
+def section(address: str, give_up: str = "10 s", **keys: Any) -> Islands:
+    elastic = {"rendezvous": address, "timeout": TIMEOUT, "give_up": give_up, "minimum": keys.pop("minimum", 1)}
+    return Islands.model_validate({"exchange": INT4, "sync_every": 1, **keys, "elastic": elastic})
+
+
+@dataclass
+class Island:
+    """An island of one rank: `train` moves its weights towards `goal`."""
+
+    settings: Islands
+    goal: float
+    instant: str = ""
+    round: int = 0
+    weights: Weights = field(default_factory=lambda: Weights(torch.randn(NUMEL)))
+    mets: list[Met] = field(default_factory=list)
+    anchors: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.server = AnchorServer("127.0.0.1", lambda version: self.exchange.copy(version))
+        elastic = self.settings.elastic
+        assert elastic is not None
+        terms = {"timeout": elastic.timeout_seconds, "minimum": elastic.minimum}
+        self.client = Client(
+            elastic.rendezvous,
+            elastic.timeout_seconds,
+            elastic.give_up_seconds,
+            terms,
+            f"127.0.0.1:{self.store.port}",
+            [self.server.address],
+        )
+        doomed = Doomed(self.client, self.instant, self.round)
+        self.stores = ResidualStores(transactional=True)
+        site = partial(
+            Site,
+            parameters=Parameters({"w": (NUMEL,)}, ["w"]),
+            stores=self.stores,
+            run=Run(StepClock(), Meter()),
+        )
+        self.exchange = ElasticExchange(
+            self.settings, self.weights, lambda groups: site(groups), Team(), doomed, doomed.groups
+        )
+
+    def train(self, rounds: int, samples: int = 8, until: Callable[[], bool] = lambda: False) -> "Island":
+        try:
+            if self.exchange.version == 0:
+                self.exchange.start()
+            for _ in range(rounds):
+                if until():
+                    break
+                self.weights.values.add_(self.goal - self.weights.values, alpha=0.5)
+                self.mets.append(self.exchange.exchange(samples))
+                self.anchors[self.exchange.version] = self.anchor
+        except Killed:
+            self.end()
+        return self
+
+    def end(self) -> None:
+        """As the kernel does it for a process that is gone."""
+        self.client._closed = True
+        connection = self.client._connection
+        if connection is not None:
+            connection.end()
+        self.exchange._standing = None
+        self.server.close()
+
+    @property
+    def anchor(self) -> Tensor:
+        return self.stores.by_name["anchor"].read(self.weights.segments, torch.device("cpu"))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server, ready = island_server(None, "127.0.0.1", 0), threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+    thread.start()
+    ready.wait(5)
+    yield f"127.0.0.1:{server.port}"
+    server.stop()
+    thread.join(5)
+
+
+def at_once(*works: Callable[[], Any], timeout: float = 30) -> list[Any]:
+    """The results of `works` in threads of their own, or the first error."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def do(place: int) -> None:
+        try:
+            results[place] = works[place]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=do, args=(place,), daemon=True) for place in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "an island hangs"
+    return results
+
+
+@pytest.mark.parametrize("exchange", [EXACT, INT4])
+def test_islands_agree_after_every_round(address: str, exchange: dict[str, Any]) -> None:
+    settings = section(address, minimum=3, exchange=exchange)
+    islands = at_once(*(lambda goal=goal: Island(settings, goal).train(3) for goal in (0.0, 1.0, 5.0)))
+    assert sorted(one.exchange.number for one in islands) == [0, 1, 2]
+    for one in islands:
+        assert [met.kind for met in one.mets] == ["exchange"] * 3
+        assert torch.equal(one.anchor, islands[0].anchor)
+        assert torch.equal(one.weights.values, one.anchor)
+    if exchange is EXACT:
+        # Half of the way to the mean of the goals, twice since the first one.
+        first = islands[0].anchors[min(islands[0].anchors)]
+        assert torch.allclose((islands[0].anchor - 2.0) * 4, first - 2.0, atol=1e-5)
+    for one in islands:
+        one.end()
+
+
+def test_contributions_count_by_samples(address: str) -> None:
+    settings = section(address, minimum=2, exchange=EXACT)
+    islands = [Island(settings, goal) for goal in (0.0, 8.0)]
+    for one in islands:
+        one.weights.values.zero_()
+    at_once(*(partial(one.train, 1, samples) for one, samples in zip(islands, (30, 10), strict=True)))
+    assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 8.0 / 2 * 10 / 40))
+
+
+@pytest.mark.parametrize(
+    ("instant", "which"),
+    [*((instant, 1) for instant in INSTANTS), *((instant, 2) for instant in INSTANTS if "groups" not in instant)],
+)
+def test_a_death_at_any_instant_leaves_the_others_alike(address: str, instant: str, which: int) -> None:
+    """Of the first exchange, for which groups are made, and of the second one, which uses them again."""
+    islands = [Island(section(address), goal) for goal in (0.0, 1.0)]
+    doomed = Island(section(address), 5.0, instant, which)
+    for one in (*islands, doomed):
+        one.exchange.start()
+    at_once(*(partial(one.train, 5) for one in (*islands, doomed)))
+    common = islands[0].anchors.keys() & islands[1].anchors.keys()
+    assert len(common) >= 3
+    assert all(torch.equal(islands[0].anchors[version], islands[1].anchors[version]) for version in common)
+    for one in islands:
+        assert sum(met.kind == "exchange" for met in one.mets) >= 3
+        # A void round, and nobody is waited for twice.
+        assert max(met.seconds for met in one.mets) < 3 * 0.7
+        one.end()
+
+
+def test_a_link_that_needs_longer_than_the_timeout_is_waited_for(address: str) -> None:
+    """Twice as long after each round that is void for it, as long as exchanges need no more."""
+
+    def slow(*args: Any) -> Groups:
+        made = make_groups(*args)
+        time.sleep(2 * 0.7)
+        return made
+
+    islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
+    islands[1].exchange._make_groups = slow
+    at_once(*(partial(one.train, 6) for one in islands))
+    for one in islands:
+        assert [met.kind for met in one.mets][-2:] == ["exchange", "exchange"]
+        assert one.mets[0].kind == "void"
+        assert torch.equal(one.anchor, islands[0].anchor)
+        one.end()
+
+
+def whole(store: Residuals) -> Tensor:
+    values = torch.zeros(NUMEL)
+    for (_, begin, numel), part in store.items():
+        values[begin : begin + numel] = part
+    return values
+
+
+def test_a_round_that_is_void_leaves_no_trace(address: str) -> None:
+    settings = section(address, minimum=2)
+    islands = [Island(settings, goal) for goal in (0.0, 1.0)]
+    at_once(*(partial(one.train, 2) for one in islands))
+    doomed = Island(settings, 5.0, "after groups", 1)
+    doomed.exchange.start()
+
+    def kept(one: Island) -> list[Tensor]:
+        """Whatever messages it is kept for: those of three are others than those of two."""
+        return [whole(one.stores.by_name[name]) for name in sorted(one.stores.by_name)]
+
+    before = [kept(one) for one in islands]
+    at_once(*(partial(one.train, 1) for one in [*islands, doomed]))
+    assert [one.mets[-1].kind for one in islands] == ["void", "void"]
+    for one, former in zip(islands, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept(one), former, strict=True))
+        one.end()
+
+
+def test_one_that_comes_takes_the_anchor_and_is_in_at_the_next_exchange(address: str) -> None:
+    settings = section(address, outer={"optimizer": "nesterov"})
+    first = Island(settings, 1.0).train(3)
+    late = Island(settings, 0.0)
+    late.exchange.start()
+    assert torch.equal(late.weights.values, first.anchor)
+    momentum = [
+        one.stores.by_name["outer_momentum"].read(one.weights.segments, late.weights.device) for one in (first, late)
+    ]
+    assert torch.equal(*momentum)
+    at_once(partial(first.train, 1), partial(late.train, 1))
+    assert [one.mets[-1].kind for one in (first, late)] == ["exchange", "exchange"]
+    assert torch.equal(late.anchor, first.anchor)
+
+
+def test_one_of_another_beginning_takes_the_anchor_and_hears_where_the_others_are(address: str) -> None:
+    first, other = Island(section(address), 1.0).train(2), Island(section(address), 0.0)
+    other.exchange.run = first.exchange.run
+    met = other.exchange.exchange(8)
+    assert met.kind == "renewed"
+    assert met.about["run"] == first.client.run
+    assert torch.equal(other.weights.values, first.anchor)
+
+
+def test_one_that_was_away_adds_what_it_has_moved_and_takes_the_anchor(address: str) -> None:
+    settings = section(address, minimum=2, exchange=EXACT)
+    islands = [Island(settings, goal) for goal in (0.0, 1.0, 8.0)]
+    for one in islands:
+        one.weights.values.zero_()
+    at_once(*(one.exchange.start for one in islands))
+    at_once(*(partial(one.train, 1) for one in islands[:2]))
+    assert islands[0].mets[-1].islands == 2
+
+    # Too late, but it has been heard of, and is waited for again.
+    islands[2].train(1)
+    assert islands[2].mets[-1].kind == "left_out"
+
+    def come_back() -> None:
+        while islands[2].mets[-1].kind == "left_out":
+            time.sleep(0.02)
+            islands[2].mets.append(islands[2].exchange.exchange(8))
+
+    at_once(*(partial(one.train, 1) for one in islands[:2]), come_back)
+    assert [one.mets[-1].kind for one in islands] == ["exchange", "exchange", "renewed"]
+    assert torch.equal(islands[2].anchor, islands[0].anchor)
+    # It has moved by 4 from where it left, the others by -0.125 and 0.375 from where they met.
+    assert torch.allclose(islands[0].anchor, torch.full((NUMEL,), 0.25 + (4 - 0.125 + 0.375) / 3))
+
+
+def test_who_does_not_reach_the_coordinator_stops_with_an_error(address: str) -> None:
+    settings = section(address, minimum=2, give_up="1500 ms")
+    islands = [Island(settings, goal) for goal in (0.0, 1.0)]
+    at_once(*(one.exchange.start for one in islands))
+    islands[1].end()
+    with pytest.raises(
+        IslandError, match=r"/deepspeed_compress/islands/elastic/rendezvous: .* at least 2 islands must be there"
+    ):
+        islands[0].train(1)
+
+
+def test_another_section_is_refused(address: str) -> None:
+    first = Island(section(address), 0.0)
+    with pytest.raises(ConfigError, match="minimum is 2, that of the others 1"):
+        Island(section(address, minimum=2), 0.0)
+    first.end()
+
+
+def test_an_island_that_diverged_counts_for_nothing_and_keeps_its_residual(address: str) -> None:
+    settings = section(address, minimum=2, exchange={"method": "blockwise", "bits": 8})
+    islands = [Island(settings, goal) for goal in (0.0, 1.0)]
+    at_once(*(partial(one.train, 3) for one in islands))
+    broken, healthy = islands
+    former = [values.clone() for _, values in broken.stores.by_name["gradients"].items()]
+    broken.weights.values.fill_(float("nan"))
+    before = healthy.anchor
+    at_once(*(partial(one.train, 1) for one in islands))
+    assert torch.isfinite(broken.weights.values).all()
+    assert torch.equal(broken.anchor, healthy.anchor)
+    after = [values for _, values in broken.stores.by_name["gradients"].items()]
+    assert all(torch.equal(a, b) for a, b in zip(after, former, strict=True))
+    moved = healthy.anchor - before
+    assert float((moved - 0.5 * (1.0 - before)).abs().max()) < 0.02 * float(moved.abs().max())
+
+
+def test_a_coordinator_that_comes_back_goes_on(tmp_path: Any) -> None:
+    def serve(port: int) -> tuple[Server, threading.Thread]:
+        server, ready = island_server(StateFile(tmp_path / "state.json"), "127.0.0.1", port), threading.Event()
+        thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+        thread.start()
+        assert ready.wait(5)
+        return server, thread
+
+    server, thread = serve(0)
+    address = f"127.0.0.1:{server.port}"
+    islands = [Island(section(address, minimum=2), goal) for goal in (0.0, 1.0)]
+    at_once(*(partial(one.train, 2) for one in islands))
+    server.stop()
+    thread.join(5)
+
+    def later() -> None:
+        nonlocal server, thread
+        time.sleep(0.5)
+        server, thread = serve(server.port)
+
+    at_once(later, *(partial(one.train, 2) for one in islands))
+    assert [met.kind for met in islands[0].mets] == ["exchange"] * 4
+    assert torch.equal(islands[0].anchor, islands[1].anchor)
+    assert status(address)["version"] == islands[0].exchange.version
+    server.stop()
+    thread.join(5)
+
+
+def test_two_coordinators_do_not_share_a_file(tmp_path: Any) -> None:
+    held = StateFile(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="another coordinator has it"):
+        StateFile(tmp_path / "other.json")
+    held.close()
+
+
+@pytest.mark.parametrize(("outer", "sent"), [("average", {"anchor"}), ("nesterov", {"anchor", "outer_momentum"})])
+def test_a_momentum_is_handed_out_where_there_is_one(address: str, outer: str, sent: set[str]) -> None:
+    island = Island(section(address, outer={"optimizer": outer}), 1.0).train(1)
+    found, again = island.exchange.copy(1), island.exchange.copy(1)
+    assert found is not None
+    assert again is not None
+    assert found[2].keys() == sent
+    # One copy, however many islands ask for it; and another one of another version.
+    assert found[2] is again[2]
+    island.train(1)
+    newer = island.exchange.copy(2)
+    assert newer is not None
+    assert newer[2] is not found[2]
+    island.end()
+
+
+def test_an_anchor_that_cannot_be_fetched_says_why(address: str) -> None:
+    island = Island(section(address), 1.0).train(1)
+    nobody = Anchor(9, [["127.0.0.1:1"]])
+    assert island.exchange._fetched(nobody) is None
+    with pytest.raises(IslandError, match=r"could not be taken from any of 1 islands .*Connection refused"):
+        island.exchange._next_anchor(nobody, deadline=0.0)
+    island.end()
+
+
+def test_nobody_gets_an_anchor_while_a_checkpoint_is_loaded(address: str) -> None:
+    island = Island(section(address), 1.0).train(1)
+    assert island.exchange.copy(1) is not None
+    island.exchange.withdraw()
+    assert island.exchange.copy(1) is None
+    island.exchange.resume("other", 3, 40, own_is_new=False)
+    assert island.exchange.copy(1) is not None
+    island.end()

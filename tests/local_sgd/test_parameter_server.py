@@ -1,0 +1,478 @@
+"""The parameter server without sockets: what it refuses, what it logs, and the files that it starts from."""
+
+import copy
+import json
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deepspeed_compress.errors import StateError
+from deepspeed_compress.local_sgd.parameter_server.push_log import PushLog
+from deepspeed_compress.local_sgd.parameter_server.records import Records
+from deepspeed_compress.local_sgd.parameter_server.service import Answer, Service
+from deepspeed_compress.local_sgd.parameter_server.store import Store
+
+NUMEL = 96
+HALF = NUMEL // 2
+EXACT = {"method": "none"}
+TOPK = {
+    "method": "topk",
+    "density": 0.1,
+    "block_size": 64,
+    "min_numel": 0,
+    "values": {"method": "blockwise", "bits": 2},
+}
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+WRONG: tuple[Any, ...] = (
+    *(None, True, False, 1.0, 0.5, -1, "10", "", [], {}, [1], {"a": 1}, 5),
+    *(2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**4299, 1e308, "x" * 5000, "\ud800"),
+)
+
+
+def restarted(path: Path, told: Callable[[str], None] = print) -> closing[Service]:
+    """A server that starts from the files at `path`."""
+    return closing(Service(PushLog(path), told))
+
+
+class Connected:
+    """A rank whose connection stands."""
+
+    def has_hung_up(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory if there is one: each call is synced to the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as found:
+        yield Path(found)
+
+
+def terms(exchange: Mapping[str, Any] = TOPK, ranks: int = 1, **outer: Any) -> dict[str, Any]:
+    return {"exchange": dict(exchange), "outer": outer, "ranks": ranks, "max_staleness": 64}
+
+
+class Rank:
+    """A rank of an island that speaks without a socket, from a thread of its own if there are two."""
+
+    def __init__(self, service: Service, given: Mapping[str, Any]) -> None:
+        self.service, self.calls = service, 0
+        answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+        assert answer["kind"] == "welcome", answer
+        self.own = {name: answer[name] for name in ("run", "number", "token")}
+
+    def head(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"kind": kind, **self.own, "place": 0, "call": self.calls + 1, "step": self.calls, **more}
+
+    def ask(self, kind: str, body: bytes = b"", **more: Any) -> Answer:
+        found = self.service.hear(self.head(kind, **more), bytearray(body), Connected())
+        assert found[0]["kind"] != "refused", found[0]
+        self.calls += 1
+        return found
+
+    def seed(self, weights: Tensor) -> Answer:
+        layout, shapes = [["w", 0, HALF], ["v", 0, NUMEL - HALF]], {"w": [4, HALF // 4], "v": [NUMEL - HALF]}
+        return self.ask("seed", weights.numpy().tobytes(), claim=0, layout=layout, shapes=shapes)
+
+    def push(self, moved: Tensor, samples: int = 8) -> Answer:
+        return self.ask("push", self.encoded(moved), samples=samples)
+
+    def encoded(self, moved: Tensor) -> bytes:
+        messages = self.service.store.places[0].messages
+        return bytes(messages.encode(moved, self.calls + 1, 0, remember=False).view(torch.uint8).numpy().tobytes())
+
+
+def moved(seed: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def state(service: Service) -> tuple[Records, list[Tensor]]:
+    return service.store.records, list(service.store.tensors().values())
+
+
+def same(before: tuple[Records, list[Tensor]], after: tuple[Records, list[Tensor]]) -> bool:
+    return before[0] == after[0] and all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+
+
+def places_in(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a head."""
+    if path:
+        yield path
+    children = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    for key, child in children:
+        yield from places_in(child, (*path, key))
+
+
+def mutated(head: Mapping[str, Any], body: bytes, chosen: random.Random) -> tuple[dict[str, Any], bytes]:
+    """A head and a body of which something is different, missing, or added."""
+    found, bytes_ = copy.deepcopy(dict(head)), bytearray(body)
+    if chosen.random() < 0.7:
+        *way, last = chosen.choice([path for path in places_in(found) if path != ("kind",)])
+        inner = found
+        for key in way:
+            inner = inner[key]
+        if chosen.random() < 0.2:
+            del inner[last]
+        else:
+            inner[last] = copy.deepcopy(chosen.choice(WRONG))
+    for _ in range(chosen.choice((0, 0, 1, 4)) if bytes_ else 0):
+        bytes_[chosen.randrange(len(bytes_))] = chosen.choice((0, 255, 127, chosen.randrange(256)))
+    cut = chosen.random()
+    if cut < 0.1:
+        del bytes_[chosen.randrange(len(bytes_) + 1) :]
+    elif cut < 0.2:
+        bytes_ += bytes(chosen.randrange(1, 64))
+    return found, bytes(bytes_)
+
+
+def sent(head: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As it arrives; None if JSON does not carry it."""
+    try:
+        return json.loads(json.dumps(head))
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("exchange", [EXACT, TOPK, {"method": "blockwise", "bits": 4}, {"method": "randomk"}])
+@pytest.mark.parametrize("kind", ["enter", "resume", "leave", "fresh", "seed", "push"])
+def test_a_mutated_call_is_refused_or_applied_and_can_be_replayed(
+    directory: Path, kind: str, exchange: dict[str, Any]
+) -> None:
+    chosen = random.Random(f"{kind} {exchange}")
+    service = Service(PushLog(directory / "state"), lambda text: None)
+    rank = Rank(service, terms(exchange, optimizer="nesterov"))
+    if kind != "seed":
+        rank.seed(moved(0))
+        rank.push(moved(1))
+    refused = applied = 0
+    for number in range(60 if kind == "seed" else 170):
+        head, body = _call(rank, kind, number, exchange)
+        heard = sent(mutated(head, body, chosen)[0])
+        body = mutated(head, body, chosen)[1] if chosen.random() < 0.7 else body
+        if heard is None:
+            continue
+        before = state(service)
+        answer, _ = service.hear(heard, bytearray(body), Connected())
+        if answer["kind"] == "refused":
+            refused += 1
+            assert same(before, state(service)), (heard, answer)
+        else:
+            applied += 1
+        rank.calls = max(rank.calls, getattr(service.store.records.islands.get(rank.own["number"]), "call", 0))
+        assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
+        if kind == "leave" and service.store.records.islands[rank.own["number"]].has_left:
+            rank = Rank(service, terms(exchange, optimizer="nesterov"))
+        if kind == "seed" and service.store.records.version > 2**60:
+            break
+    assert refused
+    held = state(service)
+    copied = _copied(directory)
+    told: list[str] = []
+    again = Service(PushLog(copied), told.append)
+    assert same(held, state(again))
+    assert told == []
+    # An honest island goes on.
+    honest = Rank(again, terms(exchange, optimizer="nesterov"))
+    if not again.store.records.version:
+        honest.seed(moved(0))
+    assert honest.ask("fresh")[0]["kind"] == "exact"
+    answer, _ = honest.push(moved(2))
+    # Numbers as they are may have come near the end of fp32.
+    assert answer["kind"] == "taken" or "not be finite" in answer["reason"]
+    again.close()
+    service.close()
+
+
+def _call(rank: Rank, kind: str, number: int, exchange: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    store = rank.service.store
+    if kind == "enter":
+        return {"kind": kind, "terms": terms(exchange, optimizer="nesterov")}, b""
+    if kind == "leave":
+        return {"kind": kind, **rank.own}, b""
+    if kind == "resume":
+        island = store.records.islands[rank.own["number"]]
+        saved = {"run": store.records.run, "number": rank.own["number"], "call": island.call, "version": island.version}
+        return {"kind": kind, **rank.own, "saved": saved}, b""
+    if kind == "fresh":
+        return rank.head(kind), b""
+    if kind == "push":
+        return rank.head(kind, samples=8), rank.encoded(moved(number))
+    layout, shapes = [["w", 0, HALF], ["v", 0, NUMEL - HALF]], {"w": [4, HALF // 4], "v": [NUMEL - HALF]}
+    return rank.head(kind, claim=number, layout=layout, shapes=shapes), moved(number).numpy().tobytes()
+
+
+def _copied(directory: Path) -> Path:
+    """The files as they would be if the server were killed now."""
+    for suffix in ("", ".log"):
+        (directory / f"copy{suffix}").write_bytes((directory / f"state{suffix}").read_bytes())
+    return directory / "copy"
+
+
+def test_an_index_beyond_the_tensor_is_refused_before_it_is_logged(directory: Path) -> None:
+    """Six bits of index tell the 64 elements of a block apart, and the last block has 32."""
+    service = Service(PushLog(directory / "state"), lambda text: None)
+    rank = Rank(service, terms())
+    rank.seed(moved(0))
+    before, log = state(service), (directory / "state.log").read_bytes()
+    answer, _ = service.hear(
+        rank.head("push", samples=8), bytearray(b"\xff" * len(rank.encoded(moved(1)))), Connected()
+    )
+    assert answer["kind"] == "refused"
+    assert "index" in answer["why"]
+    assert same(before, state(service))
+    assert (directory / "state.log").read_bytes() == log
+    assert rank.push(moved(1))[0]["kind"] == "taken"
+    with restarted(_copied(directory)) as again:
+        assert same(state(service), state(again))
+    service.close()
+
+
+@pytest.mark.parametrize("outer", [{}, {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.9}])
+def test_finite_pushes_that_make_the_anchor_infinite_are_dropped_with_a_reason(outer: dict[str, Any]) -> None:
+    service = Service(None, lambda text: None)
+    rank = Rank(service, terms(EXACT, **outer))
+    rank.seed(torch.zeros(NUMEL))
+    huge = torch.full((NUMEL,), 0.6 * LARGEST_FLOAT)
+    answers = [rank.push(huge)[0] for _ in range(3)]
+    dropped = [one for one in answers if one["kind"] == "dropped"]
+    assert dropped
+    assert {one["reason"] for one in dropped} == {"the anchor would not be finite any more"}
+    assert all(bool(torch.isfinite(one).all()) for one in service.store.tensors().values())
+    assert rank.push(moved(1))[0]["kind"] == "taken"
+
+
+def test_a_difference_beyond_fp32_is_answered_by_the_anchor() -> None:
+    """Between anchors that are finite both."""
+    service = Service(None, lambda text: None)
+    # Pushes of the fast island alone.
+    exchange = {"method": "blockwise", "bits": 8}
+    fast, slow = Rank(service, terms(exchange)), Rank(service, terms(exchange))
+    low, high = torch.full((NUMEL,), -0.9 * LARGEST_FLOAT), torch.full((NUMEL,), 0.6 * LARGEST_FLOAT)
+    fast.seed(low)
+    slow.ask("fresh")
+    for _ in range(3):
+        fast.push(high)
+    anchor = service.store.places[0].anchor
+    assert float(anchor[0]) > 0.5 * LARGEST_FLOAT
+    head, body = slow.push(torch.zeros(NUMEL))
+    assert head["kind"] == "taken"
+    assert head["exact"]
+    assert bytes(body) == anchor.numpy().tobytes()
+
+
+def test_weights_that_are_not_finite_are_no_seed() -> None:
+    service = Service(None, lambda text: None)
+    rank = Rank(service, terms())
+    with pytest.raises(AssertionError, match="not finite"):
+        rank.seed(torch.full((NUMEL,), float("nan")))
+    rank.seed(moved(0))
+    assert service.store.records.version == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({**terms(), "ranks": ranks} for ranks in (True, 0, -1, 1.0, "1", 2**17, 2**63, 10**4299, None, [])),
+        *({**terms(), "max_staleness": most} for most in (True, 0, "64", 10**4299, None)),
+        *({**terms(), "exchange": exchange} for exchange in (None, 5, {"method": "powersgd"}, {"method": []})),
+        *(None, 5, "terms", [], {}, [["ranks", 1]]),
+    ],
+)
+def test_terms_that_are_none_are_refused(given: Any) -> None:
+    service = Service(None, lambda text: None)
+    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    assert answer["kind"] == "refused"
+    assert service.store.records.terms is None
+    Rank(service, terms())
+    answer, _ = service.hear({"kind": "enter", "terms": given}, b"", Connected())
+    assert answer["kind"] == "refused"
+
+
+def test_parts_that_do_not_fit_each_other_refuse_the_call_of_all_ranks(directory: Path) -> None:
+    """A shape that two ranks tell differently is found when both have come."""
+    service = Service(PushLog(directory / "state"), lambda text: None)
+    rank = Rank(service, terms(ranks=2))
+    heads = [
+        rank.head("seed", place=place, claim=0, layout=[["w", 0, 4]], shapes={"w": [4 + place]}) for place in (0, 1)
+    ]
+    answers: list[Answer] = []
+    threads = [
+        threading.Thread(target=lambda head=head: answers.append(service.hear(head, bytearray(16), Connected())))
+        for head in heads
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [head["kind"] for head, _ in answers] == ["refused"] * 2
+    assert "shapes" in answers[0][0]["why"]
+    assert service.store.records.version == 0
+    with restarted(_copied(directory)) as again:
+        assert same(state(service), state(again))
+    service.close()
+
+
+def trained(directory: Path) -> Path:
+    """The file of a server that has served an island, with pushes in its log."""
+    service = Service(PushLog(directory / "state"), lambda text: None)
+    rank = Rank(service, terms(optimizer="nesterov"))
+    rank.seed(moved(0))
+    service._save()
+    for seed in range(3):
+        rank.push(moved(seed))
+    path = _copied(directory)
+    service.close()
+    return path
+
+
+def test_an_entry_that_cannot_be_applied_is_left_out_and_named(directory: Path) -> None:
+    path = trained(directory)
+    log = PushLog(path)
+    store = log.read()
+    assert store is not None
+    entries = list(log.entries())
+    log.write(store)
+    for number, entry in enumerate(entries):
+        assert not isinstance(entry, ValueError)
+        heads, bodies = entry
+        if number == 1:
+            heads = [{**heads[0], "samples": "8"}]
+        log.append(heads, bodies)
+    log.close()
+    told: list[str] = []
+    again = Service(PushLog(path), told.append)
+    assert told == [
+        "entry 2 of the log is left out: samples is '8' (allowed: an integer from 0 to 9223372036854775807)"
+    ]
+    assert again.store.records.pushes == 2
+    again.close()
+
+
+def records_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A file whose records are changed."""
+
+    def damage(path: Path) -> None:
+        tensors, about = load_file(path), _about(path)
+        records = json.loads(about["records"])
+        change(records)
+        save_file(tensors, path, {**about, "records": json.dumps(records)})
+
+    return damage
+
+
+def _about(path: Path) -> dict[str, str]:
+    raw = path.read_bytes()
+    found: dict[str, str] = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    return found
+
+
+def tensors_with(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """A file whose tensors are changed."""
+
+    def damage(path: Path) -> None:
+        tensors, about = load_file(path), _about(path)
+        change(tensors)
+        save_file(tensors, path, about)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda path: path.write_bytes(b"") and None,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-40]) and None,
+    "cut head": lambda path: path.write_bytes(path.read_bytes()[:40]) and None,
+    "huge head": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]) and None,
+    "text": lambda path: path.write_text("{}") and None,
+    "deep": lambda path: save_file({}, path, {"serial": "1", "records": "[" * 100_000}),
+    "long number": lambda path: save_file({}, path, {"serial": "1" * 5000, "records": "{}"}),
+    "a list": lambda path: save_file({}, path, {"serial": "1", "records": "[]"}),
+    "no records": lambda path: save_file({}, path, {"serial": "1"}),
+    "nothing": lambda path: save_file({}, path),
+    "no tensors": tensors_with(dict.clear),
+    "one tensor less": tensors_with(lambda tensors: tensors.pop("momentum/0")),
+    "short tensor": tensors_with(lambda tensors: tensors.update({"anchor/0": torch.zeros(NUMEL - 1)})),
+    "other type": tensors_with(lambda tensors: tensors.update({"anchor/0": torch.zeros(NUMEL, dtype=torch.int64)})),
+    "not finite": tensors_with(lambda tensors: tensors["waiting/0"].fill_(float("inf"))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_damaged_is_refused_by_name(directory: Path, damage: str) -> None:
+    path = trained(directory)
+    DAMAGES[damage](path)
+    with pytest.raises(StateError, match=r"copy is damaged or does not belong to a parameter server"):
+        Service(PushLog(path), print)
+    # It has let go of the file.
+    PushLog(path).close()
+
+
+def test_records_of_any_types_are_read_or_refused_by_name(directory: Path) -> None:
+    path = trained(directory)
+    (directory / "copy.log").unlink()
+    whole, chosen, refused = path.read_bytes(), random.Random(7), []
+    records = json.loads(_about(path)["records"])
+    for place in places_in(records):
+        for wrong in (None, True, -1, 1.5, "10", [], {}, 10**400, chosen.choice(WRONG)):
+            path.write_bytes(whole)
+
+            def change(found: Any, place: tuple[Any, ...] = place, wrong: Any = wrong) -> None:
+                for key in place[:-1]:
+                    found = found[key]
+                found[place[-1]] = wrong
+
+            try:
+                records_with(change)(path)
+            except ValueError:
+                # JSON does not carry it.
+                continue
+            try:
+                Service(PushLog(path), print).close()
+            except StateError as error:
+                refused.append(f"{error}")
+    assert len(refused) > 200
+    assert all("copy is damaged" in line for line in refused)
+
+
+def test_a_damaged_log_is_refused_or_left_out_by_name(directory: Path) -> None:
+    path, chosen = trained(directory), random.Random(3)
+    log, whole = (directory / "copy.log").read_bytes(), path.read_bytes()
+    found, refusals = {"refused": 0, "named": 0, "cut": 0}, []
+    for _ in range(100):
+        damaged = bytearray(log)
+        for _ in range(chosen.choice((1, 1, 8))):
+            damaged[chosen.randrange(len(damaged))] = chosen.randrange(256)
+        if chosen.random() < 0.3:
+            del damaged[chosen.randrange(len(damaged)) :]
+        path.write_bytes(whole)
+        (directory / "copy.log").write_bytes(damaged)
+        told: list[str] = []
+        try:
+            Service(PushLog(path), told.append).close()
+            found["named" if told else "cut"] += 1
+            assert all("of the log is left out" in line for line in told)
+        except StateError as error:
+            found["refused"] += 1
+            refusals.append(f"{error}")
+    assert min(found.values()) > 3, found
+    assert all("copy.log is damaged" in line for line in refusals)
+
+
+def test_the_same_store_is_read_again() -> None:
+    service = Service(None, lambda text: None)
+    rank = Rank(service, terms(optimizer="nesterov"))
+    rank.seed(moved(0))
+    rank.push(moved(1))
+    store = service.store
+    again = Store(Records.read(json.loads(json.dumps(store.records.as_json()))), store.tensors())
+    assert again.records == store.records
+    assert all(torch.equal(one, again.tensors()[name]) for name, one in store.tensors().items())

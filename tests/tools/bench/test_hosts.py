@@ -1,0 +1,139 @@
+"""Rate-limited hosts: what is limited, and that nothing stays behind."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deepspeed_compress.launcher.heartbeat import AGENT, HOSTS, MEMORY, RESUME
+from deepspeed_compress.tools.bench.hosts import Cluster
+from deepspeed_compress.tools.bench.links import NAMESPACES, PREFIX, ClusterError, bits_per_second, check_machine
+from tests.support.hosts import measures_links, needs_hosts
+
+TRANSFER = """
+import os, socket, time
+address, size = (os.environ["MASTER_ADDR"], 5000), 2_500_000
+if os.environ["RANK"] == "0":
+    connection, _ = socket.create_server(address).accept()
+    begin, left = time.monotonic(), size
+    while left:
+        left -= len(connection.recv(min(left, 65536)))
+    print(time.monotonic() - begin)
+else:
+    for attempt in range(100):
+        try:
+            socket.create_connection(address).sendall(bytes(size))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+"""
+
+
+def _own_namespaces(process: int) -> list[str]:
+    return [path.name for path in NAMESPACES.glob(f"{PREFIX}{process}-*")]
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("64kbit", 64e3), ("8bit", 8), ("none", math.inf)]
+)
+def test_rates_are_read_as_tc_reads_them(rate: str, bits: float) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["100", "100mb", "0gbit", "-1mbit", ""])
+def test_a_wrong_rate_says_what_to_write(rate: str) -> None:
+    with pytest.raises(ClusterError, match='such as "100mbit"'):
+        bits_per_second(rate)
+
+
+def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"ip \(package iproute2\), .*apt-get install"):
+        check_machine()
+
+
+def test_hosts_say_nothing_that_only_an_agent_says() -> None:
+    """Checkpoints in memory read from these where copies go."""
+    assert {AGENT, HOSTS, MEMORY, RESUME}.isdisjoint(Cluster(2).environment(0))
+
+
+LISTEN = (
+    "import socket; server = socket.create_server(('', 5000)); print(flush=True); [server.accept() for _ in range(2)]"
+)
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=3)"
+
+
+@needs_hosts
+def test_a_link_that_is_cut_carries_nothing_until_it_is_mended() -> None:
+    with Cluster(2) as cluster:
+        reach = cluster.on(0, [sys.executable, "-c", CONNECT, cluster.address(1)])
+        with subprocess.Popen(cluster.on(1, [sys.executable, "-c", LISTEN]), stdout=subprocess.PIPE) as listening:
+            assert listening.stdout is not None
+            listening.stdout.readline()
+            assert subprocess.run(reach).returncode == 0
+            cluster.cut(1)
+            assert subprocess.run(reach, stderr=subprocess.DEVNULL).returncode == 1
+            cluster.mend(1)
+            assert subprocess.run(reach).returncode == 0
+
+
+@measures_links
+def test_a_link_carries_its_rate() -> None:
+    with Cluster(2, "20mbit") as cluster:
+        run = cluster.run([sys.executable, "-c", TRANSFER], timeout=60)
+    assert run.failure is None, run.outputs
+    # 2.5 MB are 20 Mbit; headers, and the burst that passes at once, take a few per cent.
+    assert float(run.outputs[0]) == pytest.approx(1.0, rel=0.25)
+
+
+@measures_links
+def test_a_host_that_fails_ends_the_others_and_nothing_stays() -> None:
+    with Cluster(2) as cluster:
+        run = cluster.run(["sh", "-c", "if [ $RANK = 0 ]; then sleep 60; else echo so; exit 3; fi"], timeout=30)
+    assert run.failure == "host 1 ended with 3"
+    assert run.outputs == ("", "so\n")
+    assert run.seconds < 20
+    assert not _own_namespaces(os.getpid())
+
+
+@needs_hosts
+def test_an_error_while_hosts_are_made_leaves_nothing() -> None:
+    with pytest.raises(ClusterError, match="rate '5 monkeys'"), Cluster(1, "5 monkeys"):
+        pass
+    assert not _own_namespaces(os.getpid())
+
+
+ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
+"""Starts a command as a user who is not root, and may read what this one may."""
+
+
+def _as_program(before: Sequence[str], *command: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the program did, and the namespaces that it has left."""
+    program = [*before, sys.executable, "-m", "deepspeed_compress.tools.bench.hosts", "--rate", "20mbit", "--"]
+    with subprocess.Popen([*program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        output, errors = process.communicate(timeout=120)
+    done = subprocess.CompletedProcess(program, process.returncode, output, errors)
+    return done, _own_namespaces(process.pid)
+
+
+@measures_links
+def test_an_ordinary_user_has_hosts_in_a_user_namespace() -> None:
+    if subprocess.run([*ORDINARY, *ORDINARY, "true"], capture_output=True).returncode:
+        pytest.skip("users may not have user namespaces here")
+    run, left = _as_program(ORDINARY, sys.executable, "-c", TRANSFER)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) == pytest.approx(1.0, rel=0.25)
+    assert not left
+
+
+@needs_hosts
+def test_without_root_and_user_namespaces_it_is_said_what_is_missing() -> None:
+    closed = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    closed += ['echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all "$@"', "sh"]
+    run, left = _as_program(closed, "true")
+    assert (run.returncode, left) == (1, [])
+    assert "needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), or a kernel that lets users" in run.stderr

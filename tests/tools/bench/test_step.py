@@ -1,0 +1,253 @@
+"""`bench step`: rows of a file, ratios within a run, tables and pictures, and whole runs on two hosts."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.errors import ConfigError, UnsupportedError
+from deepspeed_compress.tools.bench.rows import new_document, read_document, save_document
+from deepspeed_compress.tools.bench.step import merge, missing_rates, steps_at
+from deepspeed_compress.tools.bench.step_results import FORMS, plot_steps, step_table
+from deepspeed_compress.tools.bench.workload import DEEPSPEED, OURS, Contender, Group, Workload
+from deepspeed_compress.tools.plots import check_plotting
+from tests.support.hosts import measures_links, needs_hosts
+
+ROOT = Path(__file__).parents[3]
+WORK = Workload(
+    model="gpt.json",
+    tensor=1,
+    pipeline=1,
+    partition="balanced",
+    recompute=False,
+    precision="fp32",
+    micro_batch=2,
+    accumulation=1,
+    clipping=1.0,
+    seq_len=16,
+    seed=0,
+)
+PLAIN: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+GROUP = Group(
+    WORK,
+    (
+        Contender("deepspeed", DEEPSPEED, PLAIN),
+        Contender("zero1_int8", OURS, PLAIN | {SECTION: {}}),
+        Contender("ddp", "ddp"),
+    ),
+)
+PACKET = 66
+
+
+def row(contender: int, rate: str | None, seconds: float, payload: float = 1000.0) -> dict[str, Any]:
+    """A row as a rank writes it, of 2 ranks; `payload` bytes in one packet. What was predicted is 1,000 bytes."""
+    ours = GROUP.contenders[contender].kind == OURS
+    counted = {"predicted": 1000.0, "predicted_uncompressed": 4000.0} if ours else {}
+    sent = {"interface": payload + PACKET, "packets": 1.0, "segments": 2.0} if rate else {}
+    found = GROUP.to_json()
+    times = {"median": seconds, "min": 0.9 * seconds, "max": 1.1 * seconds}
+    return {
+        "workload": found["workload"],
+        "contender": found["contenders"][contender],
+        "ranks": 2,
+        "rate": rate,
+        "steps": 3,
+        "compute_only_s": {"median": 0.1, "min": 0.1, "max": 0.1},
+        "compute_only_peak_bytes": [1e6, 1e6],
+        "step_s": times,
+        "split_ms": {"compute": 1.0, "compress": 2.0, "communicate": 3.0, "decompress": 4.0} if ours else None,
+        "traffic": [counted | sent] * 2,
+        "peak_bytes": [2e6, None],
+        "residual_bytes": [500_000, 500_000] if ours else [None, None],
+    }
+
+
+def run_rows(rate: str | None = "1gbit", slower: float = 1.0) -> list[dict[str, Any]]:
+    return [row(0, rate, 0.4 * slower, 4004.0), row(1, rate, 0.2 * slower), row(2, rate, 0.3 * slower)]
+
+
+def by_name(document: dict[str, Any], rate: str | None = "1gbit") -> dict[str, dict[str, Any]]:
+    return {found["contender"]["name"]: found for found in document["rows"] if found["rate"] == rate}
+
+
+def test_ratios_and_bytes() -> None:
+    document = new_document()
+    merge(document, run_rows())
+    found = by_name(document)
+    assert [found[name]["of_compute_only"] for name in found] == pytest.approx([4.0, 2.0, 3.0])
+    assert [found[name]["speedup"] for name in found] == [1.0, pytest.approx(2.0), None]
+    assert found["zero1_int8"]["bytes"] == {
+        "interface": 1066.0,
+        "headers": 66.0,
+        "headers_on_wire": 132.0,
+        "payload": 1000.0,
+        "predicted": 1000.0,
+        "difference_percent": 0.0,
+    }
+    assert found["deepspeed"]["bytes"]["difference_percent"] == pytest.approx(0.1)
+    assert "predicted" not in found["ddp"]["bytes"]
+
+
+@pytest.mark.parametrize("section", [{"weights": {"method": "sign"}}, {"islands": {"size": 1}}])
+def test_a_row_that_sends_other_things_says_nothing_of_deepspeed(section: dict[str, Any]) -> None:
+    """Compressed weights, or what islands have moved."""
+    rows = run_rows()
+    rows[1]["contender"]["ds_config"][SECTION] = section
+    document = new_document()
+    merge(document, rows)
+    found = by_name(document)
+    assert found["zero1_int8"]["speedup"] == pytest.approx(2.0)
+    assert "predicted" not in found["deepspeed"]["bytes"]
+
+
+def test_ratios_are_of_one_run_and_rows_are_replaced() -> None:
+    document = new_document()
+    merge(document, run_rows())
+    merge(document, run_rows(slower=2.0)[:1])
+    found = by_name(document)
+    assert len(document["rows"]) == 3
+    assert found["deepspeed"]["of_compute_only"] == pytest.approx(8.0)
+    assert found["zero1_int8"]["speedup"] == pytest.approx(2.0)
+
+
+def test_only_rates_with_something_missing_are_measured() -> None:
+    document = new_document()
+    merge(document, run_rows())
+    merge(document, run_rows("100mbit")[:2])
+    steps: dict[str | None, int] = {"1gbit": 7, "100mbit": 3}
+    assert missing_rates(document["rows"], GROUP, 2, steps) == {"100mbit": 3}
+    assert missing_rates(document["rows"], GROUP, 4, steps) == steps
+
+
+def test_a_file_is_kept_and_read_again(tmp_path: Path) -> None:
+    document, file = new_document(), tmp_path / "new" / "rows.json"
+    merge(document, run_rows())
+    save_document(document, file)
+    again = read_document(file)
+    assert again == document
+    assert missing_rates(again["rows"], GROUP, 2, {"1gbit": 1}) == {}
+    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"hosts": 2}]}'])
+def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"rows\.json: holds no measurements of steps; name another"):
+        read_document(file)
+
+
+def test_fast_links_get_more_steps() -> None:
+    rates = ("1gbit", "499mbit", None)
+    assert steps_at(argparse.Namespace(steps=None), rates) == {"1gbit": 7, "499mbit": 3, None: 7}
+    assert steps_at(argparse.Namespace(steps=[2]), rates) == dict.fromkeys(rates, 2)
+    with pytest.raises(ConfigError, match="--steps"):
+        steps_at(argparse.Namespace(steps=[2, 3]), rates)
+
+
+@pytest.mark.parametrize("rate", ["1gbit", None])
+def test_tables_have_every_row_and_compute_only(rate: str | None) -> None:
+    document = new_document()
+    merge(document, run_rows(rate))
+    console = Console(width=150)
+    with console.capture() as capture:
+        for form in FORMS:
+            console.print(step_table(document["rows"], form))
+    lines = capture.get().splitlines()
+    assert sum("compute-only" in line for line in lines) == 2
+    ours = [line.split() for line in lines if "zero1_int8" in line]
+    start = [rate or "-", "1", "zero1_int8"]
+    assert ours[0] == [*start, "0.200", "0.180", "0.220", "2.00", "2.00", "1.0", "2.0", "3.0", "4.0"]
+    sizes = ["0.001", "0.000", "0.001", "0.001", "+0.00"] if rate else ["-", "-", "-", "0.001", "-"]
+    assert ours[1] == [*start, *sizes, "2.0", "0.5"]
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    document = new_document()
+    merge(document, [*run_rows(), *run_rows("100mbit", slower=10.0)])
+    file = tmp_path / "new" / "steps.png"
+    plot_steps(document["rows"], file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'deepspeed-compress\[plot\]'"):
+        check_plotting("--plot")
+
+
+@pytest.fixture
+def torchrun(port: str) -> tuple[str, ...]:
+    """How to start two processes with a launcher."""
+    return "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port
+
+
+def bench(output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, *launcher, "-m", "deepspeed_compress.cli"]
+    command = [*program, "bench", "step", "--output", str(output), *arguments]
+    size = ["--model", "configs/models/gpt_2m.json", "--micro-batch", "1", "--seq-len", "32", "--steps", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run([*command, *size], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+@measures_links
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interface_counts_what_the_statistics_say(tmp_path: Path) -> None:
+    output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    peers = ("--peers", "deepspeed", "ddp", "ddp-bf16", "ddp-powersgd1", "fsdp2")
+    arguments = ("--config", "configs/zero2_int4.json", *peers, "--emulate", "2,200mbit", "--plot", str(picture))
+    first = bench(output, *arguments)
+    assert first.returncode == 0, first.stdout + first.stderr
+    rows = by_name(json.loads(output.read_text()), "200mbit")
+    assert list(rows) == ["deepspeed", "zero2_int4", "ddp", "ddp-bf16", "ddp-powersgd1", "fsdp2"]
+    for name in ("deepspeed", "zero2_int4"):
+        assert abs(rows[name]["bytes"]["difference_percent"]) < 3
+    sent = {name: found["bytes"]["payload"] for name, found in rows.items()}
+    assert sent["zero2_int4"] < 0.5 * sent["deepspeed"]
+    assert sent["ddp-bf16"] == pytest.approx(0.5 * sent["ddp"], rel=0.02)
+    assert sent["ddp-powersgd1"] < 0.05 * sent["ddp"]
+    split = rows["zero2_int4"]["split_ms"]
+    assert min(split.values()) > 0
+    assert sum(split.values()) == pytest.approx(1e3 * rows["zero2_int4"]["step_s"]["median"], rel=0.3)
+    assert picture.is_file()
+    again = bench(output, *arguments)
+    assert f"in {output} already" in again.stdout
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_fails_says_why_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    wrong, good, output = (tmp_path / f"{name}.json" for name in ("wrong", "good", "bench"))
+    common = {"train_micro_batch_size_per_gpu": 3, SECTION: {}}
+    adamw = {"type": "AdamW", "params": {"torch_adam": True}}
+    wrong.write_text(json.dumps(common | {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}}))
+    good.write_text(json.dumps(common | {"optimizer": adamw, "gradient_clipping": 0.5}))
+    ended = bench(output, "--config", str(wrong), str(good), "--peers", "--emulate", "2,1gbit")
+    assert ended.returncode == 1
+    assert "Muon" in ended.stderr
+    assert list(by_name(json.loads(output.read_text()))) == ["good"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_processes_of_a_launcher_are_measured(tmp_path: Path, torchrun: tuple[str, ...]) -> None:
+    output = tmp_path / "bench.json"
+    first = bench(output, "--config", "configs/zero2_int4.json", launcher=torchrun)
+    assert first.returncode == 0, first.stdout + first.stderr
+    rows = by_name(json.loads(output.read_text()), None)
+    assert list(rows) == ["deepspeed", "zero2_int4"]
+    assert rows["zero2_int4"]["bytes"].keys() == {"predicted"}
+    two_layouts = ("configs/zero2_int4.json", "configs/pipeline2_zero1_int4.json")
+    second = bench(output, "--config", *two_layouts, launcher=torchrun)
+    assert second.returncode != 0
+    assert "the files divide the ranks differently" in second.stderr

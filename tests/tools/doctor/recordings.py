@@ -1,0 +1,367 @@
+"""Short real runs with a known cause that holds them back, and healthy ones: what the doctor is tested with.
+
+`python -m tests.tools.doctor.recordings [NAME ...]` makes those of `RECORDINGS` again, each in 10 to 60 seconds on two
+cores, and writes it into tests/tools/doctor/runs/NAME. Those with a `rate` need root and iproute2, for slow links.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUNS = Path(__file__).parent / "runs"
+DIGITS = 4
+"""Significant digits that are kept of figures."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run of a few ranks. `finds`: what the doctor must name first; None for a healthy one."""
+
+    finds: str | None
+    section: Mapping[str, Any]
+    stage: int = 2
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Merged into the ds_config."""
+    width: int = 512
+    batch: int = 256
+    steps: int = 60
+    lr: float = 1e-3
+    ranks: int = 2
+    rate: str | None = None
+    """Of the links of emulated hosts, such as 100mbit; None for processes of one machine."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    every: int = 2
+    step: Callable[[int, int, list[Any]], None] = lambda rank, step, kept: None
+    """What rank does at a step besides; `kept` lives as long as the run."""
+    scale: Callable[[int], float] = lambda step: 1.0
+    """Factor of the inputs at a step."""
+    baseline: str | None = None
+    """Name of the run that it is compared with."""
+    apart: bool = False
+    """Whether ranks learn different functions."""
+    jobs: bool = False
+    """Whether each rank is a job of its own, and the two are islands that meet; the later one is recorded."""
+
+    def config(self, directory: str) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.batch,
+            "steps_per_print": 10**6,
+            "optimizer": {"type": "AdamW", "params": {"lr": self.lr, "torch_adam": True}},
+            "zero_optimization": {"stage": self.stage},
+            **self.extra,
+            "deepspeed_compress": {**self.section, "monitor": {"path": directory, **_monitor(self)}},
+        }
+
+
+def _monitor(recording: Recording) -> dict[str, Any]:
+    return {"every": recording.every, **recording.section.get("monitor", {})}
+
+
+def _comes_late(rank: int, step: int, kept: list[Any]) -> None:
+    time.sleep(0.9 if rank else 0.05)
+
+
+def _sleeps(rank: int, step: int, kept: list[Any]) -> None:
+    if rank == 1:
+        time.sleep(0.1)
+
+
+def _sleeps_by_turns(rank: int, step: int, kept: list[Any]) -> None:
+    if step // 2 % 2 == rank:
+        time.sleep(0.1)
+
+
+def _keeps(rank: int, step: int, kept: list[Any]) -> None:
+    kept.append(bytearray(os.urandom(1)) * 4_000_000)
+
+
+def _islands(sync_every: int) -> dict[str, Any]:
+    return {"gradients": {"method": "none"}, "islands": {"size": 1, "sync_every": sync_every, "exchange": {"bits": 4}}}
+
+
+def _with(section: dict[str, Any], **islands: Any) -> dict[str, Any]:
+    return {**section, "islands": {**section["islands"], **islands}}
+
+
+IMPATIENT = {"rendezvous": "127.0.0.1:29431", "timeout": "0.5 s"}
+TOO_FAR = {"optimizer": "average", "lr": 2.0}
+GUARD = {"guard": {"on_anomaly": "report"}}
+INT4 = {"method": "blockwise", "bits": 4}
+RISING_RATE = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.3, "warmup_num_steps": 60, "warmup_type": "linear"},
+    }
+}
+NO_MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
+
+RECORDINGS: Mapping[str, Recording] = {
+    "forgetful-topk": Recording(
+        "compression-too-strong",
+        {"gradients": {"method": "topk", "density": 0.0001, "error_feedback": None}, "monitor": {"cosine_every": 6}},
+        lr=1e-2,
+    ),
+    "late-topk": Recording("compression-too-strong", {"gradients": {"method": "topk", "density": 0.001}, **GUARD}),
+    "fast-learning": Recording("diverging", {"gradients": {"bits": 8}, **GUARD}, extra=RISING_RATE),
+    "slow-network": Recording(
+        "communication-bound", {"gradients": {"bits": 8}, "weights": {"bits": 8}}, rate="100mbit", width=1024, steps=40
+    ),
+    "micro-steps": Recording(
+        "communication-bound",
+        {"gradients": INT4, "weights": {"bits": 4}},
+        extra={"gradient_accumulation_steps": 4},
+        rate="100mbit",
+        width=1024,
+        batch=64,
+        steps=40,
+    ),
+    "dense-weights": Recording(
+        "weights-uncompressed", {"gradients": INT4}, rate="100mbit", width=2048, batch=64, steps=36, stage=1
+    ),
+    "plain-kernels": Recording(
+        "slow-kernels",
+        {"gradients": {**INT4, "rounding": "stochastic"}},
+        width=2048,
+        batch=64,
+        steps=40,
+        environment={"DEEPSPEED_COMPRESS_KERNELS": "torch"},
+    ),
+    "costly-method": Recording(
+        "compression-does-not-pay",
+        {"gradients": {"method": "powersgd", "rank": 64}},
+        stage=0,
+        width=1024,
+        batch=64,
+        steps=40,
+        baseline="dense",
+    ),
+    "sleeping-rank": Recording("straggler", {"gradients": INT4}, step=_sleeps),
+    "exempt": Recording("nothing-compressed", {"gradients": {**INT4, "min_numel": 10_000_000}}),
+    "endless-warm-up": Recording("never-in-force", {"gradients": INT4, "schedule": {"warmup_steps": 1000}}),
+    "half-dense": Recording("no-ratio", {"gradients": {"method": "topk", "density": 0.7}}),
+    "fp32-memory": Recording(
+        "large-residuals",
+        {"gradients": {"method": "dgc", "density": 0.01, "memory": {"dtype": "fp32"}}},
+        extra=NO_MOMENTUM,
+        width=4096,
+        steps=36,
+    ),
+    "nervous-guard": Recording(
+        "guard-fires-often",
+        {"gradients": INT4, "guard": {"exploding": 3.0, "window": 16, "skip_steps": False}},
+        scale=lambda step: 8.0 if step % 11 == 10 else 1.0,
+    ),
+    # Every second step is measured, and exchanges show in the step that follows.
+    "other-data": Recording("islands-drift-apart", _islands(5), stage=1, width=128, lr=1e-2, apart=True),
+    "rare-exchanges": Recording("islands-drift-apart", _islands(7), stage=1, width=256, lr=4e-1),
+    "too-far": Recording(
+        "sync-every-too-long",
+        _with(_islands(4), outer=TOO_FAR),
+        stage=1,
+        width=128,
+        batch=1024,
+        steps=34,
+        lr=1e-2,
+        every=1,
+    ),
+    "momentum-too-far": Recording(
+        "sync-every-too-long",
+        _with(_islands(4), outer={"optimizer": "nesterov", "lr": 1.0}),
+        stage=1,
+        width=128,
+        batch=1024,
+        steps=34,
+        lr=1e-2,
+        every=1,
+    ),
+    "islands-in-full": Recording(
+        "other-traffic",
+        {"gradients": INT4, "islands": {"size": 2, "sync_every": 1, "exchange": {"method": "none"}}},
+        stage=0,
+        ranks=4,
+        width=1536,
+        batch=32,
+        steps=24,
+        every=1,
+        rate="200mbit",
+    ),
+    "late-island": Recording(
+        "late-island",
+        {"gradients": {"method": "none"}, "islands": {"sync_every": 5, "exchange": INT4, "elastic": IMPATIENT}},
+        stage=1,
+        width=128,
+        batch=64,
+        steps=24,
+        every=1,
+        step=_comes_late,
+        jobs=True,
+    ),
+    "healthy-islands": Recording(None, _islands(5), stage=1, width=128, batch=1024),
+    "late-by-turns": Recording("uneven-ranks", {"gradients": INT4}, step=_sleeps_by_turns),
+    "costly-transform": Recording(
+        "compression-bound", {"gradients": {"method": "demo"}}, extra=NO_MOMENTUM, width=1024, batch=64, steps=40
+    ),
+    "bad-data": Recording(
+        "skipped-steps",
+        {"gradients": INT4, **GUARD},
+        steps=56,
+        scale=lambda step: math.inf if step % 9 == 8 else 1.0,
+    ),
+    "leak": Recording("memory-grows", {"gradients": INT4}, step=_keeps),
+    "dense": Recording(None, {"gradients": {"method": "none"}}, stage=0, width=1024, batch=64, steps=40),
+    "healthy-default": Recording(None, {}, batch=1024),
+    "healthy-zero0-int4-guard": Recording(None, {"gradients": INT4, "guard": {}}, stage=0, batch=1024),
+    "healthy-zero1-weights": Recording(None, {"gradients": INT4, "weights": {"bits": 4}}, stage=1, batch=1024),
+    "healthy-zero3": Recording(None, {"gradients": {"bits": 8}, "weights": {"bits": 8}}, stage=3, batch=1024),
+    "healthy-warm-up": Recording(
+        None, {"gradients": {"method": "topk", "density": 0.1}, "schedule": {"warmup_steps": 10}, **GUARD}
+    ),
+    "healthy-fast-network": Recording(
+        None, {"gradients": INT4, "weights": {"bits": 4}}, rate="1gbit", width=1024, steps=40, batch=512
+    ),
+}
+
+
+def train(rank: int, name: str, directory: str, until: Path | None = None) -> list[float]:
+    """What a rank does: regression on a fixed network, with AdamW unless the recording says otherwise; its losses.
+
+    `until`: a file; steps are made as long as it is not there, however many that are.
+    """
+    recording = RECORDINGS[name]
+    os.environ |= recording.environment
+    import torch
+    from torch import nn
+
+    import deepspeed_compress
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    width = recording.width
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 64))
+    teacher = torch.randn(64, 64) / 8
+    if recording.apart and rank:
+        teacher = torch.randn(64, 64) / 8
+    config = recording.config(directory)
+    engine = deepspeed_compress.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    numbers, losses = torch.Generator().manual_seed(1 + rank), []
+    kept: list[Any] = []
+    steps = range(recording.steps * config.get("gradient_accumulation_steps", 1))
+    for step in steps if until is None else itertools.takewhile(lambda _: not until.exists(), itertools.count()):
+        recording.step(rank, step, kept)
+        x = recording.scale(step) * torch.randn(recording.batch, 64, generator=numbers)
+        loss = (engine(x) - torch.tanh(x @ teacher)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_island(rank: int, name: str, directory: str, ports: list[int]) -> list[float]:
+    """What a job of one rank does. The earlier one goes on until the one that is recorded has ended."""
+    from tests.support.coordinators import become_island
+
+    become_island(rank, 1, ports)
+    ended = Path(directory) / "ended"
+    losses = train(rank, name, f"{directory}/{rank}", ended if rank == 0 else None)
+    ended.touch()
+    return losses
+
+
+def make(name: str) -> None:
+    """Train the recording `name`, and record what it leaves."""
+    with tempfile.TemporaryDirectory() as scratch:
+        recording = RECORDINGS[name]
+        source = Path(scratch) / "1" if recording.jobs else Path(scratch)
+        run = _as_jobs if recording.jobs else _on_hosts if recording.rate else _on_machine
+        run(name, recording, Path(scratch))
+        _record(source, RUNS / name, recording)
+
+
+def _on_machine(name: str, recording: Recording, directory: Path) -> None:
+    from tests.support.forks import run_forks
+
+    _write_metrics(directory, recording, run_forks(recording.ranks, train, name, str(directory), timeout=300)[0])
+
+
+def _as_jobs(name: str, recording: Recording, directory: Path) -> None:
+    from tests.support.coordinators import coordinator, own_ports
+    from tests.support.forks import run_forks
+
+    port = int(recording.section["islands"]["elastic"]["rendezvous"].rpartition(":")[2])
+    with coordinator(port=port), own_ports(2) as ports:
+        losses = run_forks(2, train_island, name, str(directory), ports, timeout=300)
+    _write_metrics(directory / "1", recording, losses[1])
+
+
+def _on_hosts(name: str, recording: Recording, directory: Path) -> None:
+    from deepspeed_compress.tools.bench.hosts import Cluster, signals_as_exceptions
+
+    assert recording.rate is not None, "a recording on hosts has the rate of their links"
+    command = [sys.executable, "-m", "tests.tools.doctor.recordings", "--rank-of", name, "--directory", str(directory)]
+    with signals_as_exceptions(), Cluster(recording.ranks, recording.rate) as cluster:
+        run = cluster.run(command, recording.environment, timeout=300)
+    if run.failure is not None:
+        raise SystemExit(f"{name}: {run.failure}\n{run.outputs[0][-2000:]}\n{run.outputs[1][-2000:]}")
+
+
+def _write_metrics(directory: Path, recording: Recording, losses: list[float]) -> None:
+    """As the training program does: the loss of every measured step, and a summary at the end."""
+    micro = len(losses) // recording.steps
+    lines = [
+        json.dumps({"step": step, "train_loss": losses[step * micro - 1]})
+        for step in range(recording.every, recording.steps + 1, recording.every)
+    ]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    summary = {"steps": recording.steps, "world_size": recording.ranks}
+    (directory / "summary.json").write_text(json.dumps(summary) + "\n")
+
+
+def _record(source: Path, target: Path, recording: Recording) -> None:
+    """Copy what a run left, with figures of a few digits and no path of this machine."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for file in sorted(source.glob("*.jsonl")):
+        lines = [_rounded(json.loads(line)) for line in file.read_text().splitlines()]
+        (target / file.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copy(source / "summary.json", target)
+    config = json.loads((source / "ds_config.json").read_text())
+    config["deepspeed_compress"]["monitor"].pop("path")
+    (target / "ds_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(child) for key, child in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECORDINGS)} (default: all)")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        rank, recording = int(os.environ["RANK"]), RECORDINGS[options.rank_of]
+        losses = train(rank, options.rank_of, options.directory)
+        if rank == 0:
+            _write_metrics(Path(options.directory), recording, losses)
+        return
+    for name in options.names or RECORDINGS:
+        begin = time.monotonic()
+        make(name)
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

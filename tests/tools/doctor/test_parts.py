@@ -1,0 +1,122 @@
+"""Trends, merge patches, and softer settings."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_compress.config import SECTION, CompressConfig, find_problems
+from deepspeed_compress.tools.doctor.ladders import softer, stronger
+from deepspeed_compress.tools.doctor.patches import accumulated, apply, difference, slower, with_gradients, with_stage
+from deepspeed_compress.tools.doctor.trends import noise, quarters, turn
+from tests.support.sections import OF_GRADIENTS
+from tests.tools.doctor.synthetic import config
+
+OBJECTS = st.dictionaries(
+    st.sampled_from("abc"),
+    st.recursive(st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=5),
+    max_size=3,
+)
+
+
+@given(OBJECTS, OBJECTS)
+def test_a_difference_makes_the_new_of_the_old(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert apply(old, difference(old, new)) == new
+    assert difference(new, new) == {}
+
+
+def test_the_examples_of_the_standard() -> None:
+    """RFC 7396, appendix A."""
+    cases: list[tuple[Any, Any, Any]] = [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": "foo"}, "bar", "bar"),
+        ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+        ([1, 2], {"a": "b", "c": None}, {"a": "b"}),
+        ({}, {"a": {"bb": {"ccc": None}}}, {"a": {"bb": {}}}),
+    ]
+    assert [apply(target, patch) for target, patch, _ in cases] == [result for _, _, result in cases]
+
+
+@pytest.mark.parametrize("method", [method for method in OF_GRADIENTS if method != "none"])
+@pytest.mark.parametrize("step", [softer, stronger])
+def test_softer_and_stronger_settings_are_valid_from_every_method(method: str, step: Any) -> None:
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"betas": [0.0, 0.99]}}}
+    own = method in ("dgc", "demo")
+    before = config({"method": method, **OF_GRADIENTS[method]}, optimizer if own else {}, weights=None)
+    assert find_problems(before) == []
+    patch = step(CompressConfig.model_validate(before[SECTION]).gradients)
+    if patch is not None:
+        after = with_gradients(before, patch)
+        assert after != before
+        assert find_problems(after) == []
+    assert step is stronger or patch is not None
+
+
+def test_softer_settings_end() -> None:
+    now, seen = config({"method": "demo", "density": 0.001}, {"optimizer": {"type": "SGD"}}), []
+    while (patch := softer(CompressConfig.model_validate(now[SECTION]).gradients)) is not None:
+        now = with_gradients(now, patch)
+        seen.append(now[SECTION]["gradients"])
+        assert len(seen) < 10
+    assert [one.get("density", one.get("bits")) for one in seen] == [0.1, 4, 8, None]
+    assert seen[-1]["method"] == "none"
+
+
+def test_the_optimizer_gets_its_momentum_back() -> None:
+    demo = config({"method": "demo"}, {"optimizer": {"type": "AdamW", "params": {"betas": [0.0, 0.95]}}})
+    after = with_gradients(demo, {"method": "blockwise", "bits": 4})
+    assert after["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert demo["optimizer"]["params"]["betas"] == [0.0, 0.95]
+
+
+def test_error_feedback_that_is_off_stays_off_in_a_patch() -> None:
+    before = config({"bits": 4, "error_feedback": None})
+    after = with_gradients(before, {"bits": 8})
+    assert difference(before, after) == {SECTION: {"gradients": {"bits": 8}}}
+    assert apply(before, difference(before, after)) == after
+
+
+def test_the_stage_changes_wherever_it_is_written() -> None:
+    both = config(extra={"zero_optimization": {"stage": 2}}, parallelism={"zero_stage": 2})
+    after = with_stage(both, 1)
+    assert (after["zero_optimization"]["stage"], after[SECTION]["parallelism"]["zero_stage"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "patch"),
+    [
+        ({}, {"gradient_accumulation_steps": 2}),
+        ({"train_batch_size": 8}, {"train_batch_size": 16}),
+        (
+            {"train_batch_size": 8, "gradient_accumulation_steps": 2},
+            {"train_batch_size": 16, "gradient_accumulation_steps": 4},
+        ),
+    ],
+)
+def test_accumulating_twice_as_much(batch: dict[str, Any], patch: dict[str, Any]) -> None:
+    assert accumulated(batch) == {**batch, **patch}
+    assert accumulated({**batch, "gradient_accumulation_steps": "auto"}) is None
+
+
+def test_half_the_learning_rate_wherever_it_is_written() -> None:
+    before = {"optimizer": {"params": {"lr": 0.2}}, "scheduler": {"params": {"warmup_max_lr": 0.4}}}
+    assert slower(before) == {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"params": {"warmup_max_lr": 0.2}}}
+    assert slower({"optimizer": {"params": {"lr": "auto"}}}) is None
+
+
+def test_quarters_and_noise() -> None:
+    assert quarters([1, 1, 2, 2, 3, 3, 9, 9]) == (1, 2, 3, 9)
+    assert noise([float(step) for step in range(9)]) == pytest.approx(1 / 0.6745 / math.sqrt(2))
+    assert noise([1.0]) == 0
+
+
+def test_where_a_series_turns() -> None:
+    found = turn([10 - step for step in range(10)] + [2 + step for step in range(10)])
+    assert (found.lowest, found.last, found.rise) == (1.5, 10.5, 9.0)
+    assert found.lowest_at in (9, 10)
+    assert 10 <= found.began_at <= 14

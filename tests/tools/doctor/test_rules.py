@@ -1,0 +1,391 @@
+"""Each rule on both sides of its threshold, on made-up figures of a run that is healthy in all else."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import find_problems
+from deepspeed_compress.tools.doctor import case
+from deepspeed_compress.tools.doctor.patches import apply, difference
+from deepspeed_compress.tools.doctor.rules import RULES
+from deepspeed_compress.tools.doctor.run import Run
+from tests.tools.doctor.synthetic import config, examine, losses, names, run
+
+TOPK = {"method": "topk", "density": 0.01}
+SLOW = {"compress_ms": 30.0, "decompress_ms": 9.0}
+STOCHASTIC = {"bits": 4, "rounding": "stochastic"}
+NO_OVERLAP = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
+
+
+def events(count: int, every: int, reason: str = "gradient norm 9 is 30 times the running median") -> tuple[Any, ...]:
+    one = {"kind": "anomaly", "reason": reason, "evidence": {}, "before": "", "after": "none", "dry_run": False}
+    return tuple({"step": 3 + index * every, **one} for index in range(count))
+
+
+ELASTIC = {"rendezvous": "head:29400"}
+ISLANDS = {"sync_every": 4, "elastic": ELASTIC}
+MOMENTUM = {**ISLANDS, "outer": {"optimizer": "nesterov", "lr": 0.7}}
+OVERSHOOT = {**ISLANDS, "outer": {"lr": 2.0}}
+IN_FULL = {**ISLANDS, "exchange": {"method": "none"}}
+PUSHING = {"sync_every": 4, "elastic": {**ELASTIC, "parameter_server": {}}}
+
+
+def exchanging(cosine: float, every: int = 4) -> Callable[[int], dict[str, Any]]:
+    """What a step says after an exchange in the step before."""
+    return lambda step: (
+        {"bytes_islands": 10_000, "islands_cosine": cosine} if step > 1 and (step - 1) % every == 0 else {}
+    )
+
+
+def sawtooth(rise: float) -> Callable[[int], float]:
+    """Losses about 3 that fall for four steps, and rise where islands exchange."""
+    return lambda step: 3 + rise * (1 - ((step - 1) % 4) / 3)
+
+
+def climbing(step: int) -> float:
+    """Losses that rise more where islands exchange than they fall between."""
+    return sawtooth(0.4)(step) + max(0, step - 20) // 4 * 0.3
+
+
+def late(count: int, kind: str = "islands_left_out") -> tuple[Any, ...]:
+    one = {"kind": kind, "reason": "too late for a round", "evidence": {}, "before": "", "after": "", "dry_run": False}
+    return tuple({"step": 4 * index, **one} for index in range(1, count + 1))
+
+
+def rising(step: int) -> float:
+    return 10 - step / 4 if step <= 24 else 4 + (step - 24) / 2
+
+
+FAULTY: dict[str, list[tuple[Run, Any]]] = {
+    "compression-too-strong": [
+        (run({"residual_norm": 20.0}, config(TOPK)), {"density": 0.1}),
+        (run(lambda step: {"residual_norm": step / 10, "grad_norm": None}, config(TOPK)), {"density": 0.1}),
+        (run({"cosine": 0.19}, config({"method": "sign"})), {"method": "blockwise", "bits": 4}),
+        (run({}, config({**TOPK, "error_feedback": None})), {"density": 0.1, "error_feedback": {}}),
+    ],
+    "diverging": [
+        (run(losses=losses(lambda step: math.nan if step > 30 else 3.0 - step / 50)), None),
+        (run(losses=losses(rising)), None),
+    ],
+    "guard-fires-often": [
+        (run(events=events(3, 12)), {"bits": 8}),
+        (run(events=events(3, 12), ds_config=config(guard={"exploding": 3.0})), None),
+        (run({"settings": "none"}, events=events(3, 1), steps=400), {"bits": 8}),
+    ],
+    "skipped-steps": [
+        (run(events=events(7, 9, "grad_norm not finite"), steps=100), None),
+        (run(lambda step: {"grad_norm": None if step > 20 and step % 10 == 0 else 1.0}, steps=100), None),
+    ],
+    "nothing-compressed": [
+        (run({"bytes_raw": 2_430_000}, config({"bits": 4, "min_numel": 10**6})), {"min_numel": None}),
+        (
+            run({"bytes_raw": 2_700_000}, config({"overrides": [{"parameters": "w", "method": "none"}]})),
+            {"overrides": None},
+        ),
+    ],
+    "never-in-force": [
+        (run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 40})), None),
+        (
+            run({"settings": "blockwise bits=8"}, config(schedule={"ramp": {"steps": 90, "stages": [{"bits": 8}]}})),
+            None,
+        ),
+    ],
+    "no-ratio": [(run({"ratio": 2.4}, config({"method": "bf16"})), {"method": "blockwise", "bits": 8})],
+    "communication-bound": [
+        (run({"communicate_ms": 63.0, "busy_ms": 187.0}, config({"bits": 8})), {"bits": 4}),
+        (run({"communicate_ms": 63.0}, config({"method": "bf16"})), {"method": "blockwise"}),
+    ],
+    "slow-kernels": [(run({"compress_ms": 54.0}), None)],
+    "compression-bound": [
+        (run({**SLOW, "bytes_uncompressed": 84_000_000}, config(STOCHASTIC)), {"rounding": "nearest"}),
+        (run(SLOW, config(TOPK)), {"density": None, "method": "blockwise", "bits": 4}),
+    ],
+    "compression-does-not-pay": [
+        (
+            run(
+                {"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0},
+                config(extra=NO_OVERLAP, weights=None),
+            ),
+            {"bits": None, "method": "none"},
+        )
+    ],
+    "weights-uncompressed": [(run({"bytes_weights": 21_000_000}, config(weights=None)), None)],
+    "other-traffic": [
+        (run({"bytes_tensor": 100_000_000}), None),
+        (run({"bytes_islands": 100_000_000}, config(islands=IN_FULL)), None),
+        (run({"bytes_islands": 100_000_000}, config(islands=ISLANDS)), None),
+    ],
+    "straggler": [(run({"busy_ms_median": 200.0, "busy_ms_max": 226.0, "slowest_rank": 3}), None)],
+    "uneven-ranks": [
+        (run(lambda step: {"busy_ms_median": 150.0, "busy_ms_max": 215.0, "slowest_rank": step % 3}), None)
+    ],
+    "large-residuals": [
+        (
+            run({"memory_bytes": 200_000_000}, config({"error_feedback": {"dtype": "fp32"}})),
+            {"error_feedback": {"dtype": "bf16"}},
+        ),
+        (run({"memory_bytes": 100_000_000}), {"error_feedback": {"dtype": "int8"}}),
+    ],
+    "memory-grows": [(run(lambda step: {"memory_bytes": 10**9 + step * 2_000_000}), None)],
+    "islands-drift-apart": [(run(exchanging(0.04), config(islands=ISLANDS)), None)],
+    "sync-every-too-long": [
+        (run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))), None),
+        (run(exchanging(0.5), config(islands=MOMENTUM), losses=losses(sawtooth(0.4))), None),
+        (run(exchanging(0.5), config(islands=MOMENTUM), losses=losses(climbing)), None),
+    ],
+    "late-island": [
+        (run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(3)), None),
+        (run(exchanging(0.5, every=20), config(islands=PUSHING), events=late(3, "islands_renewed")), None),
+    ],
+}
+"""By rule: runs that it must find, and the settings of gradients in its patch, None where there are none."""
+
+NEAR: dict[str, list[Run]] = {
+    "compression-too-strong": [
+        run({"residual_norm": 19.9}, config(TOPK)),
+        run(
+            {"residual_norm": 40.0},
+            config({**TOPK, "overrides": [{"parameters": "wte", "method": "none", "every": 20}]}),
+        ),
+        run(lambda step: {"residual_norm": math.sqrt(step), "grad_norm": None}, config(TOPK)),
+        run(lambda step: {"residual_norm": step / 10, "grad_norm": step / 5}, config(TOPK)),
+        run({"cosine": 0.21}, config({"method": "sign"})),
+        run({"residual_norm": 90.0, "cosine": 0.1}, config({"method": "demo"}, {"optimizer": {"type": "SGD"}})),
+    ],
+    "diverging": [
+        run(losses=losses(lambda step: 3 + (step % 2))),
+        run(losses=losses(lambda step: 9.0 if step == 20 else 3 - step / 40)),
+        run(losses=losses(lambda step: math.nan if step == 20 else 3 - step / 40)),
+    ],
+    "guard-fires-often": [
+        run(events=events(2, 1)),
+        run(events=events(3, 60), steps=400),
+        # In dense steps nothing is compressed that could be at fault.
+        run(events=events(5, 2), ds_config=config(schedule={"warmup_steps": 9})),
+    ],
+    "skipped-steps": [
+        # What is known of a loss when the next step is over, which is not skipped for it.
+        run(events=(*events(2, 50, "grad_norm not finite"), *events(7, 9, "loss not finite")), steps=100),
+        run(events=events(4, 4, "grad_norm not finite"), steps=100),
+        run(events=events(2, 19, "grad_norm not finite")),
+    ],
+    "nothing-compressed": [run({"bytes_raw": 2_400_000})],
+    "never-in-force": [
+        run(
+            lambda step: {"method": "none", "settings": "none"} if step < 24 else {},
+            config(schedule={"warmup_steps": 23}),
+        ),
+        run({"method": "none", "settings": "none"}, config(schedule={"warmup_steps": 1}), events=events(1, 1)),
+    ],
+    "no-ratio": [
+        run({"ratio": 2.6}),
+        run({"ratio": 1.3}, config(extra={"zero_optimization": {"stage": 3}}, weights=None)),
+    ],
+    "communication-bound": [run({"communicate_ms": 62.0})],
+    "slow-kernels": [
+        run({"compress_ms": 51.0}),
+        run({"compress_ms": 50.0}, config(TOPK)),
+        run({"compress_ms": 50.0, "bytes_uncompressed": 3_900_000}),
+    ],
+    "compression-bound": [run({"compress_ms": 20.0, "decompress_ms": 17.0}, config(TOPK))],
+    "compression-does-not-pay": [
+        run({"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0}),
+        run(
+            {"communicate_ms": 0.5, "compress_ms": 12.0, "decompress_ms": 9.0},
+            config(extra={"zero_optimization": {"stage": 3, "overlap_comm": False}}, weights=None),
+        ),
+        run({"communicate_ms": 5.0, "compress_ms": 12.0, "decompress_ms": 9.0}, config(extra=NO_OVERLAP, weights=None)),
+    ],
+    "weights-uncompressed": [
+        run({"bytes_weights": 5_000_000}, config(weights=None)),
+        run({"bytes_weights": 21_000_000}),
+    ],
+    "other-traffic": [run({"bytes_tensor": 10_000_000}), run({"bytes_tensor": 100_000_000, "communicate_ms": 10.5})],
+    "straggler": [
+        run({"busy_ms_median": 200.0, "busy_ms_max": 224.0}),
+        run(lambda step: {"busy_ms_median": 200.0, "busy_ms_max": 230.0, "slowest_rank": step % 2}),
+    ],
+    "uneven-ranks": [run(lambda step: {"busy_ms_median": 150.0, "busy_ms_max": 210.0, "slowest_rank": step % 3})],
+    "large-residuals": [
+        run({"memory_bytes": 110_000_000}),
+        run({"memory_bytes": 100_000_000}, config({"error_feedback": {"device": "cpu"}})),
+    ],
+    "memory-grows": [
+        run(lambda step: {"memory_bytes": 10**9 + min(step, 25) * 10_000_000}),
+        run(lambda step: {"memory_bytes": 10**9 + step * 1_000_000}),
+    ],
+    "islands-drift-apart": [
+        run(exchanging(0.06), config(islands=ISLANDS)),
+        # Only the later half counts.
+        run(lambda step: exchanging(0.0 if step < 20 else 0.3)(step), config(islands=ISLANDS)),
+    ],
+    "sync-every-too-long": [
+        run(exchanging(0.5), config(islands=ISLANDS), losses=losses(sawtooth(0.1))),
+        # It rises as much between exchanges.
+        run(exchanging(0.5, every=5), config(islands=ISLANDS), losses=losses(sawtooth(0.4))),
+    ],
+    "late-island": [
+        run(exchanging(0.5, every=20), config(islands=ISLANDS), events=late(2)),
+        run(exchanging(0.5), config(islands=ISLANDS), events=late(8)),
+    ],
+}
+"""By rule: runs that it must just not find."""
+
+FOUND = [
+    pytest.param(rule, *pair, id=f"{rule}-{index}")
+    for rule, pairs in FAULTY.items()
+    for index, pair in enumerate(pairs)
+]
+
+
+@pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
+def test_a_rule_finds_what_it_is_for(rule: str, found: Run, gradients: Any) -> None:
+    diagnosis = examine(found)
+    assert [one.name for one in diagnosis.diagnostics][:1] == [rule]
+    patch = diagnosis.diagnostics[0].patch or {}
+    assert patch.get("deepspeed_compress", {}).get("gradients") == gradients
+
+
+@pytest.mark.parametrize(("rule", "found", "gradients"), FOUND)
+def test_every_patch_is_valid_and_cures(rule: str, found: Run, gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case, "difference", exact_difference)
+    diagnosis = examine(found)
+    assert diagnosis.obstacles == {}
+    for one in diagnosis.diagnostics:
+        assert one.patch is None or find_problems(apply(found.config, one.patch)) == []
+
+
+def exact_difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A patch that changes something, and makes of the configuration what the rule wants."""
+    patch = difference(old, new)
+    assert patch
+    assert apply(old, patch) == new
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("rule", "found"),
+    [pytest.param(rule, one, id=f"{rule}-{index}") for rule, runs in NEAR.items() for index, one in enumerate(runs)],
+)
+def test_a_rule_is_silent_just_below_its_threshold(rule: str, found: Run) -> None:
+    diagnosis = examine(found)
+    assert rule in [checked.name for checked in diagnosis.checked]
+    assert rule not in [one.name for one in diagnosis.diagnostics]
+
+
+def test_every_rule_is_tested_on_both_sides() -> None:
+    assert list(FAULTY) == [rule.name for rule in RULES] == list(NEAR)
+
+
+def test_a_healthy_run_has_no_findings_and_nothing_is_left_unchecked() -> None:
+    diagnosis = examine(run())
+    assert diagnosis.diagnostics == ()
+    assert diagnosis.unchecked == ()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_without_its_figures_is_not_checked(rule: Any) -> None:
+    bare = Run(run().directory, tuple({"step": step, "method": "none"} for step in range(1, 41)))
+    unchecked = {one.name: needs for one, needs in examine(bare).unchecked}
+    assert unchecked[rule.name]
+
+
+def test_loss_beside_the_baseline() -> None:
+    better = run(losses=losses(lambda step: 2 + 7.0 / step))
+    slightly = run(losses=losses(lambda step: 1.02 * (2 + 7.0 / step)))
+    much = run(losses=losses(lambda step: 1.06 * (2 + 7.0 / step)))
+    assert names(better, better) == []
+    assert examine(slightly, better).diagnostics[0].severity == "warning"
+    assert examine(much, better).diagnostics[0].severity == "error"
+    assert names(slightly, better) == ["compression-too-strong"]
+
+
+def test_waiting_for_a_straggler_is_not_waiting_for_the_network() -> None:
+    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(late)) == ["straggler"]
+
+
+def test_waiting_for_ranks_that_are_late_by_turns_is_not_waiting_for_the_network() -> None:
+    """What a step says of other ranks is of the measured step before; the first says nothing."""
+
+    def turns(step: int) -> dict[str, Any]:
+        waits = {"communicate_ms": 150.0, "busy_ms": 100.0} if step % 2 else {"communicate_ms": 10.0, "busy_ms": 240.0}
+        others = {"busy_ms_median": 170.0, "busy_ms_max": 240.0} if step > 1 else dict.fromkeys(OTHERS)
+        return {**waits, **others}
+
+    assert names(run(turns)) == ["uneven-ranks"]
+
+
+OTHERS = ("busy_ms_median", "busy_ms_max", "slowest_rank")
+
+
+def test_a_straggler_is_found_where_the_first_step_knows_of_no_other_rank() -> None:
+    late = {"communicate_ms": 120.0, "busy_ms": 130.0, "busy_ms_median": 185.0, "busy_ms_max": 240.0, "slowest_rank": 1}
+    assert names(run(lambda step: {**late, **(dict.fromkeys(OTHERS) if step == 1 else {})})) == ["straggler"]
+
+
+@pytest.mark.parametrize(
+    ("section", "islands"),
+    [(ISLANDS, {"sync_every": 2}), (MOMENTUM, {"outer": {"lr": 0.35}}), (OVERSHOOT, {"outer": {"lr": 1.0}})],
+)
+@pytest.mark.parametrize(("course", "severity"), [(sawtooth(0.4), "warning"), (climbing, "error")])
+def test_steps_of_islands_that_go_too_far(section: Any, islands: Any, course: Any, severity: str) -> None:
+    """Also where the loss rises for good: then it is not the optimizer's rate that is too high."""
+    [one] = examine(run(exchanging(0.5), config(islands=section), losses=losses(course))).diagnostics
+    assert (one.name, one.severity) == ("sync-every-too-long", severity)
+    assert one.patch == {"deepspeed_compress": {"islands": islands}}
+
+
+def test_a_loss_that_is_not_finite_is_told_whatever_islands_do() -> None:
+    ended = losses(lambda step: math.nan if step > 38 else climbing(step))
+    found = names(run(exchanging(0.5), config(islands=MOMENTUM), losses=ended))
+    assert found[0] == "diverging"
+
+
+@pytest.mark.parametrize(
+    ("section", "islands"),
+    [(IN_FULL, {"exchange": {"method": "blockwise", "bits": 4}}), (ISLANDS, {"sync_every": 8})],
+)
+def test_what_islands_send_is_their_own_to_make_less(section: Any, islands: Any) -> None:
+    [one] = examine(run({"bytes_islands": 100_000_000}, config(islands=section))).diagnostics
+    assert one.patch == {"deepspeed_compress": {"islands": islands}}
+
+
+def test_other_remedies_for_the_network() -> None:
+    slow = {"communicate_ms": 90.0}
+    often = run(slow, config(extra={"gradient_accumulation_steps": 4}))
+    assert examine(often).diagnostics[0].patch == {"zero_optimization": {"stage": 1}}
+    once = run(slow, config(extra={"zero_optimization": {"stage": 1}, "train_batch_size": 8}))
+    assert examine(once).diagnostics[0].patch == {"train_batch_size": 16, "gradient_accumulation_steps": 2}
+    small = run({**slow, "bytes_sent": 200_000, "bytes_weights": 200_000})
+    assert "latency" in examine(small).diagnostics[0].remedy
+
+
+def test_slower_than_the_baseline() -> None:
+    slow = run({"step_ms": 280.0, "communicate_ms": 40.0})
+    dense = run({"method": "none", "step_ms": 240.0}, config({"method": "none"}, weights=None))
+    assert names(slow, dense) == ["compression-does-not-pay"]
+    assert names(run({"step_ms": 260.0, "communicate_ms": 40.0}), dense) == []
+
+
+def test_memory_of_own_elements_counts_where_it_is_kept() -> None:
+    """Of two ranks: samples say how many there are."""
+    demo = config({"method": "demo", "memory": {"dtype": "fp32"}}, {"optimizer": {"type": "SGD"}})
+    peak = {"memory_bytes": 300_000_000}
+    assert names(run(peak, demo)) == []
+    assert names(run(lambda step: {**peak, "samples": 8 * step}, demo)) == ["large-residuals"]
+
+
+def test_the_default_type_of_residuals_is_a_notice() -> None:
+    bf16, fp32 = (config({"error_feedback": {"dtype": dtype}}) for dtype in ("bf16", "fp32"))
+    found = [examine(run({"memory_bytes": 90_000_000}, one)).diagnostics[0].severity for one in (bf16, fp32)]
+    assert found == ["info", "warning"]
+
+
+def test_an_event_near_the_beginning_of_a_divergence_is_told() -> None:
+    [one] = examine(run(losses=losses(rising), events=events(1, 1))).diagnostics
+    assert one.evidence["events around it"] == ["step 3: anomaly, gradient norm 9 is 30 times the running median"]
+    assert 22 <= one.evidence["first sign at step"] <= 32
+    assert one.patch == {"optimizer": {"params": {"lr": 0.0005}}}

@@ -1,0 +1,132 @@
+"""Reading what runs leave: older and unfinished ones, resumed ones, those of Trainer, damaged ones."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.errors import ConfigError, DataError
+from deepspeed_compress.tools.doctor.case import Case
+from deepspeed_compress.tools.doctor.run import read_run
+from tests.tools.doctor.synthetic import HEALTHY, config
+
+
+def write(file: Path, lines: Sequence[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def measured(steps: Sequence[int], **more: Any) -> list[dict[str, Any]]:
+    return [{"step": step, **HEALTHY, **more} for step in steps]
+
+
+def test_what_is_missing_is_not_known(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", [{"step": 1, "method": "blockwise", "bytes_sent": 3}])
+    run = read_run(tmp_path)
+    assert (run.config, run.section, run.events, run.summary) == (None, None, None, None)
+    assert (run.losses, run.step_times) == ((), ())
+    assert Case(run).lacks("config")
+
+
+def test_everything_that_a_run_of_the_training_program_leaves(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", measured(range(1, 5), loss=None))
+    write(tmp_path / "events.jsonl", [{"step": 2, "kind": "schedule", "reason": ""}])
+    lines = [{"step": 2, "train_loss": 3.0, "step_time_s": 0.5}, {"step": 2, "eval_loss": 3.5}]
+    write(tmp_path / "metrics.jsonl", [*lines, {"step": 4, "train_loss": math.nan}])
+    (tmp_path / "summary.json").write_text('{"steps": 4}')
+    (tmp_path / "ds_config.json").write_text(json.dumps(config()))
+    run = read_run(tmp_path)
+    assert run.losses[0] == (2, 3.0)
+    assert math.isnan(run.losses[1][1])
+    assert (run.held_out, run.step_times, run.summary) == (((2, 3.5),), (500.0,), {"steps": 4})
+    assert run.events is not None
+    assert run.section is not None
+    assert [event["kind"] for event in run.events] == ["schedule"]
+
+
+def test_no_events_is_not_the_same_as_none_recorded(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", measured([1], settings="blockwise bits=4"))
+    assert read_run(tmp_path).events == ()
+
+
+def test_a_resumed_run_counts_its_steps_once(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", [*measured(range(1, 8), bytes_sent=1), *measured(range(5, 10), bytes_sent=2)])
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.steps] == list(range(1, 10))
+    assert [line["bytes_sent"] for line in run.steps] == [1] * 4 + [2] * 5
+
+
+def test_statistics_in_another_directory(tmp_path: Path) -> None:
+    write(tmp_path / "statistics/compression.jsonl", measured([1]))
+    (tmp_path / "statistics/ds_config.json").write_text(json.dumps(config()))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text(json.dumps({"monitor_path": str(tmp_path / "statistics")}))
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == 1
+    assert run.config == config()
+
+
+def test_statistics_where_the_configuration_says(tmp_path: Path) -> None:
+    write(tmp_path / "statistics/compression.jsonl", measured([1]))
+    (tmp_path / "run").mkdir()
+    given = config(monitor={"path": str(tmp_path / "statistics")})
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert len(read_run(tmp_path / "run", tmp_path / "config.json").steps) == 1
+
+
+def test_losses_of_trainer_come_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", measured([1], loss=None))
+    for step in (10, 20):
+        history = [{"step": at, "loss": float(at)} for at in range(5, step + 1, 5)]
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        state = {"global_step": step, "log_history": [*history, {"step": step, "eval_loss": 9.0}, {"train_runtime": 1}]}
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps(state))
+    run = read_run(tmp_path)
+    assert run.losses == ((5, 5.0), (10, 10.0), (15, 15.0), (20, 20.0))
+    assert run.held_out == ((20, 9.0),)
+
+
+def test_a_loss_that_stops_being_known_is_not_finite(tmp_path: Path) -> None:
+    lines = [{"step": step, **HEALTHY, "loss": loss} for step, loss in enumerate([None, 3.0, None], start=1)]
+    write(tmp_path / "compression.jsonl", lines)
+    [(first, loss), (second, lost)] = read_run(tmp_path).losses
+    assert (first, loss, second) == (2, 3.0, 3)
+    assert math.isnan(lost)
+
+
+def test_a_section_of_another_version_is_not_known(tmp_path: Path) -> None:
+    write(tmp_path / "compression.jsonl", measured([1]))
+    (tmp_path / "ds_config.json").write_text('{"deepspeed_compress": {"gradients": {"method": "telepathy"}}}')
+    run = read_run(tmp_path)
+    assert run.config is not None
+    assert run.section is None
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no statistics; set monitor.path"),
+        ({"compression.jsonl": "{}\n{}\n"}, 'compression.jsonl:1: no "step"'),
+        ({"compression.jsonl": "?\n{}\n"}, "compression.jsonl:1: not JSON"),
+        ({"compression.jsonl": '{"step": 1}\n', "ds_config.json": "{"}, "ds_config.json: not JSON"),
+        (
+            {"compression.jsonl": '{"step": 1}\n', "ds_config.json": "[]"},
+            r"ds_config.json: list \(allowed: an object\)",
+        ),
+    ],
+)
+def test_a_damaged_run_is_an_error_that_says_where(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_missing_directory_and_a_missing_configuration(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory; give the output directory"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no such file"):
+        read_run(tmp_path, tmp_path / "none.json")

@@ -1,0 +1,463 @@
+"""`ds-compress lint` and `ds-compress rule`, from their arguments to exit code and output."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deepspeed_compress import __version__
+from deepspeed_compress.cli import main
+from deepspeed_compress.diagnostics import Diagnostic
+from deepspeed_compress.tools.lint import command
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document, lint_text
+from deepspeed_compress.tools.lint.scanner import parse
+from deepspeed_compress.tools.lint.selection import Selection
+from tests.support.properties import properties
+from tests.tools.lint.texts import STRICT, TOYS, rule
+
+BAD = '{"zero_optimization": {"stage": 4}, "amp": {}}'
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an empty directory, with rules that do not change."""
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, *TOYS)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *rules: LintRule) -> None:
+    """Let the command know `rules` only."""
+
+    def lint(document: Document, context: Context, selection: Selection) -> list[Diagnostic]:
+        return lint_document(document, context, selection, rules)
+
+    monkeypatch.setattr(command, "RULES", rules)
+    monkeypatch.setattr(command, "lint_document", lint)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def lint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command; give exit code, output and errors."""
+
+    def run(*arguments: str, stdin: str = "", name: str = "lint") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        try:
+            code = main([name, *arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        written = capsys.readouterr()
+        assert "Traceback" not in written.err
+        return code, written.out, written.err
+
+    return run
+
+
+def save(text: str, name: str = "ds_config.json") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def test_exit_codes(lint: Run) -> None:
+    save("{}")
+    assert lint() == (0, "1 file checked, nothing found.\n", "")
+    save(BAD)
+    code, out, _ = lint()
+    assert code == 1
+    assert "DSC401" in out
+    assert lint("--exit-zero")[:2] == (0, out)
+    assert lint("--select", "DSC201")[0] == 0
+    assert lint("--select", "DSC201", "--world-size", "4")[0] == 1
+    assert lint("--ignore", "DSC4,DSC1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("{amp: {}}", {"error": 0, "warning": 1, "info": 1}),
+        ("{a: 1}", {"error": 0, "warning": 0, "info": 1}),
+        ('{"zero_optimization": {"stage": 4}}', {"error": 1, "warning": 1, "info": 1}),
+        ("", {"error": 0, "warning": 0, "info": 1}),
+        ('{"a": 1}', {"error": 0, "warning": 0, "info": 0}),
+    ],
+)
+def test_how_grave_a_finding_must_be(
+    lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, codes: dict[str, int]
+) -> None:
+    use(monkeypatch, *TOYS, STRICT)
+    save(text)
+    assert lint()[0] == codes["warning"]
+    assert {severity: lint("--exit-on", severity)[0] for severity in codes} == codes
+    for severity, code in codes.items():
+        save(f'[tool.ds-compress.lint]\nexit-on = "{severity}"\n', "pyproject.toml")
+        assert lint()[0] == code
+        assert lint("--exit-on", "warning")[0] == codes["warning"]
+        assert lint("--exit-zero")[0] == 0
+
+
+def test_a_difference_is_grave(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ruff has it: whoever runs --diff in CI wants to know."""
+    use(monkeypatch, STRICT)
+    save("{a: 1}")
+    assert lint("--diff")[0] == 1
+    assert lint("--fix")[0] == lint("--diff")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.json"], "none.json: no such file or directory"),
+        (["--select", "DSC9"], "--select: 'DSC9' is not a rule"),
+        (["--ignore", "x"], "--ignore: 'x' is not a rule"),
+        (["--unsafe-fixes"], "--unsafe-fixes has no effect alone"),
+        (["--diff", "--output-file", "x"], "--output-file has no effect with --diff"),
+        (["--world-size", "0"], "'0' is not a positive integer"),
+        (["--bandwidth", "nan"], "'nan' is not a positive number"),
+        (["--gpu-memory", "80"], "'80' is not a size"),
+        (["--framework", "jax"], "invalid choice: 'jax'"),
+        (["--model", "nowhere"], "--model nowhere: No such file or directory"),
+        (["--model", "list.json"], "--model list.json: list (allowed: an object)"),
+        (["--model", "ds_config.json"], "--model ds_config.json: not JSON"),
+        (["--config", "none.toml"], "--config none.toml: no such file"),
+        (["--config", "ds_config.json"], "ds_config.json: Invalid statement"),
+        (["--exit-on", "never"], "invalid choice: 'never'"),
+        (["--exit-on", "info", "--exit-zero"], "--exit-on has no effect with --exit-zero"),
+        (["--statistics", "--diff"], "--statistics has no effect with --diff"),
+        (["--statistics", "--output-format", "json"], "--statistics has no json format"),
+        (["--stdin-filename", "a.json"], "--stdin-filename has no effect without standard input"),
+        (["--stdin-filename", "a.yml", "--fix", "-"], "--fix has no effect on YAML"),
+        (["--frame-work", "hf"], "unrecognized arguments: --frame-work"),
+        (["fifo"], "fifo: a FIFO (allowed: a regular file)"),
+        (["--model", "fifo"], "fifo: a FIFO (allowed: a regular file)"),
+        (["--config", "fifo"], "--config fifo: no such file"),
+        (["--output-file", "no/where"], "No such file or directory: 'no/where'"),
+    ],
+)
+def test_wrong_usage(lint: Run, arguments: list[str], message: str) -> None:
+    save("{a: 1}")
+    save("[1]", "list.json")
+    os.mkfifo("fifo")
+    code, _, err = lint(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_an_unknown_option_shows_the_usage_of_the_command(lint: Run) -> None:
+    for name, positional in {"lint": ["x"], "check": ["x"], "plan": ["schedule", "x"], "schema": []}.items():
+        code, out, err = lint(*positional, "--nonsense", "1", name=name)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"usage: ds-compress {name} ")
+        assert f"ds-compress {name}: error: unrecognized arguments: --nonsense" in err
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["lint", "--version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert capsys.readouterr().out == f"ds-compress {__version__}\n"
+
+
+def test_a_rule_that_fails_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(document: Document, context: Context) -> list[Diagnostic]:
+        raise ZeroDivisionError("oh")
+
+    save("{}")
+    use(monkeypatch, rule("DSC900", "breaks", check))
+    code, _, err = lint()
+    assert code == 2
+    assert "ds_config.json: rule DSC900 breaks failed (ZeroDivisionError: oh). Write --ignore DSC900" in err
+
+
+def test_a_defect_of_the_linter_is_an_internal_error(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_settings", None)
+    code, _, err = lint()
+    assert code == 2
+    assert "internal error: TypeError" in err
+
+
+def test_a_directory_without_configurations(lint: Run) -> None:
+    assert lint() == (
+        0,
+        "0 files checked, nothing found.\n",
+        "ds-compress: warning: no DeepSpeed configuration in .\n",
+    )
+
+
+def test_settings_of_pyproject(lint: Run) -> None:
+    save(BAD)
+    save('[tool.ds-compress.lint]\nignore = ["DSC1"]\nselect = ["ALL"]\nworld-size = 4\n', "pyproject.toml")
+    codes = lint("--output-format", "concise")[1]
+    assert ("DSC401" in codes, "DSC101" in codes, "DSC201" in codes) == (True, False, True)
+    codes = lint("--output-format", "concise", "--select", "DSC4", "--ignore", "DSC2")[1]
+    assert ("DSC401" in codes, "DSC101" in codes, "DSC201" in codes) == (True, False, False)
+    save('[tool.ds-compress.lint]\nignore = ["DSC9"]\n', "pyproject.toml")
+    assert "pyproject.toml: [tool.ds-compress.lint]: ignore: 'DSC9' is not a rule" in lint()[2]
+
+
+def test_settings_of_another_file(lint: Run) -> None:
+    save(BAD)
+    save('[tool.ds-compress.lint]\nselect = ["DSC2"]\n', "pyproject.toml")
+    save('[per-file-ignores]\n"ds_*.json" = ["DSC4"]\n', "mine.toml")
+    assert lint()[0] == 0
+    codes = lint("--output-format", "concise", "--config", "mine.toml")[1]
+    assert ("DSC401" in codes, "DSC101" in codes) == (False, True)
+    save('ignore = ["DSC9"]\n', "mine.toml")
+    assert "mine.toml: ignore: 'DSC9' is not a rule" in lint("--config", "mine.toml")[2]
+
+
+def test_what_is_passed_over(lint: Run) -> None:
+    for name in ("ds_config.json", "old/ds_config.json", "package.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        save(BAD, name)
+    save('{"name": "x"}', "package.json")
+    save('[tool.ds-compress.lint]\nexclude = ["ds_config.json"]\n', "pyproject.toml")
+    count = "--output-format", "concise", "--select", "DSC4"
+    assert lint(*count)[2] == "ds-compress: warning: no DeepSpeed configuration in .\n"
+    assert lint(*count, "--exclude", "none,old")[1].startswith("ds_config.json:")
+    assert lint(*count, "--exclude", "old", "old/ds_config.json")[0] == 1
+    named = ("old/ds_config.json", "package.json", "--force-exclude", "--exclude", "old")
+    assert lint(*count, *named) == (0, "0 files checked, nothing found.\n", "")
+    assert lint("ds_config.json", *named, *count)[1].startswith("ds_config.json:")
+    save("force-exclude = true\n", ".ds-compress-lint.toml")
+    assert lint(*count, "package.json") == (0, "0 files checked, nothing found.\n", "")
+
+
+def test_what_the_options_say_of_the_run(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Context] = []
+
+    def watch(document: Document, context: Context) -> tuple[()]:
+        seen.append(context)
+        return ()
+
+    use(monkeypatch, rule("DSC900", "watches", watch))
+    save("{}")
+    Path("model").mkdir()
+    save('{"hidden_size": 8}', "model/config.json")
+    options = "--world-size 8 --ranks-per-node 4 --framework hf --model model --gpu-memory 80GB --bandwidth 2.5"
+    lint(*options.split())
+    lint()
+    save("deepspeed_config:\n  zero_stage: 2\nnum_processes: 16\n", "a.yaml")
+    lint("a.yaml", "--world-size", "2")
+    assert seen == [
+        Context(8, 4, "hf", {"hidden_size": 8}, 80 * 10**9, 2.5),
+        Context(),
+        Context(world_size=2, framework="accelerate"),
+    ]
+
+
+AUTO = '{"train_batch_size": "auto"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "framework"),
+    [
+        (AUTO, "hf"),
+        ('{"zero_optimization": {"reduce_bucket_size": "auto"}}', "hf"),
+        ('{"optimizer": {"params": {"lr": "auto"}}}', "hf"),
+        ("zero_optimization: {stage: auto}", "hf"),
+        ("train_batch_size: 8", None),
+        ('{"train_batch_size": "auto", "autotuning": {"enabled": true}}', None),
+        ('{"zero_optimization": {"zenflow": {"topk_ratio": "auto"}}}', None),
+        ('{"data_types": {"keep_in_fp32_modules": "auto"}}', None),
+    ],
+)
+def test_auto_tells_the_framework(lint: Run, monkeypatch: pytest.MonkeyPatch, text: str, framework: str | None) -> None:
+    """And that it was taken from the file is said, but not in the output that programs read."""
+    seen: list[str | None] = []
+
+    def check(document: Document, context: Context) -> list[Diagnostic]:
+        seen.append(context.framework)
+        return []
+
+    use(monkeypatch, rule("DSC900", "watches", check))
+    name = str(save(text, "ds_config.yaml" if text[0] != "{" else "ds_config.json"))
+    note = f'ds-compress: note: {name}: framework hf, as "auto" tells; --framework says otherwise\n'
+    assert lint() == (0, "1 file checked, nothing found.\n", note if framework else "")
+    assert lint("--framework", "lightning")[2] == lint("-q")[2] == ""
+    save('[tool.ds-compress.lint]\nframework = "accelerate"\n', "pyproject.toml")
+    assert lint()[2] == ""
+    assert seen == [framework, "lightning", framework, "accelerate"]
+
+
+def test_frameworks_of_many_files_are_said_once(lint: Run) -> None:
+    for name in ("ds_config_1.json", "ds_config_2.json", "ds_config_3.json"):
+        save(AUTO, name)
+    save("deepspeed_config: {}", "a.yaml")
+    assert lint("--ignore", "ALL")[2].splitlines() == [
+        'ds-compress: note: ds_config_1.json and 2 more files: framework hf, as "auto" tells; '
+        "--framework says otherwise",
+        "ds-compress: note: a.yaml: framework accelerate, as its own configuration tells; --framework says otherwise",
+    ]
+
+
+def test_a_remark_that_ignores_nothing_is_said(lint: Run) -> None:
+    save("# ds-compress: noqa: DSC1, DSC9\n{amp: 1}")
+    code, _, err = lint()
+    assert code == 0
+    assert err.startswith("ds-compress: warning: ds_config.json: 'DSC9' is not a rule")
+    save('{"deepspeed_compress": {"lint": {"ignore": ["stage"]}}}')
+    assert lint()[2] == ""  # DSC908 finds it
+
+
+def test_quiet(lint: Run) -> None:
+    save(BAD)
+    for options in (["--output-format", "concise"], [], ["--statistics"]):
+        code, out, _ = lint(*options)
+        *findings, summary = out.splitlines()
+        assert summary == "2 findings in 1 file: 1 error, 1 warning. --fix corrects 1."
+        assert lint("--quiet", *options) == (code, "".join(f"{line}\n" for line in findings), "")
+    assert lint("-q", "--diff")[2] == ""
+    assert lint("-q", "--select", "DSC2") == (0, "", "")
+    assert lint("-q", "--exclude", "ds_config.json") == (0, "", "")
+
+
+def test_fix_writes_the_file(lint: Run) -> None:
+    path = save(f"// mine\r\n{BAD}")
+    code, out, _ = lint("--fix")
+    assert (code, path.read_bytes()) == (1, f"// mine\r\n{BAD.replace('4', '3')}".encode())
+    assert out.endswith("Fixed 1 finding. 1 finding in 1 file: 1 warning.\n")
+    assert lint("--fix", "--unsafe-fixes")[0] == 0
+    assert path.read_bytes() == b'// mine\r\n{"zero_optimization": {"stage": 3}}'
+
+
+def test_a_file_without_corrections_is_not_touched(lint: Run) -> None:
+    path = save("{}")
+    path.chmod(0o444)
+    os.utime(path, (1, 1))
+    assert lint("--fix")[0] == 0
+    assert path.stat().st_mtime == 1
+
+
+def test_diff_writes_nothing_but_the_difference(lint: Run) -> None:
+    path = save(BAD)
+    code, out, err = lint("--diff", "--unsafe-fixes")
+    assert (code, path.read_text()) == (1, BAD)
+    assert out.splitlines()[:2] == ["--- a/ds_config.json", "+++ b/ds_config.json"]
+    assert '+{"zero_optimization": {"stage": 3}}' in out
+    assert err == "--fix would make 2 corrections in 1 file.\n"
+    patch = subprocess.run(["patch", "-p1"], input=out, text=True, capture_output=True, check=False)
+    assert patch.returncode == 0, patch
+    assert path.read_text() == '{"zero_optimization": {"stage": 3}}'
+    assert lint("--diff") == (0, "", "--fix would make 0 corrections in 0 files.\n")
+
+
+def test_fix_of_standard_input(lint: Run) -> None:
+    code, out, err = lint("--fix", "-", stdin=BAD)
+    assert (code, out) == (1, BAD.replace("4", "3"))
+    assert "DSC101" in err
+    assert lint("--fix", "-", stdin="{}")[:2] == (0, "{}")
+
+
+def test_without_standard_input() -> None:
+    save("{}")
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "lint", "ds_config.json", "--select", "DSC0"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_name_of_standard_input(lint: Run) -> None:
+    named = "--stdin-filename", "a/ds_config.json", "-", "--output-format", "concise"
+    code, out, _ = lint(*named, stdin=BAD)
+    assert (code, out.partition(":")[0]) == (1, "a/ds_config.json")
+    save('[tool.ds-compress.lint.per-file-ignores]\n"a/*" = ["DSC4"]\n', "pyproject.toml")
+    assert "DSC401" not in lint(*named, stdin=BAD)[1]
+    code, out, _ = lint(*named, "--fix", "--unsafe-fixes", stdin=BAD)
+    assert (code, out) == (0, '{"zero_optimization": {"stage": 4}}')
+    assert not Path("a").exists()
+    yaml = lint(
+        "-", "--stdin-filename", "x.yaml", "--output-format", "concise", stdin="zero_optimization: {stage: 4}\n"
+    )
+    assert yaml[1].startswith("x.yaml:1:28: DSC401")
+
+
+def test_output_file(lint: Run) -> None:
+    save(BAD)
+    code, out, _ = lint("--output-format", "json", "--output-file", "found.json")
+    assert (code, out) == (1, "")
+    assert [finding["code"] for finding in json.loads(Path("found.json").read_text())] == ["DSC401", "DSC101"]
+
+
+def test_colour_only_on_terminals(lint: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(BAD)
+    assert "\x1b" not in lint()[1]
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in lint()[1]
+    assert "\x1b[" not in lint("--output-file", "out.txt")[1] + Path("out.txt").read_text()
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+        assert "\x1b" not in lint()[1]
+
+
+def test_errors_and_findings_of_one_file_come_together() -> None:
+    found = lint_text('{"zero_optimization": {"stage": 4}, "fp16": {"enabled": tru e, }')
+    assert {finding.code for finding in found} >= {"DSC001"}
+    assert len({finding.code for finding in found}) > 1
+
+
+def test_behind_a_syntax_error_nothing_is_missing() -> None:
+    context = Context(world_size=4)
+    for text, codes in (
+        ("{}", ["DSC201"]),
+        ('{"train_batch_size" 8, "amp": {}}', ["DSC001", "DSC101"]),
+        ("just words", ["DSC001"]),
+    ):
+        found = lint_document(parse(text), context, Selection(), TOYS)
+        assert [finding.code for finding in found] == codes
+
+
+YAML = st.lists(
+    st.sampled_from((*"{}[]:,-#&*!|>'\"%@`\n ", "a: ", "deepspeed_config:", "\n  ", "zero_optimization: ", "{{ a }}"))
+)
+
+
+@settings(properties, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200) | YAML.map(lambda pieces: "".join(pieces).encode()))
+@pytest.mark.parametrize("name", ["ds_config.json", "ds_config.yaml"])
+def test_any_bytes(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
+    """Through the whole command, with all rules: findings or none, never an error."""
+    use(monkeypatch, *RULES)
+    path = Path(name)
+    path.write_bytes(content)
+    for options in ([], ["--framework", "hf"], ["--diff", "--unsafe-fixes"]):
+        assert main(["lint", *options]) in (0, 1)
+
+
+def test_rule(lint: Run) -> None:
+    first = RULES[0]
+    code, out, _ = lint(first.code, name="rule")
+    assert code == 0
+    assert all(text in out for text in (first.code, first.name, first.summary, first.reason, first.wrong, first.right))
+    assert lint(first.name, name="rule")[1] == out
+    code, out, _ = lint("--all", name="rule")
+    assert [line.split()[0] for line in out.splitlines()] == [rule.code for rule in RULES]
+    for wrong in ((), ("DSC99",), (first.code, "--all")):
+        code, _, err = lint(*wrong, name="rule")
+        assert code == 2
+        assert err.startswith("ds-compress: error: ")
+
+
+def test_the_page_of_rules_is_current(lint: Run) -> None:
+    page = Path(__file__).parents[3] / "docs" / "rules.md"
+    assert page.read_text(encoding="utf-8") == lint("--all", "--markdown", name="rule")[1]

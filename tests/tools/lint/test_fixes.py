@@ -1,0 +1,221 @@
+"""Edits and fixes: the text outside stays as it is, the data outside stay as they are, and twice is as good as once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deepspeed_compress.diagnostics import Diagnostic, Edit, Path, Span, at, write
+from deepspeed_compress.tools.lint.document import Document
+from deepspeed_compress.tools.lint.explain import fix_of
+from deepspeed_compress.tools.lint.fixes import Edits, add, apply, diff, edited, fix, move, remove, rename, replace
+from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.runner import lint_document
+from deepspeed_compress.tools.lint.scanner import parse
+from deepspeed_compress.tools.lint.selection import Selection
+from tests.support.properties import properties
+from tests.tools.lint.texts import CONFIGS, REMOVED, STAGE, STRICT, TOYS, rule
+
+LINES = """{
+  "a": 1, // one
+  "b": {
+    "c": 2
+  },
+  "d": [3]
+}
+"""
+INLINE = '{"a": 1, "b": {"c": 2}, "d": [3]}'
+HJSON = """# settings
+a: one
+b: {
+  c: two
+}
+d: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "work", "result"),
+    [
+        (LINES, lambda d: remove(d, ("b",)), LINES.replace('  "b": {\n    "c": 2\n  },\n', "")),
+        (LINES, lambda d: remove(d, ("d",)), LINES.replace(',\n  "d": [3]', "")),
+        (LINES, lambda d: remove(d, ("a",)), LINES.replace('"a": 1, //', "//")),
+        (LINES, lambda d: remove(d, ("b", "c")), LINES.replace('    "c": 2\n', "")),
+        (LINES, lambda d: rename(d, ("b", "c"), "e"), LINES.replace('"c"', '"e"')),
+        (LINES, lambda d: replace(d, ("d",), {"x": "y"}), LINES.replace("[3]", '{"x": "y"}')),
+        (LINES, lambda d: replace(d, ("d", 0), 4), LINES.replace("3", "4")),
+        (LINES, lambda d: add(d, (), "e", 5), LINES.replace("[3]", '[3],\n  "e": 5')),
+        (LINES, lambda d: add(d, ("b",), "e", 5), LINES.replace('"c": 2', '"c": 2,\n    "e": 5')),
+        (LINES, lambda d: add(d, ("e",), "f", 5), LINES.replace("[3]", '[3],\n  "e": {"f": 5}')),
+        (LINES, lambda d: move(d, ("a",), ("b", "a")), LINES.replace('"a": 1, ', "").replace("2", '2,\n    "a": 1')),
+        (LINES, lambda d: move(d, ("d",), ("e", "f")), LINES.replace('"d": [3]', '"e": {"f": [3]}')),
+        (INLINE, lambda d: move(d, ("b", "c"), ("b", "e", "f")), '{"a": 1, "b": {"e": {"f": 2}}, "d": [3]}'),
+        (INLINE, lambda d: move(d, ("b", "c"), ("c",)), '{"a": 1, "b": {}, "d": [3], "c": 2}'),
+        (INLINE, lambda d: move(d, ("a",), ("c",)), '{"c": 1, "b": {"c": 2}, "d": [3]}'),
+        (INLINE, lambda d: remove(d, ("a",)), '{"b": {"c": 2}, "d": [3]}'),
+        (INLINE, lambda d: remove(d, ("b",)), '{"a": 1, "d": [3]}'),
+        (INLINE, lambda d: remove(d, ("d",)), '{"a": 1, "b": {"c": 2}}'),
+        (INLINE, lambda d: remove(d, ("b", "c")), '{"a": 1, "b": {}, "d": [3]}'),
+        (INLINE, lambda d: add(d, ("b",), "e", 5), '{"a": 1, "b": {"c": 2, "e": 5}, "d": [3]}'),
+        ('{"a": "s" b: 1}', lambda d: replace(d, ("a",), 7), '{"a": 7, b: 1}'),
+        ('{"a": 1 /*,*/, "b": 2}', lambda d: remove(d, ("a",)), '{/*,*/ "b": 2}'),
+        ("{}", lambda d: add(d, (), "e", 5), '{"e": 5}'),
+        ("{ }", lambda d: add(d, ("b",), "e", 5), '{"b": {"e": 5} }'),
+        (HJSON, lambda d: remove(d, ("a",)), HJSON.replace("a: one\n", "")),
+        (HJSON, lambda d: remove(d, ("d",)), HJSON.replace("\nd: 3", "")),
+        (HJSON, lambda d: add(d, ("b",), "e", 5), HJSON.replace("two", 'two\n  "e": 5')),
+        ("a: one\nb: 2 # c\n", lambda d: remove(d, ("b",)), "a: one\n# c\n"),
+        ('{"a": 1, // x\n "b": 2}', lambda d: remove(d, ("b",)), '{"a": 1 // x\n }'),
+        ('{\n"a": 1,\r\n"b": 2\r\n}', lambda d: remove(d, ("a",)), '{\n"b": 2\r\n}'),
+        ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",), d.root.members[0]), '{"a": 2}'),
+        ('{"a": 1, "a": 2}', lambda d: remove(d, ("a",)), '{"a": 1}'),
+    ],
+)
+def test_edits(text: str, work: Callable[[Document], Edits], result: str) -> None:
+    document = parse(text)
+    assert edited(text, work(document)) == result
+    assert not parse(result).problems
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda d: remove(d, ("x",)),
+        lambda d: remove(d, ("d", 0)),
+        lambda d: rename(d, ("x",), "y"),
+        lambda d: replace(d, ("x",), 1),
+        lambda d: add(d, ("a",), "x", 1),
+        lambda d: move(d, ("a",), ("b",)),
+        lambda d: move(d, ("x",), ("y",)),
+        lambda d: move(parse("{a: word\n}"), ("a",), ("b", "c")),
+    ],
+)
+def test_what_cannot_be_done_is_no_fix(work: Callable[[Document], Edits]) -> None:
+    assert work(parse(INLINE)) == ()
+    assert fix("title", work(parse(INLINE))) is None
+
+
+@properties
+@given(CONFIGS, st.data())
+def test_edits_change_the_data_as_they_say(text: str, data: st.DataObject) -> None:
+    document = parse(text)
+    assume(not document.problems)
+    paths = [path for path, _ in document.walk()]
+    # Of equal keys the last is meant, and the one before it shows when it goes.
+    assume(paths and len(paths) == len(set(paths)))
+    path = data.draw(st.sampled_from(paths))
+    changes: tuple[tuple[Edits, Callable[[Any], object]], ...] = (
+        (remove(document, path), lambda holder: holder.pop(path[-1])),
+        (replace(document, path, 7), lambda holder: holder.update({path[-1]: 7})),
+        (rename(document, path, "new"), lambda holder: holder.update({"new": holder.pop(path[-1])})),
+        (add(document, path[:-1], "new", [1]), lambda holder: holder.update({"new": [1]})),
+    )
+    for edits, change in changes:
+        after, expected = parse(edited(text, edits)), parse(text)
+        if edits:
+            change(expected.get(*path[:-1]) if path[:-1] else expected.data)
+        assert not after.problems
+        assert after.data == expected.data
+
+
+def lint_with(*rules: Any) -> Callable[[Document], list[Diagnostic]]:
+    return lambda document: lint_document(document, Context(), Selection(), rules)
+
+
+def test_unsafe_fixes_wait_to_be_asked_for() -> None:
+    document = parse('{"amp": {}, "zero_optimization": {"stage": 4}}')
+    lint = lint_with(*TOYS)
+    safe = apply(document, lint)
+    assert safe.text == '{"amp": {}, "zero_optimization": {"stage": 3}}'
+    assert (safe.count, [finding.code for finding in safe.remaining]) == (1, [REMOVED.code])
+    every = apply(document, lint, unsafe=True)
+    assert (every.text, every.count, every.remaining) == ('{"zero_optimization": {"stage": 3}}', 2, ())
+
+
+def test_fixes_that_meet_follow_one_another() -> None:
+    document = parse("{'amp': {'b': tru\n}, zero_optimization: {stage: 5,},}")
+    fixed = apply(document, lint_with(STRICT, STAGE))
+    assert fixed.text == '{"amp": {"b": "tru"\n}, "zero_optimization": {"stage": 3}}'
+    assert fixed.remaining == ()
+
+
+def test_a_fix_that_would_break_the_syntax_is_left_out() -> None:
+    def check(document: Document, context: Context) -> list[Diagnostic]:
+        broken = fix("Break", (Edit(Span(0, 1), "["),))
+        return [Diagnostic(at("a"), "wrong", write("right"), fix=broken)]
+
+    document = parse('{"a": 1}')
+    fixed = apply(document, lint_with(rule("DSC999", "breaks", check)))
+    assert (fixed.text, fixed.count, len(fixed.remaining)) == ('{"a": 1}', 0, 1)
+
+
+def test_what_stands_for_something_else_is_not_fixed() -> None:
+    document = Document("x", '{"amp": 1}', parse('{"amp": 1}').root, fixable=False)
+    assert apply(document, lint_with(REMOVED), unsafe=True).text == document.text
+
+
+def test_a_difference_can_be_patched() -> None:
+    assert diff("a\nb", "a\nc", "x") == (
+        "--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n-b\n\\ No newline at end of file\n+c\n\\ No newline at end of file\n"
+    )
+
+
+FIXED = [pytest.param(rule, id=rule.code) for rule in RULES if fix_of(rule) is not None]
+FILLER = st.sampled_from(("", " ", "\n", "\t", "\r\n", " // a comment\n", "/* b */", "\n# c\n"))
+
+
+def spread(text: str, gaps: list[str]) -> str:
+    """`text` with white space and comments put behind its first brackets and commas between keys."""
+    root = parse(text).root
+    assert root is not None
+    places = [member.key_span.start for member in root.members]
+    edits = [Edit(Span(place, place), gap) for place, gap in zip(places, gaps, strict=False)]
+    return edited(text, edits)
+
+
+def leaves(value: Any, path: Path = ()) -> dict[Path, str]:
+    """What is not an object or array with something in it, by path; as text, so that 1 is not true."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    below = [leaf for key, child in children for leaf in leaves(child, (*path, key)).items()]
+    return dict(below) or {path: repr(value)}
+
+
+def unasked(before: Document, after: Document, found: list[Diagnostic]) -> dict[Path, str | None]:
+    """What fixes of what was `found` have changed elsewhere. New keys may be those that are missed, or come in
+    the same section, or be moved from what was found."""
+    old, new = leaves(before.data), leaves(after.data)
+    there = {path for path in old if any(path[: len(one.place.path)] == one.place.path for one in found)}
+    sections, moved = {path[0] for path in there}, {old[path] for path in there}
+    lost = {path: new.get(path) for path in old if path not in there and new.get(path) != old[path]}
+    added = {
+        path
+        for path in new.keys() - old.keys()
+        if not any(path[: len(one.place.path)] == one.place.path for one in found)
+    }
+    return lost | {path: new[path] for path in added if path[0] not in sections and new[path] not in moved}
+
+
+@pytest.mark.parametrize("rule", FIXED)
+@settings(properties, max_examples=10)
+@given(gaps=st.lists(FILLER, min_size=3, max_size=8))
+def test_fixes_of_the_rules(rule: LintRule, gaps: list[str]) -> None:
+    """Correcting the bad example of each rule, with white space and comments around its keys."""
+    document = parse(rule.wrong if parse(rule.wrong).problems else spread(rule.wrong, gaps))
+
+    def lint(document: Document) -> list[Diagnostic]:
+        return lint_document(document, Context(**rule.context), Selection(), (rule,))
+
+    found = lint(document)
+    fixed = apply(document, lint, unsafe=True)
+    assert fixed.count >= 1
+    assert not any(finding.fix for finding in fixed.remaining)
+    assert len(fixed.document.problems) <= len(document.problems)
+    assert apply(fixed.document, lint, unsafe=True).text == fixed.text
+    assert unasked(document, fixed.document, found) == {}
+
+
+def test_there_are_fixes_to_test() -> None:
+    assert len(FIXED) >= 10

@@ -1,0 +1,117 @@
+"""The page of the linter and the pre-commit hook say what is so."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from deepspeed_compress.cli import main
+from deepspeed_compress.tools.lint.options import FORMATS, FRAMEWORKS
+from deepspeed_compress.tools.lint.runner import lint_text
+from deepspeed_compress.tools.lint.selection import find_settings, read_settings
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def block(language: str, containing: str = "") -> str:
+    [found] = [text for name, text in BLOCKS if name == language and containing in text]
+    return str(found)
+
+
+OFFLOADED = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}'
+FILES = {
+    "ds_config.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "bf16": {}\n}\n',
+    "ds_config_auto.json": json.dumps(
+        {**dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"), "zero_optimization": {}}
+    ),
+    "many/ds_config_1.json": OFFLOADED,
+    "many/ds_config_2.json": OFFLOADED.replace("{", '{"optimiser": {}, ', 1),
+}
+
+
+@pytest.mark.parametrize("example", [text for name, text in BLOCKS if name == "text"])
+def test_the_examples_are_the_real_output(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    command, _, shown = example.partition("\n")
+    assert main(command.removeprefix("$ ds-compress ").split()) == ("warning" in shown)
+    written = capsys.readouterr()
+    assert written.err + written.out == shown
+
+
+def test_every_option_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lint", "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert options <= set(re.findall(r"--[a-z][a-z-]+", PAGE))
+    assert all(f"`{word}`" in PAGE for word in (*FORMATS, *FRAMEWORKS[1:]))
+
+
+def test_the_settings_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(block("toml", "[tool"))
+    assert find_settings(tmp_path).per_file_ignores == {"*zero3*.json": ("DSC4",)}
+    (tmp_path / "other.toml").write_text(block("toml", "trials"))
+    assert read_settings(tmp_path / "other.toml").exit_on == "error"
+
+
+def test_what_ignores_a_rule_inside_a_file() -> None:
+    texts = [text for name, text in BLOCKS if name in ("json", "hjson") and "noqa" in text]
+    assert len(texts) == 2
+    for text in texts:
+        assert lint_text(text) == []
+        assert lint_text(re.sub("noqa", "none", text)) != []
+
+
+@pytest.mark.parametrize("command", [line.partition("#")[0].split() for line in block("bash").splitlines()])
+def test_the_commands_run(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ds_config.json", "configs/ds_config.json", "default_config.yaml", "zero2.yaml"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 0}}')
+    Path("default_config.yaml").write_text("deepspeed_config: {zero_stage: 2}")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"train_batch_size": 8}')))
+    options = command[1 : command.index("<")] if "<" in command else command[1:]
+    assert main(options) == 0
+    assert "0 files" not in capsys.readouterr().out
+
+
+def test_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [hook] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    used = yaml.safe_load(block("yaml", "repos:"))["repos"][0]["hooks"][0]
+    assert used["id"] == hook["id"]
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "ds_config.json": "{}",
+        "ds_zero2.hjson": "",
+        "my-deepspeed.json": '{"bf16": {}}',
+        **dict.fromkeys(("zero2.json", "a/zero3.json", "a/stage2.json", "any.json"), '{"zero_optimization": {}}'),
+        "accelerate_config.yaml": "deepspeed_config: {}",
+        "z.yml": "zero_optimization: {}",
+    }.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    found = sorted(str(path) for path in Path().rglob("*.*"))
+    for name in ("package.json", "zero2/level.json", "stage2.yaml", "deepspeed_results.json", "ds_config.py"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('{"name": "x"}')
+    fitting = [str(path) for path in Path().rglob("*") if re.search(hook["files"], str(path))]
+    assert "ds_config.py" not in fitting
+    assert main([*hook["entry"].split()[1:], *fitting, "--output-format", "concise", "--ignore", "ALL"]) == 0
+    assert capsys.readouterr().out == f"{len(found)} files checked, nothing found.\n"
+
+
+def test_the_workflow_runs_what_there_is() -> None:
+    jobs = yaml.safe_load(block("yaml", "jobs:"))["jobs"]
+    commands = [step["run"].split() for step in jobs["lint"]["steps"] if "ds-compress" in step.get("run", "")]
+    assert [command[:2] for command in commands if command[0] != "pip"] == [["ds-compress", "lint"]] * 2

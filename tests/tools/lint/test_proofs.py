@@ -1,0 +1,59 @@
+"""Every rule says what DeepSpeed does with its bad example: here the real DeepSpeed is given the example."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.tools.lint.rule import Context, LintRule
+from deepspeed_compress.tools.lint.rules import RULES
+from deepspeed_compress.tools.lint.scanner import parse
+from tests.tools.lint.starting import Outcome, read_configuration, start
+
+PROVED = [rule for rule in RULES if rule.proof.kind != "unproved"]
+
+pytestmark = [pytest.mark.rotating(7, "deepspeed_compress/tools/lint", "tests/tools/lint"), pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
+def test_deepspeed_does_what_the_rule_says(rule: LintRule) -> None:
+    outcome = start(rule.wrong, rule.context)
+    if rule.proof.kind == "raises":
+        assert re.search(rule.proof.text, outcome.error), outcome.error or "started"
+    else:
+        assert outcome.error == ""
+    if rule.proof.kind == "warns":
+        assert re.search(rule.proof.text, outcome.log), outcome.log
+    if rule.proof.kind == "ignores":
+        assert read_configuration(parse(rule.wrong).data) == read_configuration(without_hits(rule))
+
+
+@pytest.mark.parametrize("rule", PROVED, ids=lambda rule: f"{rule.code}-{rule.name}")
+def test_deepspeed_starts_with_the_good_example(rule: LintRule) -> None:
+    outcome = start(rule.right, rule.context)
+    assert outcome.error == ""
+    if rule.proof.kind == "warns":
+        assert not re.search(rule.proof.text, outcome.log), outcome.log
+
+
+def without_hits(rule: LintRule) -> dict[str, Any]:
+    """The bad example without what the rule finds in it."""
+    document = parse(rule.wrong)
+    data = copy.deepcopy(document.data)
+    for hit in rule.check(document, Context(**rule.context)):
+        holder = data
+        for part in hit.place.path[:-1]:
+            holder = holder[str(part)]
+        del holder[str(hit.place.path[-1])]
+    return data
+
+
+def test_a_start_that_fails_is_seen_to_fail() -> None:
+    assert "Error" in start('{"train_batch_size": 0}', {}).error
+    assert start('{"train_batch_size": 8}', {}) == Outcome("", "")
+
+
+def test_a_setting_that_counts_is_not_taken_for_ignored() -> None:
+    plain, clipped = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.5}
+    assert read_configuration(plain) != read_configuration(clipped)

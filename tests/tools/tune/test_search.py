@@ -1,0 +1,253 @@
+"""The search with results that are made up and a clock that is, and what the terminal shows of it."""
+
+import io
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from deepspeed_compress.tools.tune.halving import Result, Rung, make_rungs
+from deepspeed_compress.tools.tune.search import Budget, Display, Outcome, search
+from deepspeed_compress.tools.tune.space import BASELINE, Candidate
+from tests.tools.tune.results import BASE, candidates, result
+
+RUNGS = make_rungs(10, 3, 0.01)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Fake:
+    """Trials that take `seconds` by `clock`, or as long as they are given. `found`: finished in an earlier call."""
+
+    results: Mapping[str, Result]
+    clock: Clock = field(default_factory=Clock)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    found: Mapping[tuple[str, int], Result] = field(default_factory=dict)
+    started: list[tuple[str, int]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def find(self, candidate: Candidate, rung: Rung) -> Result | None:
+        return self.found.get((candidate.name, rung.number))
+
+    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
+        self.started.append((candidate.name, rung.number))
+        progress(rung.steps)
+        needed = self.seconds.get(candidate.name, 10.0)
+        self.clock.now += min(needed, seconds)
+        return self.results[candidate.name] if needed <= seconds else Result(candidate.name, "stopped", seconds=seconds)
+
+    def directory(self, candidate: Candidate, rung: Rung) -> Path:
+        return Path("exps") / candidate.name
+
+    def begin(self, candidate: Candidate, rung: Rung, log: Path) -> None:
+        assert log == Path("exps") / candidate.name / "stdout.log"
+        self.told.append(f"begin {candidate.name}")
+
+    def steps(self, done: int) -> None:
+        self.told.append(f"{done} steps")
+
+    def end(self, result: Result, rung: Rung, again: bool) -> None:
+        self.told.append(f"end {result.name}{' again' if again else ''}")
+
+    def rung_over(self, rung: Rung, left: int) -> None:
+        self.told.append(f"{left} left")
+
+
+GOOD = {
+    BASELINE: BASE,
+    **{name: result(name, 0.001 * index, 60 + index, 100 - index) for index, name in enumerate("abcdefg")},
+}
+
+
+def run(fake: Fake, names: str = "abcdefg", seconds: float | None = None, rungs: list[Rung] = RUNGS) -> Outcome:
+    return search(candidates(*names), rungs, fake, "bytes", Budget(seconds, fake.clock), fake)
+
+
+def test_each_rung_tries_the_baseline_and_the_survivors() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake)
+    assert fake.started == [
+        *((name, 1) for name in [BASELINE, *"abcdefg"]),
+        *((name, 2) for name in [BASELINE, *"gfe"]),
+        *((name, 3) for name in [BASELINE, "g", "f"]),
+    ]
+    assert [len(one.results) for one in outcome.rounds] == [8, 4, 3]
+    assert (outcome.stopped, outcome.failure) == ("", None)
+    assert fake.told[:3] == ["begin none", "10 steps", "end none"]
+    assert [line for line in fake.told if line.endswith("left")] == ["3 left", "2 left", "2 left"]
+
+
+def test_a_candidate_that_fails_does_not_end_it() -> None:
+    fake = Fake({**GOOD, "g": Result("g", "failed", error="RuntimeError: no")})
+    outcome = run(fake)
+    assert outcome.rounds[0].results["g"].error == "RuntimeError: no"
+    assert [name for name, number in fake.started if number == 2] == [BASELINE, "f", "e", "d"]
+
+
+def test_the_baseline_that_fails_ends_it() -> None:
+    failed = Result(BASELINE, "failed", error="MemoryError", tail=("x",))
+    fake = Fake({**GOOD, BASELINE: failed})
+    outcome = run(fake)
+    assert fake.started == [(BASELINE, 1)]
+    assert outcome.failure is failed
+    assert outcome.stopped == "uncompressed training failed in rung 1"
+
+
+def test_nobody_survives() -> None:
+    fake = Fake({BASELINE: BASE, "a": result("a", 0.5, 10), "b": result("b", 0.0, 10, 2000)})
+    outcome = run(fake, "ab")
+    assert len(outcome.rounds) == 1
+    assert outcome.stopped == ""
+
+
+def test_the_time_budget_ends_the_trial_that_runs() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake, seconds=35)
+    assert fake.clock.now == 135
+    assert [one.status for one in outcome.rounds[0].results.values()] == ["finished"] * 3 + ["stopped"]
+    assert outcome.stopped == "the time budget was used up in rung 1"
+
+
+def test_no_trial_begins_after_the_time_budget() -> None:
+    fake = Fake(GOOD)
+    outcome = run(fake, seconds=80)
+    assert len(fake.started) == 8
+    assert [len(one.results) for one in outcome.rounds] == [8]
+    assert outcome.stopped == "the time budget was used up in rung 2"
+
+
+def test_finished_trials_are_not_run_again_and_need_no_time() -> None:
+    found = {(name, 1): GOOD[name] for name in [BASELINE, *"abcdefg"]}
+    fake = Fake(GOOD, found=found)
+    outcome = run(fake, seconds=30)
+    assert fake.started == [(BASELINE, 2), ("g", 2), ("f", 2)]
+    assert "end a again" in fake.told
+    assert outcome.stopped == "the time budget was used up in rung 2"
+    assert list(outcome.rounds[1].results) == [BASELINE, "g", "f"]
+
+
+def test_a_trial_that_hangs_fails_and_the_search_goes_on() -> None:
+    """Three times the seconds of the baseline, and one minute."""
+    fake = Fake(GOOD, seconds={"c": math.inf})
+    outcome = run(fake, rungs=RUNGS[:1])
+    hung = outcome.rounds[0].results["c"]
+    assert (hung.status, hung.error) == ("failed", "took more than 3 times as long as uncompressed training")
+    assert fake.clock.now == 100 + 7 * 10 + 90
+    assert len(outcome.rounds[0].results) == 8
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(None, math.inf), (50, 30)])
+def test_a_budget(seconds: float | None, left: float) -> None:
+    clock = Clock()
+    budget = Budget(seconds, clock)
+    clock.now += 20
+    assert budget.left() == left
+
+
+@dataclass
+class Late(Fake):
+    """`late` lose in longer trials alone."""
+
+    late: str = ""
+
+    def run(self, candidate: Candidate, rung: Rung, seconds: float, progress: Callable[[int], None]) -> Result:
+        found = super().run(candidate, rung, seconds, progress)
+        return result(found.name, 0.5, 50) if candidate.name in self.late and rung.number > 1 else found
+
+
+def test_those_without_a_place_come_in_where_nobody_survives() -> None:
+    fake = Late(GOOD, late="gfe")
+    outcome = run(fake)
+    assert [name for name, number in fake.started if number == 2] == [BASELINE, "g", "f", "e", "d", "c"]
+    assert [name for name, number in fake.started if number == 3] == [BASELINE, "d", "c"]
+    assert list(outcome.rounds[1].results) == [BASELINE, "g", "f", "e", "d", "c"]
+    assert outcome.stopped == ""
+
+
+def test_the_time_budget_holds_for_them_too() -> None:
+    outcome = run(Late(GOOD, late="gfe"), seconds=125)
+    assert {name: one.status for name, one in outcome.rounds[1].results.items()}["d"] == "stopped"
+    assert outcome.stopped == "the time budget was used up in rung 2"
+
+
+def test_when_all_lose_there_is_an_end() -> None:
+    fake = Late(GOOD, late="abcdefg")
+    outcome = run(fake)
+    assert sorted(name for name, number in fake.started if number == 2) == sorted([BASELINE, *"abcdefg"])
+    assert len(outcome.rounds) == 2
+
+
+def test_the_bar_names_rung_candidate_and_time_left() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140)
+    [none, int4] = candidates("int4")
+    rungs = make_rungs(10, 2, 0.01)
+    with Display(console, 1, rungs, Budget(600)) as display:
+        display.begin(none, rungs[0], Path("log"))
+        display.end(BASE, rungs[0], again=True)
+        display.begin(int4, rungs[0], Path("log"))
+        display.steps(5)
+        display._progress.refresh()
+        [task] = display._progress.tasks
+        # Two trials of 10 steps and two of 30: one and a half of the first are done.
+        assert (task.completed, task.total) == (15, 80)
+        display.end(Result("int4", "failed", error="[no]"), rungs[0], again=False)
+        display.rung_over(rungs[0], 0)
+        assert (task.completed, task.total) == (20, 20)
+    text = out.getvalue()
+    assert "rung 1/2  int4" in text
+    assert "of 10 min" in text
+    assert "rung 1, 10 steps  none                      100.0 ms a step, loss 2.0000, from before" in text
+    assert "int4                  failed: [no]" in text
+
+
+def test_without_a_budget_none_is_shown() -> None:
+    out = io.StringIO()
+    rungs = make_rungs(10, 1, 0.01)
+    with Display(Console(file=out, force_terminal=True, width=140), 1, rungs, Budget(None)) as display:
+        display.begin(candidates("int4")[1], rungs[0], Path("log"))
+        display._progress.refresh()
+    assert " min" not in out.getvalue()
+
+
+def test_a_trial_tells_where_its_log_is_how_far_it_is_and_what_it_waits_for() -> None:
+    out, clock, looked = io.StringIO(), Clock(), []
+    [none, int4] = candidates("int4")
+    rungs = make_rungs(10, 1, 0.01)
+
+    def look(tell: Callable[[str], None]) -> None:
+        looked.append(clock.now)
+        tell("a lock is in the way")
+
+    with Display(Console(file=out, width=200), 1, rungs, Budget(None, clock), look) as display:
+        display.begin(none, rungs[0], Path("exps/none/stdout.log"))
+        for _ in range(100):
+            clock.now += 1
+            display.steps(0)
+        assert len(looked) == 3
+        display.steps(5)
+        display.end(replace(BASE, seconds=600.0), rungs[0], again=False)
+        display.begin(int4, rungs[0], Path("exps/int4/stdout.log"))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "trial 1 of 2: none, 10 steps, log exps/none/stdout.log"
+    assert lines[1:3] == ["trial 1 of 2: none, 0 of 10 steps after 31 s", "a lock is in the way"]
+    assert "trial 2 of 2: int4, 10 steps, about 10 min, log exps/int4/stdout.log" in lines
+
+
+def test_a_trial_timeout_holds_for_uncompressed_training_too() -> None:
+    fake = Fake(GOOD, seconds={BASELINE: 1000.0})
+    budget = Budget(None, fake.clock, trial=60.0)
+    outcome = search(candidates(*"ab"), RUNGS, fake, "bytes", budget, fake)
+    assert fake.clock.now == Clock().now + 60
+    assert outcome.failure is not None
+    assert outcome.failure.error == "took longer than --trial-timeout, 60 s"

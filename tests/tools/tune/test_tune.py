@@ -1,0 +1,70 @@
+"""The whole command with two ranks and DeepSpeed's launcher, on a script that knows nothing of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_compress.config import SECTION
+from deepspeed_compress.tools.tune.space import BASELINE
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = str(Path(__file__).parent / "script.py")
+SPACE = [
+    {"name": "int4", "gradients": {"bits": 4}},
+    # The file does not say that the script has an optimizer with momentum, so this fails when it is attached.
+    {"name": "demo", "gradients": {"method": "demo"}},
+]
+
+
+def tune(directory: Path, port: str) -> str:
+    """Output of the command, which ends well."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = "--config ds.json --space space.json --rungs 1 --steps 10 --metric bytes --target-loss-gap 50%"
+    script = [SCRIPT, "ds.json", "--output_dir", "runs", "--own-optimizer"]
+    command = [sys.executable, "-m", "deepspeed_compress.cli", "tune", *own.split(), "--num_gpus", "2"]
+    done = subprocess.run(
+        [*command, "--master_port", port, *script],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(600)
+def test_a_real_search(port: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "space.json").write_text(json.dumps(SPACE))
+    said = tune(tmp_path, port)
+    results = tmp_path / "tuning_results"
+    [rung] = json.loads((results / "summary.json").read_text())["rungs"]
+    trials = {trial["name"]: trial for trial in rung["trials"]}
+    assert {name: trial["status"] for name, trial in trials.items()} == {
+        BASELINE: "finished",
+        "int4": "finished",
+        "demo": "failed",
+    }
+    assert "UnsupportedError" in trials["demo"]["error"]
+    assert trials["int4"]["bytes"] < trials[BASELINE]["bytes"]
+    assert trials["int4"]["loss"] == pytest.approx(trials[BASELINE]["loss"], rel=0.2)
+    assert trials["int4"]["loss"] != trials[BASELINE]["loss"]
+    assert json.loads((results / "ds_config_optimal.json").read_text())[SECTION]["gradients"]["bits"] == 4
+    assert "Best: int4" in said
+    assert not (tmp_path / "runs").exists()
+    assert json.loads((tmp_path / "ds.json").read_text()) == config
+    finished = {path.name: path.stat().st_mtime_ns for path in (results / "exps").glob("*/trial.jsonl")}
+    again = tune(tmp_path, port)
+    assert again.count("from before") == 2
+    assert {path.name: path.stat().st_mtime_ns for path in (results / "exps").glob("*/trial.jsonl")} == finished
