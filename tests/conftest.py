@@ -1,7 +1,9 @@
-"""Which tests run, when, and as which processor: shares of those that rotate, and turns of those that must be alone.
+"""Selection of the tests of a run, and turns for tests that must run alone.
 
-Marks: `slow` (CI runs these too, a third a day), `rotating(parts, *sources)` (resting but for one part a day, or when a
-source has changed), `case_a_stage` (slow but for one case at each ZeRO stage), `serial` (no other test runs beside it).
+Marks: `slow(parts)` (not in a default run; CI runs one of `parts` shares, chosen by the commit), `sampled(parts,
+*sources)` (a default run has a fixed one of `parts` shares; the others are slow, and CI runs them all if a source has
+changed), `case_a_stage` (a default run has one case at each ZeRO stage; the others are slow), `serial` (no other test
+runs at the same time).
 """
 
 import os
@@ -15,19 +17,20 @@ import pytest
 from deepspeed_compress.transport.secret import SECRET
 from tests.support.forks import warm_up
 from tests.support.leftovers import own_port
-from tests.support.rotation import environment_of, is_due, processor_features, processor_of, today
+from tests.support.selection import changed, environment_of, head, in_share, processor_features, processor_of
 from tests.support.turns import Turns
 
-SLOW = pytest.mark.rotating(3).mark
-DAY = "TESTS_DAY"
-"""In the environment: the day by which tests rotate; the processes that run tests must agree on it."""
+SHARES = 3
+"""Number of shares of the slow tests whose mark names no other."""
+COMMIT = "TESTS_COMMIT"
+"""Environment variable: the commit by which slow tests are chosen. All processes of a run must agree on it."""
 PROCESSOR = "TESTS_PROCESSOR"
 """Environment variable: a processor to compute as (`rotation.PROCESSORS`), or a commit, by which one is chosen."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set what all processes of the run must agree on, before any of them computes."""
-    os.environ.setdefault(DAY, str(today()))
+    os.environ.setdefault(COMMIT, head())
     # Servers and clients of the tests, and not what else this user runs.
     os.environ.setdefault(SECRET, secrets.token_hex(32))
     try:
@@ -45,31 +48,37 @@ def pytest_pycollect_makemodule(parent: pytest.Collector) -> None:
 
 def pytest_report_header() -> list[str]:
     return [
-        "rotating tests: "
-        f"the share of day {os.environ[DAY]}, and all whose sources changed in the last commit or since",
+        f"slow tests: the share of commit {os.environ[COMMIT]} is due (to repeat this run, set {COMMIT})",
         f"processor: {os.environ[PROCESSOR]} (to repeat this run, set {PROCESSOR}={os.environ[PROCESSOR]})",
     ]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    commit = int(os.environ[COMMIT], 16)
     for item in cases_beside_one_a_stage(items):
         item.add_marker(pytest.mark.slow)
-    for item in out_of_turn(items):
-        item.add_marker(pytest.mark.resting)
-
-
-def out_of_turn(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Slow ones have a share of the day too, where their mark says no other."""
-    day = int(os.environ[DAY])
     for item in items:
-        mark = item.get_closest_marker("rotating") or (item.get_closest_marker("slow") and SLOW)
-        if mark and not is_due(item.nodeid, mark.args[0], mark.args[1:], day):
-            yield item
+        leave_to_shares(item)
+        slow = item.get_closest_marker("slow")
+        if slow and in_share(item.nodeid, slow.args[0] if slow.args else SHARES, commit):
+            item.add_marker(pytest.mark.due)
+
+
+def leave_to_shares(item: pytest.Item) -> None:
+    """Mark a sampled test as slow unless it is in the fixed share, and as due if its sources have changed."""
+    sampled = item.get_closest_marker("sampled")
+    if sampled is None:
+        return
+    parts, *sources = sampled.args
+    if not in_share(item.nodeid, parts, 0):
+        item.add_marker(pytest.mark.slow(parts))
+    if changed(tuple(sources)):
+        item.add_marker(pytest.mark.due)
 
 
 def cases_beside_one_a_stage(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """The first stage keeps its first case, the second its second: together the stages see many."""
+    """Yield all cases except one at each stage: the first case of the first stage, the second of the second, ..."""
     tests: dict[object, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("case_a_stage"):

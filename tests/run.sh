@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs every check, and the tests that are not slow. Arguments go to pytest instead of that:
-# bash tests/run.sh -m "not resting" is what CI does, and -m "" runs all tests. With --coverage first, what the tests reach is
+# bash tests/run.sh -m "not slow or due" is what CI does, and -m "" runs all tests. With --coverage first, what the tests reach is
 # measured, in every process that they start, and shown at the end. See docs/testing.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,5 +35,5 @@ ruff format --check .
 mypy
 NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f .mkdocs.yml
 wait "$compiled"
-[ $# -gt 0 ] || set -- -m "not slow and not resting"
+[ $# -gt 0 ] || set -- -m "not slow"
 python -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15 "${coverage[@]}" "$@"

@@ -259,8 +259,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "settings"),

@@ -27,7 +27,7 @@ from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 from tests.support.seeds import SEEDS, TEXT, Excess
 
-pytestmark = pytest.mark.rotating(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_ddp.py")
 
 FOUR_BITS = {
     "gradients": {

@@ -43,7 +43,7 @@ from tests.support.forks import run_forks
 from tests.support.methods import METHODS, WITHOUT_MOMENTUM
 from tests.support.seeds import SEEDS, Excess
 
-pytestmark = pytest.mark.rotating(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
+pytestmark = pytest.mark.sampled(3, "deepspeed_compress/backends", "tests/backends/test_fsdp2.py")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 BF16_BOTH = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)

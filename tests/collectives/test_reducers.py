@@ -32,7 +32,7 @@ from tests.support.codecs import CODECS, is_random, transmit
 from tests.support.properties import properties
 from tests.support.threads import connect, run_threads
 
-pytestmark = pytest.mark.rotating(2, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
+pytestmark = pytest.mark.sampled(2, "deepspeed_compress/collectives", "tests/collectives/test_reducers.py")
 
 FP32 = Cast(torch.float32)
 INT4 = Blockwise(4, 32)

@@ -290,8 +290,7 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_an_unmodified_script_is_compressed(launcher: str, port: str, tmp_path: Path) -> None:
     options = [*LAUNCHES[launcher].split(), port]
@@ -315,8 +314,7 @@ def test_an_error_of_the_section_ends_the_script(tmp_path: Path) -> None:
     assert f"/{SECTION}/gradients/bit: unknown key" in done.stderr
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With this variable Accelerate trains by DDP: what is configured must not be silently without effect."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -326,8 +324,7 @@ def test_accelerate_is_ignoring_deepspeed(port: str, tmp_path: Path, monkeypatch
     assert "does not train a DeepSpeed engine" in done.stderr
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
     """The script knows nothing of DeepSpeed: `accelerate launch` has the file."""
     options = [*LAUNCHES["accelerate"].split(), port, "--deepspeed_config_file", config_file(tmp_path)]
@@ -337,8 +334,7 @@ def test_a_configuration_given_to_accelerate(port: str, tmp_path: Path) -> None:
     assert len([entry for entry in found["logs"] if entry.get("compression_ratio", 0) > 15]) == 2
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_the_example(port: str, tmp_path: Path) -> None:
     """The command of the documentation, on a short text, saved in the middle and continued by the same command."""
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 600)

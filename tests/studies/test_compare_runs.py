@@ -41,8 +41,7 @@ def test_steps_that_a_resumed_run_has_abandoned_do_not_count(tmp_path: Path) -> 
     assert curve(read_metrics(tmp_path)) == [(1.0, 8.0), (3.0, 7.0)]
 
 
-@pytest.mark.rotating(4)
-@pytest.mark.slow
+@pytest.mark.slow(4)
 @pytest.mark.timeout(400)
 def test_losses_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("the king said nothing, for who would answer him?\n" * 400)

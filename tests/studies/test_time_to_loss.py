@@ -175,8 +175,7 @@ def test_several_seeds_are_means_and_one_that_fails_shows() -> None:
     assert outcomes(worse, 10, times)[1].seconds == {}
 
 
-@pytest.mark.rotating(4)
-@pytest.mark.slow
+@pytest.mark.slow(4)
 @pytest.mark.timeout(400)
 def test_a_study_from_text_to_tables(tmp_path: Path, text: Text, capfd: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(text.text), "--output-dir", str(tmp_path), "--model", str(text.model), "--hosts", "2"]

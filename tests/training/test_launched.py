@@ -96,8 +96,7 @@ def checkpoint(run: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.rotating(2)
-@pytest.mark.slow
+@pytest.mark.slow(2)
 @pytest.mark.timeout(600)
 def test_a_resumed_run_equals_one_that_did_not_stop(arguments: list[str], port: str, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -8,7 +8,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, network, train
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-pytestmark = pytest.mark.rotating(
+pytestmark = pytest.mark.sampled(
     2, "deepspeed_compress/backends/deepspeed", "tests/backends/deepspeed/test_compressed_training.py"
 )
 

@@ -26,8 +26,7 @@ def test_uncompressed_exchange(tmp_path, stage):
     assert unexpected(tmp_path, stage, ("plain", "raw")) == []
 
 
-@pytest.mark.rotating(4)
-@pytest.mark.slow
+@pytest.mark.slow(4)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_section(tmp_path, stage):

@@ -12,7 +12,7 @@ from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, data, run, start, weights
 from tests.support.methods import METHODS, NO_MOMENTUM, WITHOUT_MOMENTUM, by_stage
 
-pytestmark = pytest.mark.rotating(
+pytestmark = pytest.mark.sampled(
     2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_checkpoint.py"
 )
 

@@ -13,7 +13,7 @@ from deepspeed_compress import CompressWarning, StateError
 from tests.support.forks import RankError, run_forks
 from tests.support.jobs import Job, run, start, weights
 
-pytestmark = pytest.mark.rotating(
+pytestmark = pytest.mark.sampled(
     2, "deepspeed_compress/checkpointing/deepspeed", "tests/checkpointing/deepspeed/test_sizes.py"
 )
 

@@ -1,11 +1,10 @@
-"""What changes from run to run: which of the rotating tests run, by the day, and as which processor, by the commit."""
+"""Choices that a commit makes for its run: the share of the slow tests, and the processor whose rounding is used."""
 
 import os
 import platform
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
-from datetime import date
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -19,19 +18,21 @@ PROCESSORS: Mapping[str, Mapping[str, str]] = {
 """Environment under which torch and our kernels compute as on another processor, whose rounding is another one."""
 
 
-def today() -> int:
-    return date.today().toordinal()
+def head() -> str:
+    """Return the hash of the commit that is checked out; "0" outside a repository."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "0"
 
 
 def processor_of(asked: str, features: Iterable[str]) -> str:
-    """Return a name of `PROCESSORS`: the one that is asked for, or the one whose turn it is at a commit.
+    """Return a name of `PROCESSORS`: the requested one, or the one that belongs to a commit.
 
     Args:
-        asked: A name, or the hash of a commit, for which the same name is returned each time.
-        features: Names of the features of this machine's processor.
+        asked: a name, or the hash of a commit, which always gives the same name.
+        features: names of the features of this machine's processor.
 
     Raises:
-        ValueError: This machine cannot compute as the processor that is asked for, or there is none of this name.
+        ValueError: this machine cannot compute as the requested processor, or there is none of this name.
     """
     usable = [name for name in PROCESSORS if name != "avx2" or "avx2" in features]
     if asked in usable:
@@ -60,15 +61,20 @@ def processor_features() -> list[str]:
     return next(line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
 
 
-def is_due(test: str, parts: int, sources: tuple[str, ...], day: int) -> bool:
-    """Whether a test, by its id, is in the share of the day, or one of `sources` (files and directories, from the root)
-    has changed."""
-    return crc32(test.encode()) % parts == day % parts or (bool(sources) and _changed(sources))
+def in_share(test: str, parts: int, share: int) -> bool:
+    """Return True if the test with this id belongs to share number `share` of `parts` equal ones."""
+    return crc32(test.encode()) % parts == share % parts
 
 
 @cache
-def _changed(sources: tuple[str, ...]) -> bool:
-    """In the last commit or since; not where there is no repository."""
+def changed(sources: tuple[str, ...]) -> bool:
+    """Return True if one of `sources` has changed in the last commit or since. False outside a repository.
+
+    Args:
+        sources: files and directories, relative to the root of the repository.
+    """
+    if not sources:
+        return False
     commands = (["diff", "--name-only", "HEAD~1"], ["ls-files", "--others", "--exclude-standard"])
     runs = (
         subprocess.run(["git", *command, "--", *sources], cwd=ROOT, capture_output=True, check=False)

@@ -1,0 +1,98 @@
+"""A commit always chooses the same slow tests, and the same processor to compute as."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.selection import PROCESSORS, changed, environment_of, in_share, processor_features, processor_of
+
+ROOT = Path(__file__).parents[1]
+COMMITS = [f"{number:040x}" for number in (0x7A0C, 0x7A0D, 0x7A0E)]
+
+
+def test_commits_take_turns() -> None:
+    chosen = [processor_of(commit, ["avx2"]) for commit in COMMITS]
+    assert sorted(chosen) == sorted(PROCESSORS)
+    assert chosen == [processor_of(commit, ["avx2"]) for commit in COMMITS]
+
+
+def test_a_machine_without_avx2_does_not_compute_as_if_it_had_it() -> None:
+    assert {processor_of(commit, []) for commit in COMMITS} == {"native", "default"}
+
+
+@pytest.mark.parametrize(("asked", "features"), [("avx2", []), ("avx9", ["avx2"]), ("", ["avx2"])])
+def test_what_this_machine_cannot_run_is_refused(asked: str, features: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"'{asked}' is neither of .*'default'"):
+        processor_of(asked, features)
+
+
+def test_torch_computes_as_it_is_told() -> None:
+    program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    for name in {processor_of(name, processor_features()) for name in COMMITS} - {"native"}:
+        environment = os.environ | environment_of(name)
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert run.stdout.strip() == name.upper()
+
+
+def test_processors_share_no_compiled_code() -> None:
+    """Code that torch generated for AVX-512 fails to build without vector instructions."""
+    caches = [environment_of(name)["TORCHINDUCTOR_CACHE_DIR"] for name in PROCESSORS]
+    assert len(set(caches)) == len(PROCESSORS)
+
+
+def test_the_shares_of_all_commits_are_all_tests() -> None:
+    tests = [f"tests/test_{number}.py::test_it" for number in range(300)]
+    shares = [{test for test in tests if in_share(test, 3, commit)} for commit in range(3)]
+    assert sorted(test for share in shares for test in share) == sorted(tests)
+    assert all(len(share) > 60 for share in shares)
+    assert {test for test in tests if in_share(test, 3, 10**40 + 3)} == {
+        test for test in tests if in_share(test, 3, 10**40)
+    }
+
+
+def test_a_test_without_sources_never_changes() -> None:
+    assert not changed(())
+
+
+MANY = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_slow(number): ...
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("number", range(40))
+def test_sampled(number): ...
+"""
+
+
+def test_a_commit_chooses_the_same_tests_each_time(tmp_path: Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY)
+    default, first, second, again = (
+        collected(file, commit, selection)
+        for commit, selection in (
+            ("0", "not slow"),
+            ("1", "not slow or due"),
+            ("2", "not slow or due"),
+            ("1", "not slow or due"),
+        )
+    )
+    assert first == again != second
+    assert default < first
+    assert 0 < len(default) < 40
+    assert len(collected(file, "0", "")) == 80
+
+
+def collected(file: Path, commit: str, selection: str) -> set[str]:
+    """Return the ids of the tests of `file` that are selected, without their directory."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "tests.conftest", "-m", selection]
+    environment = os.environ | {"TESTS_COMMIT": commit}
+    run = subprocess.run([*command, str(file)], env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    return {line.rpartition("/")[2] for line in run.stdout.splitlines() if "::" in line}
