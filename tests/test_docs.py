@@ -166,9 +166,9 @@ def test_rows_that_methods_refer_to_are_in_the_measured_table() -> None:
 
 
 def test_the_table_of_networks_names_files_and_measured_figures() -> None:
-    """Every file exists, and every number of seconds is in the measurements."""
+    """Every file exists, and every number of seconds is in the results."""
     start = (ROOT / "docs/start.md").read_text(encoding="utf-8")
-    measured = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     table = re.search(r"^\| rate \|.*\n\|[-|]+\n((?:\|.*\n)+)", start, re.MULTILINE)
     assert table is not None
     files = set(re.findall(r"`(\w+\.json)`", table[1]))

@@ -193,7 +193,7 @@ def test_the_configuration_in_base64_is_one() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 450
 
 
 def test_the_change_that_the_readme_shows_is_a_configuration() -> None:

@@ -1,6 +1,6 @@
 """Penalties: how many more steps training needs to reach a loss when messages have an error.
 
-The curves come from measurements (docs/measurements.md, "What a candidate is predicted to cost"). Coarse messages cost
+The curves come from measurements (docs/results.md, "Adaptive"). Coarse messages cost
 many steps early in training and far fewer later. If settings of equal error differ, the curve has the larger number, so
 a choice is never worse than predicted.
 

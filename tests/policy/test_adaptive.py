@@ -69,7 +69,7 @@ RATES = {
     "100 Mbit/s": {"none": 8.531, "bits=8": 1.815, "bits=4": 1.357, "bits=2": 1.091, "sign": 1.019, "topk 10": 1.215},
     "1 Gbit/s": {"none": 1.416, "bits=8": 0.775, "bits=4": 0.697},
 }
-"""Seconds of a step on four emulated hosts (docs/measurements.md, "Time to a loss")."""
+"""Seconds of a step on four emulated hosts (docs/results.md, "Adaptive")."""
 LOST = {"none": 0.0, "bits=8": 0.008, "bits=4": 0.14, "bits=2": 0.38, "sign": 0.65, "topk 10": 0.65}
 """Relative errors of the gradients there."""
 

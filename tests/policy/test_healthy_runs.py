@@ -1,6 +1,6 @@
 """A guard with its defaults does nothing to healthy training, of whatever kind, and still sees what is wrong.
 
-`python -m tests.policy.test_healthy_runs` prints the table of docs/measurements.md.
+`python -m tests.policy.test_healthy_runs` prints the figures of docs/results.md.
 """
 
 import math

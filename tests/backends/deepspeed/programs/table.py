@@ -1,4 +1,4 @@
-"""What became of all programs, as a table for docs/measurements.md."""
+"""Outcomes of all programs as a table, which docs/results.md sums up."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
