@@ -1,13 +1,14 @@
 """Train a causal language model on text files with Hugging Face Trainer.
 
-An ordinary script: nothing in it knows of compression. The configuration asks for it, and `ds-compress run` sees to it:
+This is an ordinary script without any compression code. The configuration asks for compression, and `ds-compress run`
+adds it:
 
     python -m deepspeed_compress.training.data data/shakespeare
     ds-compress run --num_gpus 2 launch/run_trainer.py --deepspeed configs/huggingface/zero2_int4.json \\
         --train_files data/shakespeare --output_dir runs/trainer --max_steps 300 --learning_rate 1e-3 \\
         --per_device_train_batch_size 4 --logging_steps 10 --do_eval --use_cpu
 
-All options of TrainingArguments, and those of `Options`, as --help shows them. On GPUs leave --use_cpu out.
+It takes all options of TrainingArguments and those of `Options`; see --help. Omit --use_cpu on GPUs.
 """
 
 import json
@@ -35,25 +36,24 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass
 class Options:
-    """What TrainingArguments does not have."""
+    """Options that TrainingArguments does not have."""
 
-    train_files: list[str] = field(metadata={"help": "text files, or directories which are searched for them"})
+    train_files: list[str] = field(metadata={"help": "text files, or directories to search for them"})
     model: str = field(
         default="configs/models/gpt_2m.json",
-        metadata={
-            "help": "a model's config in JSON, which starts anew, or a local Hugging Face directory to go on from"
-        },
+        metadata={"help": "config of a new model in JSON, or a local Hugging Face directory with a trained one"},
     )
     tokenizer: str | None = field(
-        default=None, metadata={"help": "a directory with tokenizer.json; without it one is trained on the files"}
+        default=None, metadata={"help": "directory with tokenizer.json; by default, one is trained on the files"}
     )
-    block_size: int = field(default=128, metadata={"help": "tokens in a sequence"})
-    held_out: float = field(default=0.05, metadata={"help": "share of the text, at its end, to evaluate on"})
+    block_size: int = field(default=128, metadata={"help": "tokens per sequence"})
+    held_out: float = field(default=0.05, metadata={"help": "share at the end of the text that is used for evaluation"})
 
 
 def main() -> None:
+    """Train, evaluate if asked to, and save the model."""
     options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
-    # Trainer does so too, but after the weights were drawn.
+    # Trainer sets the seed too, but only after the weights are drawn.
     set_seed(args.seed)
     files = text_files([Path(name) for name in options.train_files])
     tokenizer = find_tokenizer(options, args, files)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def find_tokenizer(options: Options, args: TrainingArguments, files: list[Path]) -> PreTrainedTokenizerFast:
-    """The tokenizer that is named, or one trained on `files` by the first process, with as many words as the model."""
+    """Return the given tokenizer, or train one with the vocabulary size of the model; the first process trains it."""
     directory = Path(options.tokenizer or Path(args.output_dir) / "tokenizer")
     with args.main_process_first(desc="tokenizer"):
         if not (directory / "tokenizer.json").is_file():
@@ -85,19 +85,20 @@ def find_tokenizer(options: Options, args: TrainingArguments, files: list[Path])
 
 
 def blocks(files: list[Path], tokenizer: PreTrainedTokenizerFast, size: int) -> Rows:
-    """All text one file after the other, cut into rows of `size` tokens; what is left at the end is dropped."""
+    """Join the text of all files and cut it into rows of `size` tokens. An incomplete last row is dropped."""
     tokens = [token for file in files for token in encoded(file, tokenizer)]
     starts = range(0, len(tokens) - size + 1, size)
     return [{"input_ids": tokens[start : start + size], "labels": tokens[start : start + size]} for start in starts]
 
 
 def encoded(file: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
+    """Yield the tokens of `file`, followed by the end-of-sequence token."""
     yield from tokenizer(file.read_text(encoding="utf-8"))["input_ids"]
     yield tokenizer.eos_token_id
 
 
 def load_model(place: str, words: int) -> AutoModelForCausalLM:
-    """The model of a directory, or a new one of a config with `words` tokens."""
+    """Load the model from a directory, or make a new one from a config with a vocabulary of `words` tokens."""
     if Path(place).is_dir():
         return AutoModelForCausalLM.from_pretrained(place)
     settings = json.loads(Path(place).read_text())
@@ -106,7 +107,7 @@ def load_model(place: str, words: int) -> AutoModelForCausalLM:
 
 
 def last_checkpoint(directory: str) -> str | None:
-    """Where a run of the same command stopped, if it has begun."""
+    """Return the newest checkpoint of an earlier run of the same command, or None if there is none."""
     return get_last_checkpoint(directory) if Path(directory).is_dir() else None
 
 

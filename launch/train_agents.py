@@ -1,4 +1,4 @@
-"""Train two agents that share a trunk: each on ranks of its own, as an island of the job.
+"""Train two agents that share a trunk. Each agent is an island with its own ranks.
 
     torchrun --nproc_per_node 4 -m launch.train_agents --output-dir runs/agents
 
@@ -23,6 +23,7 @@ KINDS = ("bytes_sent", "bytes_islands", "bytes_uncompressed", "bytes_weights")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Train once for each seed."""
     options = parse_options(argv)
     deepspeed.init_distributed()
     if dist.get_world_size() % AGENTS:
@@ -37,24 +38,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train two agents that share a trunk.")
     add = parser.add_argument
-    add("--config", type=Path, default=CONFIG, metavar="FILE", help="ds_config; default: that of launch/agents")
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="gets seed_N.json with returns and bytes")
-    add("--exchange-every", type=int, metavar="N", help="updates between exchanges, 0: none; default: the file's")
-    add("--renew-every", type=int, metavar="N", help="updates between new weights of actors; default: as exchanges")
+    add("--config", type=Path, default=CONFIG, metavar="FILE", help="ds_config.json; default: the one in launch/agents")
+    add(
+        "--output-dir", type=Path, required=True, metavar="DIR", help="directory for seed_N.json with returns and bytes"
+    )
+    add(
+        "--exchange-every",
+        type=int,
+        metavar="N",
+        help="updates between exchanges; 0 for none; default: the value in the configuration",
+    )
+    add(
+        "--renew-every",
+        type=int,
+        metavar="N",
+        help="updates after which actors get new weights; default: at each exchange",
+    )
     add(
         "--correction",
         choices=("vtrace", "none"),
         default="vtrace",
-        help="of what older weights did; default vtrace",
+        help="correction for actions of older weights; default: vtrace",
     )
-    add("--updates", type=int, default=120, metavar="N", help="of each agent; default 120")
-    add("--score-every", type=int, default=10, metavar="N", help="updates from one evaluation to the next; default 10")
-    add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run each; default 0")
+    add("--updates", type=int, default=120, metavar="N", help="updates of each agent; default: 120")
+    add("--score-every", type=int, default=10, metavar="N", help="updates between evaluations; default: 10")
+    add("--seeds", type=int, nargs="+", default=[0], metavar="N", help="seeds of the runs; default: 0")
     return parser.parse_args(argv)
 
 
 def train(options: argparse.Namespace, group: ProcessGroup, seed: int) -> None:
-    """One run, written by rank 0."""
+    """Train one run. Rank 0 writes its results."""
     config = read_config(options, group.size())
     rules = Rules(renewals(options, config), options.correction == "vtrace")
     agent, returns = Agent(config, rules, group, seed), []
@@ -68,7 +81,7 @@ def train(options: argparse.Namespace, group: ProcessGroup, seed: int) -> None:
 
 
 def read_config(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The ds_config for agents of `ranks` ranks, with what `options` change."""
+    """Return the configuration for agents of `ranks` ranks, with the changes of `options`."""
     config: dict[str, Any] = json.loads(options.config.read_text(encoding="utf-8"))
     islands = config["deepspeed_compress"]["islands"]
     islands["size"] = ranks
@@ -78,25 +91,26 @@ def read_config(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def renewals(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Updates for which actors keep their weights: until agents exchange, where they do."""
+    """Return after how many updates actors get new weights: by default, when agents exchange."""
     if options.renew_every is not None:
         return int(options.renew_every)
     return 10 if options.exchange_every == 0 else int(config["deepspeed_compress"]["islands"]["sync_every"])
 
 
 def scores(agent: Agent) -> list[float]:
-    """The return of every agent, on all ranks."""
+    """Return the return of every agent, on all ranks."""
     found: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(found, agent.score())
     return found[:: dist.get_world_size() // AGENTS]
 
 
 def traffic(agent: Agent) -> dict[str, float]:
-    """What a rank sends for an update, on average."""
+    """Return the mean number of bytes of each kind that a rank sends per update."""
     return {kind: statistics.fmean(getattr(one, kind) for one in agent.traffic) for kind in KINDS}
 
 
 def write(file: Path, found: Any) -> None:
+    """Write `found` as JSON, after creating the directory."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

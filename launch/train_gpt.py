@@ -1,4 +1,4 @@
-"""Train a Hugging Face causal language model: see --help, and docs/training.md."""
+"""Train a Hugging Face causal language model. See --help and docs/training.md."""
 
 import sys
 

@@ -1,13 +1,13 @@
 """Train megatron-core's GPTModel on text files, with compressed gradients.
 
-An ordinary program of megatron-core: one call attaches compression to the model chunks and their optimizer.
+This is an ordinary megatron-core program. One call attaches compression to the model chunks and their optimizer.
 
     python -m deepspeed_compress.training.data data/shakespeare
     echo '{"deepspeed_compress": {"gradients": {"method": "blockwise", "bits": 4}}}' >int4.json
     torchrun --nproc_per_node 4 launch/train_megatron.py --config int4.json --data data/shakespeare \\
         --output-dir runs/megatron --steps 300 --pipeline 2 --distributed-optimizer --overlap --to-hf runs/model
 
-Layers are those of megatron-core itself: no Transformer Engine, no Apex. Without CUDA it trains on the CPU. See
+It uses megatron-core's own layers, without Transformer Engine and Apex. Without CUDA it trains on the CPU. See
 docs/engines.md.
 """
 
@@ -50,16 +50,18 @@ from deepspeed_compress.training.data import (
 from deepspeed_compress.training.export import read_tokenizer
 
 SIZES = {"layers": 4, "hidden": 160, "heads": 5, "vocab": 4096}
-"""Of the model, where no directory says them."""
+"""Default sizes of the model, if --from-hf is not given."""
 
 
 def main() -> None:
+    """Train with the options of the command line."""
     options = parse_options()
     with without_cuda():
         run(options)
 
 
 def run(options: argparse.Namespace) -> None:
+    """Train, evaluate and export."""
     start(options)
     described = describe(options)
     train, held_out = read_data(options, described.vocab_size)
@@ -87,44 +89,52 @@ def run(options: argparse.Namespace) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train megatron-core's GPTModel with compressed gradients.")
     add = parser.add_argument
-    add(
-        "--config", type=Path, metavar="FILE", help="JSON with the section deepspeed_compress; without it: uncompressed"
-    )
+    add("--config", type=Path, metavar="FILE", help="JSON with the section deepspeed_compress; default: uncompressed")
     add("--data", type=Path, nargs="+", required=True, metavar="PATH", help="text files or directories")
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="losses (metrics.jsonl), tokenizer, encoded text")
-    add("--tokenizer", type=Path, metavar="DIR", help="with a tokenizer.json; trained when missing")
+    add(
+        "--output-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory for losses (metrics.jsonl), tokenizer and encoded text",
+    )
+    add("--tokenizer", type=Path, metavar="DIR", help="directory with tokenizer.json; trained if missing")
     add(
         "--from-hf",
         type=Path,
         metavar="DIR",
-        help="begin with this GPT-2: a Hugging Face directory, or a config",
+        help="initial GPT-2: a Hugging Face directory or a config",
     )
-    add("--to-hf", type=Path, metavar="DIR", help="write the trained model as such a directory")
+    add("--to-hf", type=Path, metavar="DIR", help="directory for the trained model in Hugging Face format")
     numbers = {"steps": 300, "seed": 0, "log-every": 10, "seq-len": 128, "micro-batch": 4, "micro-batches": 1}
     layout = {"tensor": 1, "pipeline": 1, "virtual": 0}
     for name, default in {**numbers, **layout}.items():
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
     for name, default in SIZES.items():
-        add(f"--{name}", type=int, metavar="N", help=f"default {default}; not with --from-hf")
-    add("--lr", type=float, default=1e-3, help="of Adam, constant; default 1e-3")
-    add("--bf16", action="store_true", help="weights in bf16, gradients added up in fp32")
-    add("--distributed-optimizer", action="store_true", help="each rank keeps its share of masters and moments")
-    add("--overlap", action="store_true", help="gradients and weights travel during backward and forward")
+        add(f"--{name}", type=int, metavar="N", help=f"default: {default}; not allowed with --from-hf")
+    add("--lr", type=float, default=1e-3, help="constant learning rate of Adam; default: 1e-3")
+    add("--bf16", action="store_true", help="weights in bf16, gradients accumulated in fp32")
+    add(
+        "--distributed-optimizer",
+        action="store_true",
+        help="each rank keeps a part of the fp32 master weights and moments",
+    )
+    add("--overlap", action="store_true", help="send gradients and weights during backward and forward")
     options = parser.parse_args()
     given = [f"--{name}" for name in SIZES if getattr(options, name) is not None]
     if options.from_hf is not None and given:
-        parser.error(f"{', '.join(given)}: no effect with --from-hf, whose config says it; leave them out")
+        parser.error(f"{', '.join(given)}: not allowed with --from-hf, whose config has the sizes; remove them")
     options.tokenizer = options.tokenizer or own_tokenizer(options.from_hf) or options.output_dir / "tokenizer"
     return options
 
 
 def own_tokenizer(directory: Path | None) -> Path | None:
-    """`directory`, where it has a tokenizer."""
+    """Return `directory` if it has a tokenizer, else None."""
     return directory if directory is not None and (directory / "tokenizer.json").is_file() else None
 
 
 def describe(options: argparse.Namespace) -> PretrainedConfig:
-    """The model as transformers describes it: that of the directory, or one of the sizes that were given."""
+    """Return the transformers config of the model: that of --from-hf, or one with the given sizes."""
     if options.from_hf is not None:
         return read_model_config(options.from_hf)
     sizes = {name: getattr(options, name) or default for name, default in SIZES.items()}
@@ -144,11 +154,12 @@ def describe(options: argparse.Namespace) -> PretrainedConfig:
 
 
 def device() -> torch.device:
+    """Return the device of this rank."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def start(options: argparse.Namespace) -> None:
-    """Join the processes that torchrun has started."""
+    """Initialize the process groups and the random seeds."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -160,7 +171,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def read_data(options: argparse.Namespace, vocab_size: int) -> tuple[Windows, Windows]:
-    """Windows to train and to evaluate on; the first process trains the tokenizer and encodes the text."""
+    """Return windows for training and for evaluation. The first rank trains the tokenizer and encodes the text."""
     files, cache = text_files(options.data), options.tokenizer / "tokens"
     if dist.get_rank() == 0:
         options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -169,11 +180,12 @@ def read_data(options: argparse.Namespace, vocab_size: int) -> tuple[Windows, Wi
         build_cache(files, options.tokenizer, cache, cache_key(files, options.tokenizer))
     dist.barrier()
     found = open_cache(cache, cache_key(files, options.tokenizer))
-    # The label of a token is the one that follows it.
+    # One more token, because the label of a token is the next one.
     return split_windows(found, options.seq_len + 1, 0.05)
 
 
 def model_config(options: argparse.Namespace, described: PretrainedConfig) -> TransformerConfig:
+    """Return the megatron-core config of the model in the layout of `options`."""
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     return TransformerConfig(
         **gpt_options(described).transformer,
@@ -184,14 +196,14 @@ def model_config(options: argparse.Namespace, described: PretrainedConfig) -> Tr
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Kernels of Apex.
+        # These need kernels of Apex.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
 
 
 def gpt(options: argparse.Namespace, described: PretrainedConfig, config: TransformerConfig, number: int) -> nn.Module:
-    """Model chunk `number` of this rank; there are several where stages are interleaved."""
+    """Build model chunk `number` of this rank. Interleaved stages have several chunks per rank."""
     chunk = number if options.virtual else None
     module: nn.Module = GPTModel(
         config,
@@ -207,7 +219,7 @@ def gpt(options: argparse.Namespace, described: PretrainedConfig, config: Transf
 def wrapped(
     options: argparse.Namespace, config: TransformerConfig, module: nn.Module, first: bool
 ) -> DistributedDataParallel:
-    """A model chunk under data parallelism; `first`: the one whose gradients are there last."""
+    """Wrap a model chunk for data parallelism. `first` marks the chunk whose gradients are ready last."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=options.overlap,
@@ -220,6 +232,7 @@ def wrapped(
 
 
 def make_optimizer(options: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Any:
+    """Make Megatron's Adam for `chunks`."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -235,7 +248,7 @@ def make_optimizer(options: argparse.Namespace, chunks: list[DistributedDataPara
 
 
 class Steps:
-    """Optimizer steps and evaluations by Megatron's own schedule of pipelines."""
+    """Optimizer steps and evaluations with Megatron's own pipeline schedule."""
 
     def __init__(
         self,
@@ -255,7 +268,7 @@ class Steps:
         self.mask = torch.ones(length, length, device=device()).triu(1).bool()[None, None]
 
     def train(self, windows: Windows, step: int) -> float:
-        """Step number `step`, from 1; what it reads follows from that. Its mean loss over all data-parallel ranks."""
+        """Train step `step` (1-based), which determines the batch. Return the mean loss of all data-parallel ranks."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -265,12 +278,13 @@ class Steps:
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, batches: int = 8) -> float:
-        # Seeds that no step has.
+        """Return the mean loss over `batches` batches."""
+        # Training steps never use these seeds.
         seeds = [(self.options.seed + 1, number) for number in range(1, batches + 1)]
         return sum(self.run(windows, seed, forward_only=True) for seed in seeds) / batches
 
     def run(self, windows: Windows, seed: tuple[int, int], forward_only: bool) -> float:
-        """Forward of all micro-batches, and backward: the mean loss."""
+        """Run forward, and backward unless `forward_only`, for all micro-batches. Return the mean loss."""
         options = self.options
         batches = list(self.batches(windows, seed))
         losses = get_forward_backward_func()(
@@ -282,14 +296,14 @@ class Steps:
             micro_batch_size=options.micro_batch,
             forward_only=forward_only,
         )
-        # Only the last stage has any.
+        # Only the last stage has losses.
         total = torch.tensor([sum(float(one["loss"]) for one in losses), len(losses)], dtype=torch.float64)
         total = total.to(device(), torch.float32)
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
     def batches(self, windows: Windows, seed: tuple[int, int]) -> Iterator[Tensor]:
-        """Tokens [micro_batch, seq_len + 1] of the micro-batches of this data-parallel rank."""
+        """Yield the tokens [micro_batch, seq_len + 1] of this data-parallel rank's micro-batches."""
         options = self.options
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         starts = step_starts(windows, ranks * options.micro_batches * options.micro_batch, *seed)
@@ -297,23 +311,23 @@ class Steps:
             yield torch.from_numpy(np.ascontiguousarray(windows.read(part))).to(device())
 
     def forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
-        """Of a micro-batch, for Megatron's schedule."""
+        """Run forward for a micro-batch, as Megatron's schedule expects it."""
         tokens = next(batches)
         output = chunk(tokens[:, :-1], self.positions, self.mask, labels=tokens[:, 1:])
         return output, partial(mean_loss)
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the tokens of a micro-batch [micro_batch, seq_len]."""
+    """Return the mean of the token losses [micro_batch, seq_len], as Megatron's schedule expects it."""
     loss = losses.float().mean()
-    # Megatron's schedule divides the first by the number of micro-batches, in place.
+    # Megatron's schedule divides the first value by the number of micro-batches in place.
     return loss, {"loss": loss.detach().clone()}
 
 
 def export(
     options: argparse.Namespace, described: PretrainedConfig, chunks: list[DistributedDataParallel], compression: Any
 ) -> None:
-    """Write the model as transformers does, with its tokenizer."""
+    """Write the model and its tokenizer in Hugging Face format."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -325,6 +339,7 @@ def export(
 
 
 def report(options: argparse.Namespace, figures: dict[str, float]) -> None:
+    """Print a line of JSON on rank 0 and append it to metrics.jsonl."""
     if dist.get_rank() == 0:
         line = json.dumps(figures)
         print(line, flush=True)

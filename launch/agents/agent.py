@@ -1,4 +1,4 @@
-"""One agent on the ranks of its island: it acts, learns, and shares its trunk with the other one."""
+"""An agent on the ranks of its island. It acts, learns, and shares its trunk with the other agent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +19,20 @@ __all__ = ["AGENTS", "Agent", "Rules"]
 
 AGENTS = len(TASKS)
 EPSILON = 0.1
-"""Exploration: noise changes the policy about as much as so many random actions."""
+"""Share of random actions that would change the policy as much as the noise does."""
 FIRST_NOISE = 0.02
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How agents are trained. `renew_every`: updates after which actors get the newest weights. `corrected`: for what
-    they have not got yet, and for noise. `carts` of each rank, of which an update sees `steps` steps each."""
+    """Training rules of all agents.
+
+    Attributes:
+        renew_every: Updates after which actors get the newest weights.
+        corrected: If True, V-trace corrects for older weights and for noise.
+        carts: Carts of each rank.
+        steps: Steps of each cart per update.
+    """
 
     renew_every: int = 10
     corrected: bool = True
@@ -35,19 +41,19 @@ class Rules:
 
 
 class Agent:
-    """Number `number` of AGENTS, on this rank. Everything is on the CPU.
+    """This rank's part of an agent, on the CPU.
 
     Args:
-        config: a ds_config with islands of the size of `group`.
-        rules: as all agents have them.
-        group: its ranks, of which each has carts of its own.
-        seed: of weights, carts and noise.
+        config: DeepSpeed configuration whose islands have the size of `group`.
+        rules: Training rules, the same for all agents.
+        group: Ranks of the agent. Each rank has its own carts.
+        seed: Seed of weights, carts and noise.
     """
 
     def __init__(self, config: Mapping[str, Any], rules: Rules, group: ProcessGroup, seed: int) -> None:
         self.number, self.rules, self.updates = dist.get_rank() // group.size(), rules, 0
         self._group, self._task = group, TASKS[self.number]
-        # Weights differ by agent, until islands agree on those of the first one's trunk; all else also by rank.
+        # Weights differ by agent until islands take the trunk of the first one. Other random numbers differ by rank.
         torch.manual_seed(AGENTS * seed + self.number)
         policy = _make_policy(group)
         place = seed * dist.get_world_size() + dist.get_rank()
@@ -60,18 +66,18 @@ class Agent:
             model=policy, model_parameters=list(policy.parameters()), config=dict(config)
         )[0]
         self.traffic: list[StepStatistics] = []
-        """Of every update, on the ranks that report."""
+        """Statistics of every update, on the ranks that report."""
         self.engine.compression.subscribe(self.traffic.append)
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise: that of all ranks of the agent."""
+        """Standard deviation of the noise, the same on all ranks of the agent."""
         return self._noise.std
 
     def update(self) -> None:
-        """Act for some steps, and learn from them. Collective among all agents where they exchange."""
+        """Act for some steps and learn from them. Collective among all agents when they exchange."""
         if self.updates % self.rules.renew_every == 0:
-            # Islands meet at the end of a step, so this is what they have agreed upon.
+            # Islands exchange at the end of a step, so these are the exchanged weights.
             self._actor.renew(self.engine.module)
         self._actor.perturb(self._noise.std)
         seen = collect(self._carts, self._actor.logits, self.rules.steps, self._generator)
@@ -83,7 +89,7 @@ class Agent:
         self.updates += 1
 
     def score(self, carts: int = 4) -> float:
-        """Mean return of the newest weights without noise, `carts` episodes a rank. Collective in the agent."""
+        """Return the mean return of the newest weights without noise. Collective among the ranks of the agent."""
         alone = _make_policy()
         alone.load_state_dict(self.engine.module.state_dict())
         found = evaluate(self._task, lambda windows: alone(windows)[0], carts, seed=10**6 + self._seed)

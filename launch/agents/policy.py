@@ -1,4 +1,4 @@
-"""What an agent is made of: a small GPT over what it has seen, and two heads."""
+"""Network of an agent: a small GPT over the last frames, and two heads."""
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ WIDTH, LAYERS, HEADS = 32, 2, 4
 
 
 class Trunk(nn.Module):
-    """A causal transformer with layer norms before its blocks; the features of the last of `frames` frames of `seen`
-    numbers: [batch, frames, seen] to [batch, WIDTH]."""
+    """Causal pre-norm transformer that returns the features of the last frame.
+
+    It maps [batch, frames, seen] to [batch, WIDTH].
+    """
 
     def __init__(self, frames: int, seen: int) -> None:
         super().__init__()
@@ -32,12 +34,11 @@ class Trunk(nn.Module):
 
 
 class SplitHead(nn.Linear):
-    """A linear layer whose outputs are computed in equal parts by the ranks of `group`; None computes all here.
+    """Linear layer whose outputs are computed in equal parts by the ranks of `group`. None computes all outputs here.
 
-    Each rank has features of its own [batch, width]. Those of all go to all, every rank makes its part of the outputs
-    of them, and parts go back to whom they belong: [batch, outputs], as of the layer that is not split. Rows of the
-    weight that others compute get no gradient here, so the mean over the ranks that data parallelism takes is the
-    gradient of the whole layer.
+    Each rank has its own features [batch, width]. All ranks receive the features of all, compute their part of the
+    outputs, and send the parts back. The result [batch, outputs] is that of an unsplit layer. Rows of the weight that
+    other ranks compute get no gradient here, so the data-parallel mean is the gradient of the whole layer.
     """
 
     group: ProcessGroup | None = None
@@ -51,7 +52,11 @@ class SplitHead(nn.Linear):
         return torch.cat(parts.chunk(ranks), dim=1)
 
     def _rows(self, group: ProcessGroup) -> slice:
-        """Of this rank. ValueError where the ranks do not divide the outputs."""
+        """Return the rows of this rank.
+
+        Raises:
+            ValueError: The number of outputs is not divisible by the number of ranks.
+        """
         share, left = divmod(self.out_features, group.size())
         if left:
             raise ValueError(f"{self.out_features} outputs are not divisible by {group.size()} ranks")
@@ -60,14 +65,15 @@ class SplitHead(nn.Linear):
 
 
 def _exchange(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """The i-th of equal runs of `rows` goes to rank i of `group`; what came, in order of ranks. Differentiable."""
+    """Send the i-th of equal parts of `rows` to rank i, and return the received parts in rank order. Differentiable."""
     return all_to_all_single_autograd(rows.contiguous(), None, None, group)
 
 
 class Policy(nn.Module):
-    """Windows [batch, frames, seen] to logits of actions [batch, actions] and values [batch].
+    """Policy and value network.
 
-    `group`: of the ranks that share the policy's head.
+    It maps windows [batch, frames, seen] to logits [batch, actions] and values [batch]. The ranks of `group` split the
+    policy head.
     """
 
     def __init__(self, frames: int, seen: int, actions: int, group: ProcessGroup | None = None) -> None:
@@ -77,7 +83,7 @@ class Policy(nn.Module):
         self.policy.group = group
         self.value = nn.Linear(WIDTH, 1)
         for head in (self.policy, self.value):
-            # All actions are about as likely at the beginning.
+            # Start with nearly equal probabilities of all actions.
             nn.init.normal_(head.weight, std=0.01)
             nn.init.zeros_(head.bias)
 

@@ -1,7 +1,7 @@
-"""Two related tasks, each played with many carts at once: Gymnasium's CartPole, of which the last frames are seen.
+"""Two related tasks with many carts at once: Gymnasium's CartPole, with the last frames as input.
 
-The second agent has a pole of twice the length, and its pushes go the other way. What has to be found out about a pole
-is the same for both, what to do about it is the opposite: a trunk may be shared, a head may not.
+The pole of the second agent has twice the length, and its pushes are reversed. Both agents need the same features but
+opposite actions, so they can share a trunk but not a head.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ __all__ = ["ACTIONS", "FRAMES", "SEEN", "TASKS", "Carts", "Task", "collect", "ev
 
 FRAMES, SEEN, ACTIONS, LONGEST = 4, 4, 2, 500
 SCALE = np.array([2.4, 2.0, 0.2095, 2.0], dtype=np.float32)
-"""Of place, speed, angle and its speed: an episode ends where a place or an angle is 1."""
+"""Units of position, velocity, angle and angular velocity. An episode ends when a position or an angle reaches 1."""
 
 Choice = Callable[[Tensor], Tensor]
-"""Windows [N, frames, seen] to logits [N, actions]."""
+"""Function from windows [N, frames, seen] to logits [N, actions]."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """`half_length` of the pole in metres; `force` of an action 1 in newtons."""
+    """Variant of the task: half the length of the pole in meters, and the force of action 1 in newtons."""
 
     half_length: float
     force: float
@@ -44,7 +44,7 @@ class _Step:
 
 
 class Carts:
-    """`count` carts of `task`, as `windows` [count, FRAMES, SEEN] of the newest frames."""
+    """`count` carts of `task`. `windows` [count, FRAMES, SEEN] holds their newest frames."""
 
     def __init__(self, task: Task, count: int, seed: int) -> None:
         self._envs = CartPoleVectorEnv(count, max_episode_steps=LONGEST)
@@ -55,7 +55,7 @@ class Carts:
         self.windows = _frames(frames).unsqueeze(1).repeat(1, FRAMES, 1)
 
     def step(self, actions: Tensor) -> _Step:
-        """With `actions` [count]. The step after an episode's last one begins another, whatever the action."""
+        """Take a step with `actions` [count]. The step after an episode's end starts another and ignores the action."""
         frames, rewards, terminated, truncated, _ = self._envs.step(actions.numpy())
         began, newest = self._over, _frames(frames)
         self.windows = torch.cat((self.windows[:, 1:], newest.unsqueeze(1)), dim=1)
@@ -70,7 +70,7 @@ def _frames(observations: np.ndarray) -> Tensor:
 
 
 def collect(carts: Carts, choose: Choice, steps: int, generator: torch.Generator) -> Experience:
-    """`steps` of all carts, each action drawn with the probabilities that `choose` gives."""
+    """Take `steps` steps with all carts, and draw each action with the probabilities of `choose`."""
     windows, actions, likely, found = [carts.windows], [], [], []
     for _ in range(steps):
         chances = torch.log_softmax(choose(carts.windows), -1)
@@ -87,7 +87,7 @@ def collect(carts: Carts, choose: Choice, steps: int, generator: torch.Generator
 
 @torch.no_grad()
 def evaluate(task: Task, choose: Choice, count: int, seed: int) -> float:
-    """Mean return of `count` episodes, at most LONGEST, of taking the likeliest action."""
+    """Return the mean return, at most LONGEST, of `count` episodes that take the likeliest action."""
     carts, total, alive = Carts(task, count, seed), 0.0, torch.ones(count, dtype=torch.bool)
     while alive.any():
         step = carts.step(choose(carts.windows).argmax(-1))

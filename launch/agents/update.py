@@ -1,4 +1,4 @@
-"""Learning from what another policy has done: V-trace (Espeholt et al., arXiv:1802.01561, section 4)."""
+"""Off-policy actor-critic learning with V-trace (Espeholt et al., arXiv:1802.01561, section 4)."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,15 @@ __all__ = ["Experience", "Objective", "vtrace"]
 
 @dataclass(frozen=True)
 class Experience:
-    """`T` steps of `N` carts, time first.
+    """Record of `T` steps of `N` carts, with time as the first dimension.
 
-    windows: [T + 1, N, frames, seen], before each step and after the last. actions, log_likely, rewards, terminated,
-    valid: [T, N]; `log_likely` is the logarithm of the probability with which the action was chosen. What is not
-    valid only began an episode, and its action did nothing.
+    Attributes:
+        windows: Frames before each step and after the last, [T + 1, N, frames, seen].
+        actions: Chosen actions, [T, N].
+        log_likely: Logarithms of the probabilities of these actions when they were chosen, [T, N].
+        rewards: Rewards, [T, N].
+        terminated: True for the last step of an episode, [T, N].
+        valid: False for steps that only started an episode and ignored the action, [T, N].
     """
 
     windows: Tensor
@@ -29,14 +33,14 @@ class Experience:
 def vtrace(
     ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor, trace: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Targets of values, and advantages of actions, [T, N] each.
+    """Return the targets of values and the advantages of actions, [T, N] each.
 
     Args:
-        ratios: [T, N], how much likelier an action is now than when it was taken; 0 where it did nothing. Cut at 1.
-        rewards: [T, N].
-        discounts: [T, N], 0 where the episode ended.
-        values: [T + 1, N].
-        trace: how much of a difference is carried back by one step (lambda).
+        ratios: Present over former probabilities of the actions, [T, N], clipped at 1; 0 for ignored actions.
+        rewards: Rewards, [T, N].
+        discounts: Discounts, [T, N]; 0 where an episode ended.
+        values: Values, [T + 1, N].
+        trace: Share of a difference that is carried back by one step (lambda).
     """
     cut = ratios.clamp(max=1.0)
     differences = cut * (rewards + discounts * values[1:] - values[:-1])
@@ -51,7 +55,7 @@ def vtrace(
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: an actor-critic loss. `corrected`: by ratios of probabilities; else all are taken for 1."""
+    """Actor-critic loss. `corrected` weights actions by probability ratios; otherwise all ratios are 1."""
 
     corrected: bool = True
     discount: float = 0.98
@@ -59,7 +63,7 @@ class Objective:
     entropy_weight: float = 0.02
 
     def __call__(self, logits: Tensor, values: Tensor, seen: Experience) -> Tensor:
-        """Of `logits` [T + 1, N, actions] and `values` [T + 1, N] of the windows of `seen`."""
+        """Return the loss for the `logits` [T + 1, N, actions] and `values` [T + 1, N] of the windows of `seen`."""
         likely = F.log_softmax(logits[:-1], -1)
         chosen = likely.gather(-1, seen.actions.unsqueeze(-1)).squeeze(-1)
         targets, advantages = self._targets(chosen.detach() - seen.log_likely, values.detach(), seen)
@@ -73,11 +77,11 @@ class Objective:
     def _targets(self, log_ratios: Tensor, values: Tensor, seen: Experience) -> tuple[Tensor, Tensor]:
         ratios = log_ratios.exp() if self.corrected else torch.ones_like(log_ratios)
         discounts = self.discount * (~seen.terminated)
-        # Of values about 1, whatever the discount.
+        # Scale the values to about 1, for any discount.
         rewards = (1 - self.discount) * seen.rewards
         return vtrace(ratios * seen.valid, rewards, discounts, values)
 
 
 def _scaled(advantages: Tensor, valid: Tensor) -> Tensor:
-    """With a mean square of 1 over what is valid. Their mean is left: what was cut to nothing must stay nothing."""
+    """Scale advantages to a mean square of 1 over valid steps. Their mean is kept, so that zeros stay zeros."""
     return advantages / (advantages[valid].square().mean().sqrt() + 1e-6)

@@ -1,8 +1,8 @@
-"""Agents that exchange their trunk in every update, in every tenth with and without correction, and never.
+"""Compare how often two agents exchange their trunk: in every update, in every tenth, or never.
 
     python -m launch.studies.agents --output-dir runs/agents --picture docs/agents.png
 
-Runs that are there already are not repeated.
+Finished runs are not repeated.
 """
 
 import argparse
@@ -27,23 +27,23 @@ SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "never, V-trace": ("--exchange-every", "0", "--renew-every", "10"),
     }
 )
-"""Options of launch/train_agents.py, by what they are called."""
+"""Options of launch/train_agents.py by setting."""
 KINDS = MappingProxyType(
     {
-        "bytes_sent": "KB of gradients an update",
+        "bytes_sent": "KB of gradients per update",
         "bytes_uncompressed": "uncompressed",
         "bytes_islands": "KB between agents",
     }
 )
 GOAL = 400.0
-"""A mean return of the agents, of at most 500."""
+"""Mean return of the agents that counts as solved; the maximum is 500."""
 LAST = 3
-"""Evaluations at the end whose mean is given."""
+"""Number of final evaluations in the reported mean."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One seed: mean returns of the agents by update, and bytes that a rank sent for an update, by kind."""
+    """Results of one seed: mean returns of the agents by update, and bytes per rank and update by kind."""
 
     updates: tuple[int, ...]
     returns: tuple[float, ...]
@@ -51,16 +51,18 @@ class Run:
 
     @property
     def final(self) -> float:
+        """Mean return of the last evaluations."""
         return statistics.fmean(self.returns[-LAST:])
 
     @property
     def settled(self) -> int | None:
-        """The update from which on all evaluations reach the goal; None where the last one does not."""
+        """Update from which all evaluations reach the goal, or None if the last one does not."""
         below = [index for index, value in enumerate(self.returns) if value < GOAL]
         return next(iter(self.updates[max(below, default=-1) + 1 :]), None)
 
 
 def main() -> None:
+    """Run what is missing, print the table and draw the picture."""
     options = parse_options()
     check_plotting("--picture")
     found = {name: list(runs(name, options)) for name in SETTINGS}
@@ -71,16 +73,16 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare how often agents exchange their trunk.")
     add = parser.add_argument
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="gets a directory for each setting")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="directory for the runs of each setting")
     add("--picture", type=Path, required=True, metavar="FILE", help="PNG of returns by update")
-    add("--updates", type=int, default=120, metavar="N", help="of each agent; default 120")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default 0 1 2")
-    add("--ranks", type=int, default=4, metavar="N", help="processes; default 4")
+    add("--updates", type=int, default=120, metavar="N", help="updates of each agent; default: 120")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    add("--ranks", type=int, default=4, metavar="N", help="processes; default: 4")
     return parser.parse_args()
 
 
 def runs(name: str, options: argparse.Namespace) -> Iterator[Run]:
-    """Of all seeds, made where they are missing."""
+    """Return the runs of all seeds, after training the missing ones."""
     directory = options.output_dir / name.replace(", ", "_").replace(" ", "_")
     files = {seed: directory / f"seed_{seed}.json" for seed in options.seeds}
     missing = [str(seed) for seed, file in files.items() if not file.exists()]
@@ -93,7 +95,7 @@ def runs(name: str, options: argparse.Namespace) -> Iterator[Run]:
 
 
 def read(file: Path) -> Run:
-    """What launch/train_agents.py has written."""
+    """Read a file of launch/train_agents.py."""
     found = json.loads(file.read_text(encoding="utf-8"))
     curve = found["curve"]
     means = tuple(statistics.fmean(point["returns"]) for point in curve)
@@ -101,16 +103,18 @@ def read(file: Path) -> Run:
 
 
 def rows(found: Mapping[str, Sequence[Run]]) -> list[str]:
-    """A table in Markdown."""
+    """Return the lines of a Markdown table."""
     names = ("exchange", "return at the end (seeds)", f"above {GOAL:g} from update", *KINDS.values())
     return [line(names), line(["---"] * len(names)), *(line(cells(name, some)) for name, some in found.items())]
 
 
 def line(found: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
     return f"| {' | '.join(found)} |"
 
 
 def cells(name: str, some: Sequence[Run]) -> list[str]:
+    """Return the cells of a setting."""
     final = ", ".join(f"{one.final:.0f}" for one in some)
     settled = ", ".join("-" if one.settled is None else str(one.settled) for one in some)
     sent = [statistics.fmean(one.traffic[kind] for one in some) / 1e3 for kind in KINDS]
@@ -119,7 +123,7 @@ def cells(name: str, some: Sequence[Run]) -> list[str]:
 
 
 def draw(found: Mapping[str, Sequence[Run]], file: Path) -> None:
-    """Mean of the seeds, and from the least to the most of them, against updates."""
+    """Plot the mean and the range of the seeds over updates."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained", facecolor="white")

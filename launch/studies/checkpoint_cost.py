@@ -1,11 +1,11 @@
-"""What a checkpoint costs training: how long saving blocks, and by how much the steps after it are slower.
+"""Measure what a checkpoint costs training: the blocking time of the call, and the slowdown of the next steps.
 
     torchrun --nproc_per_node 2 -m launch.studies.checkpoint_cost --model configs/models/gpt_10m.json
 
-Windows of steps with a checkpoint at their beginning and windows without one take turns, on one engine a saver: this
+Windows of steps that start with a checkpoint alternate with windows without one. Each saver has its own engine: this
 package on disk and in memory, DeepSpeed's own `save_checkpoint`, its decoupled writer (which needs its AIO operation),
-and `async_save` of torch.distributed.checkpoint, which saves the same tensors. Medians over windows; ranks wait for
-each other before the clock starts. Every window ends when all is written, outside the clock.
+and `async_save` of torch.distributed.checkpoint with the same tensors. The results are medians over windows. Ranks
+synchronize before the clock starts, and wait for the end of writing after it stops.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SEQUENCES, TOKENS, WARM_UP = 4, 64, 3
 
 
 class DeepSpeed:
-    """As DeepSpeed saves, while everybody waits."""
+    """DeepSpeed's own saver, which blocks all ranks."""
 
     section: ClassVar[dict[str, Any]] = {}
     native: ClassVar[dict[str, Any]] = {}
@@ -38,13 +38,16 @@ class DeepSpeed:
         self.engine = engine
 
     def save(self, directory: Path) -> None:
+        """Save a checkpoint into `directory`."""
         self.engine.save_checkpoint(str(directory))
 
     def finish(self) -> None:
-        """Wait until it is written."""
+        """Wait until the checkpoint is written."""
 
 
 class Ours(DeepSpeed):
+    """This package, which writes in the background."""
+
     section: ClassVar[dict[str, Any]] = {"checkpointing": {}}
 
     def finish(self) -> None:
@@ -52,7 +55,7 @@ class Ours(DeepSpeed):
 
 
 class InMemory(Ours):
-    """Into the memory of the host, by hand and not by steps, so that windows are those of the others."""
+    """This package in host memory. Checkpoints are made by call, so that the windows match those of the others."""
 
     section: ClassVar[dict[str, Any]] = {
         "checkpointing": {"directory": tempfile.gettempdir() + "/checkpoint_cost", "memory": {"every": "1000 h"}}
@@ -63,7 +66,7 @@ class InMemory(Ours):
 
 
 class Decoupled(DeepSpeed):
-    """DeepSpeed's writer in a process, which it waits for before the next step."""
+    """DeepSpeed's writer process, which it waits for before the next step."""
 
     native: ClassVar[dict[str, Any]] = {
         "checkpoint": {"writer": {"type": "fast", "decoupled": True, "data_parallel": "replica"}}
@@ -71,7 +74,7 @@ class Decoupled(DeepSpeed):
 
 
 class AsyncSave(DeepSpeed):
-    """The masters, states and weights of this rank, by torch.distributed.checkpoint."""
+    """torch.distributed.checkpoint with the master weights, optimizer states and weights of this rank."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -99,6 +102,7 @@ SAVERS: dict[str, type[DeepSpeed]] = {
 
 
 def make(saver: type[DeepSpeed], model_file: Path, stage: int) -> DeepSpeed:
+    """Make a saver with an engine of its own."""
     model = build_model(model_file, read_model_config(model_file), seed=0)
     ds_config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
@@ -115,7 +119,7 @@ def make(saver: type[DeepSpeed], model_file: Path, stage: int) -> DeepSpeed:
 
 
 def steps(one: DeepSpeed, count: int, tokens: torch.Tensor) -> list[float]:
-    """Seconds of each."""
+    """Train `count` steps and return the seconds of each."""
     found: list[float] = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -126,7 +130,7 @@ def steps(one: DeepSpeed, count: int, tokens: torch.Tensor) -> list[float]:
 
 
 def measure(one: DeepSpeed, options: argparse.Namespace, tokens: torch.Tensor, directory: Path) -> dict[str, float]:
-    """Medians over windows: seconds of a step without saving, of the call, and that a window took longer in all."""
+    """Return medians over windows: seconds per plain step, per call, and the added seconds per window."""
     steps(one, WARM_UP, tokens)
     calls, plain, saved = list[float](), list[float](), list[float]()
     for window in range(options.windows + 1):
@@ -141,7 +145,7 @@ def measure(one: DeepSpeed, options: argparse.Namespace, tokens: torch.Tensor, d
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(directory / str(window), ignore_errors=True)
-    # The first one allocates.
+    # The first window allocates memory.
     without = statistics.median(plain[1:])
     return {
         "step": without / options.every,
@@ -151,11 +155,12 @@ def measure(one: DeepSpeed, options: argparse.Namespace, tokens: torch.Tensor, d
 
 
 def main() -> None:
+    """Measure all savers and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="a model's config")
-    parser.add_argument("--stage", type=int, default=1, help="ZeRO (default: 1)")
-    parser.add_argument("--every", type=int, default=10, help="steps of a window (default: 10)")
-    parser.add_argument("--windows", type=int, default=7, help="of each kind (default: 7)")
+    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"), help="model config")
+    parser.add_argument("--stage", type=int, default=1, help="ZeRO stage (default: 1)")
+    parser.add_argument("--every", type=int, default=10, help="steps per window (default: 10)")
+    parser.add_argument("--windows", type=int, default=7, help="windows of each kind (default: 7)")
     options = parser.parse_args()
     deepspeed.init_distributed("gloo")
     shared = [tempfile.mkdtemp()]
@@ -163,7 +168,7 @@ def main() -> None:
     for name, saver in SAVERS.items():
         try:
             one = make(saver, options.model, options.stage)
-        except Exception as error:  # a writer that cannot be built here is a line of the table
+        except Exception as error:  # report a writer that cannot be built on this machine
             show(name, f"not available: {str(error).splitlines()[0]}")
             continue
         words = read_model_config(options.model).vocab_size
@@ -180,6 +185,7 @@ def main() -> None:
 
 
 def show(name: str, text: str) -> None:
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(f"{name}: {text}", flush=True)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train one model with several settings of compression, all else equal, and compare what comes of it.
+"""Compare compression settings on one model, with everything else equal.
 
 loss   held-out losses with several seeds, on this machine
-time   time to a given loss on emulated hosts, with fixed settings and with adaptive ones; needs Linux and root
+time   time to a given loss on emulated hosts, with fixed and adaptive settings; needs Linux and root
 
-The time is that of training steps, the first left out; held-out losses are interpolated between evaluations. The goal
-is the last held-out loss of the uncompressed run at the same rate; the others train a third longer, at a constant
-learning rate, so that they may reach it later. Finished runs are kept and not repeated; the tables show what is there.
+The time is that of all training steps except the first. Held-out losses are interpolated between evaluations. The goal
+is the last held-out loss of the uncompressed run at the same rate. The others may train a third longer to reach it, at
+a constant learning rate. Finished runs are kept and not repeated, and the tables show all finished runs.
 
 examples, from the root of the repository:
   python -m launch.studies.compare_runs loss --data data/shakespeare --output-dir runs/methods
@@ -52,7 +52,7 @@ OF_LOSS: Mapping[str, Section] = {
     "topk1_int4": {"gradients": TOP_K},
     "topk1_int4_warmup": {"gradients": TOP_K, "schedule": {"warmup_steps": 60}},
 }
-"""What is written over the section of the file, to compare losses."""
+"""Settings for `loss`, which overwrite keys of the file's section."""
 GRADIENTS: Mapping[str, Section] = {
     "int8": {"bits": 8},
     "int4": {"bits": 4},
@@ -68,14 +68,15 @@ OF_TIME: Mapping[str, Section] = {
     "wan": {},
     ADAPTIVE: {"gradients": {"bits": 8}, "weights": INT4, "adaptive": {"probe_every": 50}},
 }
-"""Sections, to compare times; an empty one is what the file says."""
+"""Sections for `time`. An empty one stands for the section of the file."""
 FILES = {"wan": Path("configs/zero1_wan.json")}
-"""Settings that need an optimizer of their own."""
+"""Settings that need their own optimizer."""
 LONGER = 4 / 3
-"""Steps of the others, against those of the baseline."""
+"""Steps of the other settings per step of the baseline."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen study."""
     options = _options(argv)
     with signals_as_exceptions():
         options.study(options)
@@ -90,24 +91,26 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     time.set_defaults(study=compare_times)
     for study, settings in ((loss, OF_LOSS), (time, OF_TIME)):
         study.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-        study.add_argument("--output-dir", type=Path, required=True, help="each run gets a directory here")
+        study.add_argument("--output-dir", type=Path, required=True, help="directory for the runs")
         study.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
         study.add_argument("--settings", nargs="+", choices=settings, default=list(settings))
         study.add_argument("--seq-len", type=int, default=64)
-    loss.add_argument("--config", type=Path, default=Path("configs/zero2_none.json"), help="all but the settings")
+    loss.add_argument("--config", type=Path, default=Path("configs/zero2_none.json"), help="base configuration")
     loss.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     loss.add_argument("--ranks", type=int, default=2)
     loss.add_argument("--steps", type=int, default=600)
     file = Path("configs/zero1_int4_weights.json")
-    time.add_argument("--config", type=Path, default=file, help="all but the settings")
-    time.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of every link (default: both)")
+    time.add_argument("--config", type=Path, default=file, help="base configuration")
+    time.add_argument(
+        "--rates", nargs="+", default=["1gbit", "100mbit"], help="rates of the links (default: 1gbit 100mbit)"
+    )
     time.add_argument("--hosts", type=int, default=4)
-    time.add_argument("--steps", type=int, default=90, help="of the uncompressed run (default: 90)")
+    time.add_argument("--steps", type=int, default=90, help="steps of the uncompressed run (default: 90)")
     return parser.parse_args(argv)
 
 
 def _command(options: argparse.Namespace, ds_config: Mapping[str, Any], run: Path, *more: object) -> list[str]:
-    """The training program, which leaves `run`; its configuration is written there."""
+    """Return the command of a training run, after writing its configuration into the directory `run`."""
     run.mkdir(parents=True, exist_ok=True)
     (run / METRICS).unlink(missing_ok=True)
     write_json(run / "given.json", ds_config)
@@ -118,13 +121,13 @@ def _command(options: argparse.Namespace, ds_config: Mapping[str, Any], run: Pat
 
 
 def missing(runs: Mapping[Any, Path]) -> Iterator[tuple[Any, Path]]:
-    """The runs that are not finished, with a bar."""
+    """Yield the unfinished runs, with a progress bar."""
     left = {key: run for key, run in runs.items() if not (run / SUMMARY).is_file()}
     yield from track(left.items(), "runs", console=Console(stderr=True))
 
 
 def compare_losses(options: argparse.Namespace) -> None:
-    """Train what is missing, and print the table."""
+    """Train the missing runs and print the table."""
     runs = {
         (name, seed): options.output_dir / name / f"seed{seed}" for seed in options.seeds for name in options.settings
     }
@@ -142,7 +145,7 @@ def _train_here(options: argparse.Namespace, name: str, seed: int, run: Path) ->
     cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([*launcher, *_command(options, ds_config, run, *more)], env=os.environ | cpu, check=False)
     if done.returncode:
-        raise SystemExit(f"{run}: the ranks ended with {done.returncode}")
+        raise SystemExit(f"{run}: the ranks failed with exit code {done.returncode}")
 
 
 def _print_losses(options: argparse.Namespace) -> None:
@@ -161,19 +164,19 @@ def _print_losses(options: argparse.Namespace) -> None:
 
 
 def _loss(run: Path) -> float:
-    """NaN of a run that is not there."""
+    """Return the held-out loss of a run, or NaN if it is not finished."""
     return float(read_summary(run)["eval_loss"]) if (run / SUMMARY).is_file() else math.nan
 
 
 def traffic(run: Path) -> tuple[float, float]:
-    """Mean bytes that a rank sends for gradients in a step, and how many times more DeepSpeed alone would."""
+    """Return the mean gradient bytes that a rank sends per step, and the ratio of uncompressed bytes to them."""
     lines = read_statistics(run)
     sent = statistics.fmean(line["bytes_sent"] for line in lines)
     return sent, statistics.fmean(line["bytes_uncompressed"] for line in lines) / sent
 
 
 def compare_times(options: argparse.Namespace) -> None:
-    """Train what is missing, and print a table for each rate."""
+    """Train the missing runs and print a table for each rate."""
     runs = {(rate, name): options.output_dir / rate / name for rate in options.rates for name in options.settings}
     for (rate, name), run in missing(runs):
         ds_config = json.loads(FILES.get(name, options.config).read_text())
@@ -186,7 +189,11 @@ def compare_times(options: argparse.Namespace) -> None:
 
 
 def train_on_hosts(options: argparse.Namespace, rate: str, ds_config: dict[str, Any], steps: int, run: Path) -> None:
-    """Train on emulated hosts at a constant learning rate, which begins low. SystemExit when a rank fails."""
+    """Train on emulated hosts at a constant learning rate after a warm-up.
+
+    Raises:
+        SystemExit: A rank failed.
+    """
     schedule = {"warmup_max_lr": ds_config["optimizer"]["params"]["lr"], "warmup_num_steps": options.steps // 10}
     ds_config["scheduler"] = {"type": "WarmupLR", "params": {**schedule, "warmup_type": "linear"}}
     ds_config[SECTION] = {**ds_config[SECTION], "monitor": {"path": str(run), "every": 10}}
@@ -198,11 +205,11 @@ def train_on_hosts(options: argparse.Namespace, rate: str, ds_config: dict[str, 
 
 
 def print_times(rate: str, runs: Mapping[str, TimedRun], goal: float) -> None:
-    """The table of time to a held-out loss of `goal`, on links of `rate`."""
+    """Print the times to a held-out loss of `goal` on links of `rate`."""
     times = {name: time_to(goal, run.points) for name, run in runs.items()}
     best = min(seconds for name, seconds in times.items() if seconds is not None and name != ADAPTIVE)
     table = Table(title=f"{rate}: to a held-out loss of {goal:.4f}", title_justify="left")
-    for title in ("settings", "last loss", "seconds a step", "seconds to the goal", "of the best fixed"):
+    for title in ("settings", "last loss", "seconds per step", "seconds to the goal", "of the best fixed"):
         table.add_column(title, justify="left" if title == "settings" else "right")
     for name, run in runs.items():
         seconds = times[name]

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""One model through every engine: DeepSpeed ZeRO 1, Megatron's distributed optimizer, FSDP2 and DDP.
+"""Train one model with every engine: DeepSpeed ZeRO 1, Megatron's distributed optimizer, FSDP2 and DDP.
 
-Each trains the same model from the same weights on the same batches, alone and with gradients in 4 bits. The table has
-mean losses of all training steps, held-out losses at the end, the difference that 4 bits make, how many times fewer
-bytes of gradients a rank sends than the engine would alone (in fp32, by the package's counters), and seconds of a step
-without a network. The goal is that the mean losses of all runs are within half a percent of one another.
+Each engine trains the same model from the same weights on the same batches, uncompressed and with gradients in 4 bits.
+The table has the mean training losses, the final held-out losses, the change due to 4 bits, the ratio of uncompressed
+(fp32) to sent gradient bytes by the package's counters, and the seconds per step without a network. The goal is that
+the mean losses of all runs are within half a percent of each other.
 
-Alone, engines differ by how they round; at a constant rate such differences grow, until losses of single steps, and
-held-out losses too, are apart by a few tenths of a percent. So the means decide, and the first steps tell how equal the
-engines are: below the table is by how much losses of engines alone differ in them at most.
+Uncompressed engines round differently. At a constant learning rate these differences grow to a few tenths of a percent
+in single losses and held-out losses. Therefore the goal is about means. The largest difference between uncompressed
+engines in the first steps, before rounding shows, is printed below the table.
 
 Megatron's GPTModel gets the weights of the Hugging Face model (deepspeed_compress.models.megatron). Its distributed
-optimizer and FSDP2 reduce-scatter gradients, and gloo all-reduces for that, so alone they send twice what others would.
+optimizer and FSDP2 reduce-scatter gradients. gloo all-reduces instead, so uncompressed they send twice the bytes.
 
 Finished runs are kept and not repeated.
 
@@ -40,23 +40,23 @@ from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_to_loss import CPU, EVAL_TOKENS, WINDOW, trained_as
 
 FILE = Path("configs/zero1_int4.json")
-"""What DeepSpeed is told; optimizer, batch and clipping of all others too."""
+"""Configuration of DeepSpeed. The other engines take its optimizer, batch and clipping."""
 GOAL = 0.005
-"""Of the least loss: what the others may differ by."""
+"""Largest allowed difference between mean losses, relative to the lowest one."""
 FIRST = 20
-"""Steps before rounding shows."""
+"""Number of first steps, in which rounding does not show yet."""
 ENGINES: Mapping[str, tuple[str, str]] = {
     "DeepSpeed ZeRO 1": (DEEPSPEED, OURS),
     "Megatron, distributed optimizer": ("megatron", "megatron-int4"),
     "FSDP2": ("fsdp2", "fsdp2-int4"),
     "DDP": ("ddp", "ddp-int4"),
 }
-"""The contenders of each: alone, and with 4 bits."""
+"""Contenders of each engine: uncompressed, and with 4 bits."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave. `train`: mean loss of all batches. `first`: losses of the first steps."""
+    """Results of a run. `train` is the mean loss of all batches, and `first` holds the losses of the first steps."""
 
     train: float
     held_out: float
@@ -66,6 +66,7 @@ class Result:
 
     @classmethod
     def of(cls, curve: Curve) -> "Result":
+        """Return the results of a curve."""
         sent = curve.gradient_bytes
         ratio = sent[1] / sent[0] if sent else None
         train = statistics.fmean(curve.train)
@@ -73,6 +74,7 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train the missing runs and print the table. Return 1 if a run failed."""
     options = _options(argv)
     os.environ |= CPU
     data, kinds = prepare_data(options), [kind for pair in ENGINES.values() for kind in pair]
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves = {kind: finished(_file(options, kind)) for kind in kinds}
     failed = [kind for kind, curve in curves.items() if curve is None]
     if failed:
-        print(f"failed, see their .log in {options.output_dir}: {', '.join(failed)}", file=sys.stderr)
+        print(f"runs failed, see their .log in {options.output_dir}: {', '.join(failed)}", file=sys.stderr)
         return 1
     report({kind: Result.of(curve) for kind, curve in curves.items() if curve is not None}, options)
     return 0
@@ -94,7 +96,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="curves, and the table as engines.json")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the curves and engines.json")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
     parser.add_argument("--ranks", type=positive_integer, default=2, help="(default: 2)")
     parser.add_argument("--steps", type=positive_integer, default=200, help="(default: 200)")
@@ -126,7 +128,7 @@ def _job(options: argparse.Namespace, kind: str, data: str) -> Job:
 
 
 def _contender(options: argparse.Namespace, kind: str) -> tuple[Workload, Contender]:
-    """What every engine computes in a step, and who does."""
+    """Return the common workload and the contender of `kind`."""
     sizes = {"micro_batch": None, "seq_len": options.seq_len, "seed": options.seed}
     [group] = group_contenders([str(FILE)], str(options.model), (DEEPSPEED,), sizes, options.ranks)
     found = next((one for one in group.contenders if one.kind == kind), None)
@@ -137,10 +139,10 @@ def _contender(options: argparse.Namespace, kind: str) -> tuple[Workload, Conten
 
 
 def report(results: Mapping[str, Result], options: argparse.Namespace) -> None:
-    """Print the table and how far losses are apart, and write both."""
+    """Print the table and the differences between losses, and write both."""
     table = Table(title=f"{options.ranks} ranks, {options.steps} steps, 4 bits for gradients", title_justify="left")
-    columns = ("engine", "training alone", "4 bits", "difference", "held-out alone", "4 bits", "difference")
-    for column in (*columns, "bytes, times fewer", "seconds alone", "4 bits"):
+    columns = ("engine", "training loss", "4 bits", "change", "held-out loss", "4 bits", "change")
+    for column in (*columns, "bytes, times fewer", "seconds per step", "4 bits"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for engine, pair in ENGINES.items():
         alone, ours = (results[kind] for kind in pair)
@@ -155,8 +157,8 @@ def report(results: Mapping[str, Result], options: argparse.Namespace) -> None:
     first = [results[kind].first for kind, _ in ENGINES.values()]
     apart["first"] = max(_apart(losses) for losses in zip(*first, strict=True))
     verdict = "met" if apart["train"] <= GOAL else "missed"
-    print(f"training losses are within {apart['train']:.2%} of one another (goal: {GOAL:.1%}; {verdict})")
-    print(f"held-out losses within {apart['held_out']:.2%}; engines alone, in the first steps, {apart['first']:.1e}")
+    print(f"training losses differ by at most {apart['train']:.2%} (goal: {GOAL:.1%}; {verdict})")
+    print(f"held-out losses by {apart['held_out']:.2%}; uncompressed, in the first steps, by {apart['first']:.1e}")
     found = {kind: asdict(one) for kind, one in results.items()}
     write_json(options.output_dir / "engines.json", {"runs": found, "apart": apart, "goal": GOAL})
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What rare exchanges cost in loss: islands of one rank against an exchange in every step, over a whole schedule.
+"""Measure the loss that rare exchanges cost: islands of one rank against an exchange in every step.
 
-Same text, seeds, batches and rates for all: AdamW, a tenth of the steps of warm-up, then a cosine down to a tenth of
-the rate, so that the last loss is what a user would get. The first tenth of the steps ends with an exchange each, but
-where a name says otherwise. Losses are of held-out text, and mean over islands, after steps in which all exchange.
-Finished runs are kept and not repeated; the network is this machine's memory, on which no loss depends.
+All runs have the same text, seeds, batches and learning-rate schedule: AdamW with a warm-up of a tenth of the steps,
+then a cosine to a tenth of the rate, so that the last loss is that of a complete run. In the first tenth of the steps,
+islands exchange in every step. Losses are on held-out text, averaged over islands, after steps in which all exchange.
+The network is this machine's memory, which does not change any loss. Finished runs are kept and not repeated.
 
 examples, from the root of the repository:
   python -m launch.studies.islands_quality --data data/shakespeare --output-dir runs/islands
@@ -36,7 +36,7 @@ from launch.studies.text import cache_dir, prepare_data
 from launch.studies.time_to_loss import CPU, ROOT
 
 FILE = ROOT / "configs" / "zero0_int4.json"
-"""All but the section and the schedule."""
+"""Base configuration. The section and the schedule are replaced."""
 SYNCHRONOUS = "every step"
 INT4 = {"method": "blockwise", "bits": 4}
 SPARSE = {"method": "topk", "density": 0.03, "block_size": 4096, "values": {"method": "blockwise", "bits": 2}}
@@ -48,8 +48,6 @@ EXCHANGES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "nesterov, 4 bits": (NESTEROV, INT4),
     "nesterov, top-k": (NESTEROV, SPARSE),
     "sparseloco": (AVERAGE, DECAYING),
-    "average 1.5, 4 bits": ({**AVERAGE, "lr": 1.5}, INT4),
-    "average 2, 4 bits": ({**AVERAGE, "lr": 2.0}, INT4),
     "nesterov of 0.5, 4 bits": ({**NESTEROV, "momentum": 0.5}, INT4),
     "nesterov of 0.5, uncompressed": ({**NESTEROV, "momentum": 0.5}, {"method": "none"}),
     "nesterov of 0.7, 4 bits": ({**NESTEROV, "momentum": 0.7}, INT4),
@@ -63,28 +61,27 @@ FASTER = (
     "nesterov of 0.5, uncompressed",
     "nesterov of 0.7, 4 bits",
 )
-"""Tried at other rates, and with second moments exchanged too."""
-RATES = {", half the rate": 0.5, ", twice the rate": 2, ", three times the rate": 3, ", four times the rate": 4}
-"""Of the inner optimizer. An island sees a part of the batch: Adam goes less far where noise decides how far."""
+"""Exchanges that are also run at other learning rates and with second moments."""
+RATES = {", half the rate": 0.5, ", twice the rate": 2}
+"""Factors of the inner learning rate. Adam takes shorter steps with the noisier batch of an island."""
 MOMENTS: Mapping[str, Any] = {
     "": None,
     ", second moments": {"block_size": 1},
     ", second moments in blocks": {"block_size": 128},
 }
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}}
-"""In place of AdamW where a name ends so: matrices by Muon at its usual rate, embeddings and vectors by Adam."""
+"""Optimizer of names with the suffix `INSIDE`: Muon for matrices, and Adam for embeddings and vectors."""
 INSIDE = ", muon"
 START = 0.1
-"""Share of the steps at the start that each end with an exchange."""
-LONG_START = 0.3
+"""Share of the steps at the start in which islands exchange every time."""
 EVAL_EVERY, EVAL_BATCHES = 30, 16
-"""Every 30th step all intervals exchange."""
+"""With all intervals, islands exchange in every 30th step."""
 
 
 def variants(steps: int) -> dict[str, dict[str, Any]]:
-    """The sections, by name."""
+    """Return the sections by name."""
 
-    def islands(every: int, name: str, start: float = START, **keys: Any) -> dict[str, Any]:
+    def islands(every: int, name: str, **keys: Any) -> dict[str, Any]:
         outer, exchange = EXCHANGES[name]
         return {
             "gradients": {"method": "none"},
@@ -93,8 +90,8 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
                 "sync_every": every,
                 "outer": outer,
                 "exchange": exchange,
-                # So that intervals begin with a step that all have in common.
-                "warmup_steps": round(start * steps / EVAL_EVERY) * EVAL_EVERY,
+                # Intervals begin at a step that all of them have in common.
+                "warmup_steps": round(START * steps / EVAL_EVERY) * EVAL_EVERY,
                 **keys,
             },
         }
@@ -104,12 +101,6 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
         SYNCHRONOUS: {"gradients": {"method": "none"}},
         f"{SYNCHRONOUS}, 4 bits": {"gradients": INT4},
         **found,
-        **{
-            f"{every} average, 4 bits, longer start": islands(every, "average, 4 bits", LONG_START)
-            for every in (10, 30)
-        },
-        "30 nesterov, 4 bits, longer start": islands(30, "nesterov, 4 bits", LONG_START),
-        "10 average, 4 bits, streamed": islands(10, "average, 4 bits", fragments=5, delay=2),
         **{
             f"{every} {name}{moments}{rate}": islands(every, name, second_moments=MOMENTS[moments])
             for every, name, moments, rate in product(INTERVALS, FASTER, MOMENTS, ("", *RATES))
@@ -124,7 +115,7 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
 
 
 def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Namespace, data: str) -> Job:
-    """Everything that decides a run."""
+    """Return the job of a run."""
     ds_config = read_ds_config(str(FILE))
     schedule = {"total_num_steps": steps, "warmup_num_steps": steps // 10, "cos_min_ratio": 0.1}
     ds_config |= {
@@ -153,7 +144,7 @@ def job_of(name: str, seed: int, steps: int, hosts: int, options: argparse.Names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
     options = _options(argv)
     os.environ |= CPU
     try:
@@ -174,12 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def file_of(options: argparse.Namespace, name: str, seed: int) -> Path:
+    """Return the file of a run."""
     path: Path = options.output_dir / f"seed{seed}" / f"{re.sub('[^a-z0-9]+', '_', name)}.json"
     return path
 
 
 def table(curves: Mapping[tuple[str, int], Curve]) -> Table:
-    """Last losses, by name: means over seeds, and over those of the synchronous run with the same seeds."""
+    """Return the table of last losses: means over seeds, and relative to the synchronous runs with the same seeds."""
     shown = Table("exchanges", "seeds", "held-out loss", "of synchronous")
     for name in dict.fromkeys(name for name, _ in curves):
         losses = {seed: curve.held_out[-1][1] for (one, seed), curve in curves.items() if one == name}
@@ -198,17 +190,17 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="curves go here")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the curves")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="names to train")
-    parser.add_argument("--train-none", action="store_true", help="the table of what is there")
+    parser.add_argument("--train-none", action="store_true", help="only print the table of finished runs")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
     parser.add_argument("--hosts", type=positive_integer, default=4, help="islands of one rank (default: 4)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=positive_integer, default=300)
     parser.add_argument("--seq-len", type=positive_integer, default=64)
-    parser.add_argument("--micro-batch", type=positive_integer, help="sequences of an island (default: of the file)")
-    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW inside (default: 0.95)")
-    parser.add_argument("--clipping", type=float, default=1.0, help="of gradients inside, their norm (default: 1)")
+    parser.add_argument("--micro-batch", type=positive_integer, help="sequences per island (default: as in the file)")
+    parser.add_argument("--beta2", type=float, default=0.95, help="beta2 of the inner optimizer (default: 0.95)")
+    parser.add_argument("--clipping", type=float, default=1.0, help="largest norm of the inner gradients (default: 1)")
     return parser.parse_args(argv)
 
 

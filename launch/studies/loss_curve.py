@@ -1,7 +1,7 @@
-"""One training run of `time_to_loss` on this machine: the program of its ranks, and the curve that they leave.
+"""Single training run of a study on this machine: the program of its ranks, and the curve that it writes.
 
-What is trained is made as `ds-compress bench step` makes it to time it; batches, evaluations and schedules are those
-of the training program. The network is this machine's memory: losses do not depend on it.
+The engine is the one that `ds-compress bench step` times. Batches, evaluations and schedules are those of the training
+program. The network is this machine's memory, which does not change any loss.
 """
 
 import json
@@ -30,14 +30,14 @@ from deepspeed_compress.training.stepper import eval_loss, mean_over_ranks, trai
 __all__ = ["HELD_OUT", "Curve", "Goal", "Job", "Point", "finished", "run_job"]
 
 HELD_OUT = 0.05
-"""Share of the text, at the end of each file."""
+"""Share of the text that is held out at the end of each file."""
 ATTEMPTS = 3
-"""PyTorch's PowerSGD aborts on gloo now and then."""
+"""Number of attempts per run, because PyTorch's PowerSGD sometimes aborts on gloo."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Losses to reach: on held-out text, and the mean of the last batches of training."""
+    """Losses to reach: on held-out text, and as the mean of the last training batches."""
 
     held_out: float
     train: float
@@ -45,12 +45,19 @@ class Goal:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides a curve.
+    """Complete description of a run.
 
-    `native`: keys of a ds_config that describe the optimizer and the schedule of those that DeepSpeed does not train.
-    `start`: their first steps without compression, where the method has such. `steps`: the most of them; a run ends at
-    the evaluation that finds both losses of `goal` reached. `window`: steps whose training losses are averaged.
-    `data`: key of the tokens.
+    Attributes:
+        workload: Model, batch and precision.
+        contender: Engine and its configuration.
+        native: Keys of a ds_config with the optimizer and the schedule of engines other than DeepSpeed.
+        start: Uncompressed first steps of methods that have them.
+        steps: Largest number of steps. A run ends earlier if both losses of `goal` are reached.
+        eval_every: Steps between evaluations.
+        eval_batches: Batches per evaluation.
+        window: Steps in the mean of training losses.
+        data: Key of the tokens.
+        goal: Losses to reach, if any.
     """
 
     workload: Workload
@@ -66,22 +73,27 @@ class Job:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Job":
+        """Return the job of a JSON object."""
         parts = {"workload": Workload(**found["workload"]), "contender": Contender(**found["contender"])}
         goal = found["goal"]
         return cls(**{**found, **parts, "goal": Goal(**goal) if goal else None})
 
 
 Point = tuple[float, float]
-"""A step, and the loss after it."""
+"""Step and the loss after it."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """`train`: mean loss of each batch. `held_out`: evaluations. `dense_steps`: so many began without compression.
+    """Losses of a run.
 
-    `step_seconds`: median of the first rank's steps, on a network that is this machine's memory. `gradient_bytes`: what
-    a rank sent for gradients in the last step that was measured, and what it would have sent uncompressed; None where
-    nobody counts.
+    Attributes:
+        dense_steps: Number of uncompressed first steps.
+        train: Mean loss of each batch.
+        held_out: Evaluations.
+        step_seconds: Median seconds of the first rank's steps without a network.
+        gradient_bytes: Bytes that a rank sent for gradients in the last measured step, and those that it would have
+            sent uncompressed. None if they are not counted.
     """
 
     dense_steps: int
@@ -92,18 +104,19 @@ class Curve:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Curve":
+        """Return the curve of a JSON object."""
         held_out = tuple((step, loss) for step, loss in found["held_out"])
         counted = found.get("gradient_bytes")
         seconds = found.get("step_seconds", math.nan)
         return cls(found["dense_steps"], tuple(found["train"]), held_out, seconds, tuple(counted) if counted else None)
 
     def smoothed(self, window: int) -> list[Point]:
-        """Means of the last `window` losses of training, from the first step that has so many."""
+        """Return the means of the last `window` training losses, from step `window` on."""
         ends = range(window, len(self.train) + 1)
         return [(end, statistics.fmean(self.train[end - window : end])) for end in ends]
 
     def meets(self, goal: Goal, window: int) -> bool:
-        """Both losses were reached, now or before."""
+        """Return True if both losses have been reached at some step."""
         means = self.smoothed(window)
         return _least(self.held_out) <= goal.held_out and _least(means) <= goal.train
 
@@ -113,7 +126,7 @@ def _least(points: Sequence[Point]) -> float:
 
 
 def run_job(job: Job, ranks: int, cache_dir: Path, file: Path) -> bool:
-    """Train in `ranks` processes, unless `file` is there; whether it is there now. Its log lies beside."""
+    """Train in `ranks` processes unless `file` exists, with a log next to it. Return True if `file` exists now."""
     if file.is_file():
         return True
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -127,12 +140,12 @@ def run_job(job: Job, ranks: int, cache_dir: Path, file: Path) -> bool:
 
 
 def finished(file: Path) -> Curve | None:
-    """What a run has left, if it has ended."""
+    """Return the curve of a finished run, or None."""
     return Curve.from_json(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def train(job: Job, cache_dir: Path, shown: Display) -> Curve:
-    """On every rank; the curve is the same on all of them."""
+    """Train on every rank. The returned curve is the same on all ranks."""
     windows, held_out = split_windows(open_cache(cache_dir, job.data), job.workload.seq_len, HELD_OUT)
     system = make(job.workload, job.contender, Optimizer.of(job.native), job.start)
     curve, losses = Curve(system.dense_steps, (), ()), list[Tensor]()
@@ -158,7 +171,7 @@ def _bytes(measured: Sequence[Any]) -> tuple[int, int] | None:
 
 
 def _evaluated(job: Job, system: System, held_out: Windows, curve: Curve, losses: list[Tensor]) -> Curve:
-    """The curve with the `losses` of this rank since the last evaluation, and a new one."""
+    """Return the curve with a new evaluation and the mean of the `losses` since the last one."""
     means = tuple(mean_over_ranks([loss], system.share) for loss in losses)
     loss = eval_loss(system.stepper, held_out, system.share, job.eval_batches, gauges.device())
     held_out_losses = (*curve.held_out, (len(curve.train) + len(losses), loss))
@@ -166,6 +179,7 @@ def _evaluated(job: Job, system: System, held_out: Windows, curve: Curve, losses
 
 
 def main() -> int:
+    """Train the job of the first argument, and write its curve on the first rank."""
     job_file, cache_dir, result = (Path(argument) for argument in sys.argv[1:])
     job, ranks = Job.from_json(json.loads(job_file.read_text(encoding="utf-8"))), gauges.join()
     with display("steps", ranks.is_first) as shown:

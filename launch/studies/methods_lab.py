@@ -1,8 +1,8 @@
-"""One training run with compressed communication in one process: the ranks are threads, and ZeRO 1 is done by hand.
+"""Single training run with compression in one process, with threads as ranks and a hand-written ZeRO 1.
 
-Nothing is simulated but the network: bytes really travel between the ranks, through the package's own session,
-reducers and gather, as they are in a DeepSpeed engine. Weights are held in bf16 and computed with in fp32, masters and
-gradients are fp32: what is not compressed costs 16 bits an element for weights and 32 for gradients.
+Only the network is simulated. The ranks exchange real bytes through the package's own session, reducers and gather, as
+in a DeepSpeed engine. Weights are sent in bf16 and computed with in fp32; fp32 master weights and gradients are kept.
+So uncompressed weights take 16 bits per element, and uncompressed gradients 32.
 """
 
 import hashlib
@@ -51,15 +51,23 @@ HELD = torch.bfloat16
 LEARNING_RATE, LAST_RATE, RATE_WARMUP_STEPS, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.1, 20, 0.1, 1.0
 HELD_OUT, EVAL_TOKENS, EVAL_BATCH, LOSS_EVERY = 0.05, 32768, 16, 50
 TIMEOUT = timedelta(minutes=10)
-"""Of a message: a rank that fails ends the run after it at the latest."""
+"""Timeout of a message, after which the failure of a rank ends the run."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that decides the result of a run.
+    """Complete description of a run.
 
-    `section`: of the configuration. `betas`: of AdamW. `micro_batch`: sequences of `seq_len` tokens on each rank and
-    step. `model`, `data`: digests of the file of the model's config and of the tokens.
+    Attributes:
+        section: Section of the configuration.
+        betas: Betas of AdamW.
+        seed: Seed of weights and batches.
+        steps: Optimizer steps.
+        ranks: Number of ranks.
+        micro_batch: Sequences per rank and step.
+        seq_len: Tokens per sequence.
+        model: Digest of the model config file.
+        data: Digest of the tokens.
     """
 
     section: Mapping[str, Any]
@@ -73,7 +81,7 @@ class Spec:
     data: str
 
     def learning_rate(self, step: int) -> float:
-        """Of step `step` (0-based): linear warm-up, then a cosine that ends at a tenth."""
+        """Return the learning rate of step `step` (0-based): a linear warm-up, then a cosine to a tenth."""
         if step < RATE_WARMUP_STEPS:
             return LEARNING_RATE * (step + 1) / RATE_WARMUP_STEPS
         progress = (step - RATE_WARMUP_STEPS) / max(1, self.steps - RATE_WARMUP_STEPS)
@@ -81,13 +89,13 @@ class Spec:
 
 
 def digest(file: Path) -> str:
-    """Of the content of a file: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits of the SHA-256 of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one rank: bytes that left it, and milliseconds of CPU time."""
+    """Bytes sent and milliseconds of CPU time of one rank in one step."""
 
     loss: float
     gradient_bytes: int
@@ -97,7 +105,7 @@ class StepRecord:
 
 
 class ThreadMeter(Meter):
-    """Times are CPU times of the calling thread, since the ranks share the cores."""
+    """Meter of the CPU time of the calling thread, because the ranks share the cores."""
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
@@ -107,10 +115,10 @@ class ThreadMeter(Meter):
 
 
 class Rank:
-    """One data-parallel rank: a whole model, and masters and moments of its own part of the weights.
+    """Data-parallel rank with a whole model, and the master weights and moments of its own part.
 
-    All weights and all gradients are flat fp32 buffers in the order of the model's parameters, which are views of them.
-    `held`: the weights as all ranks have them.
+    The model's parameters and gradients are views of two flat fp32 buffers. `held` is the copy of the weights in bf16
+    that all ranks have in common.
     """
 
     def __init__(self, group: ProcessGroup, model: Any, spec: Spec, config: CompressConfig) -> None:
@@ -125,7 +133,7 @@ class Rank:
         self.plain = reductions.at(gradients, 0).plain
         self.session = _session(config, run, reductions)
         self.gather = WeightReduction(weights, parameters, run).difference_gather(group, sizes, HELD)
-        # The same cut as the gather's: a rank gets the mean gradient of the weights that it has the masters of.
+        # Use the partition of the gather: a rank receives the mean gradients of its own master weights.
         self.partition = even_partition(sizes, group.size())
         self.weights, self.gradients = _flattened(model)
         self.held = self.weights.to(HELD)
@@ -135,7 +143,7 @@ class Rank:
         self.session.begin(0, 1.0)
 
     def step(self, tokens: Tensor, rate: float) -> StepRecord:
-        """One optimizer step on `tokens` (sequences, length)."""
+        """Take an optimizer step on `tokens` [sequences, length]."""
         loss = self._backward(tokens)
         self._reduce()
         self._update(rate)
@@ -155,7 +163,7 @@ class Rank:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """This rank's part of `gradients` becomes that of the mean over the ranks."""
+        """Replace this rank's part of the gradients by the mean over the ranks."""
         scale = 1 / self.group.size()
         if self.session.config.gradients.method == "none":
             self.plain.reduce_scatter(self.gradients, self.partition, scale)
@@ -164,7 +172,7 @@ class Rank:
 
     @torch.no_grad()
     def _update(self, rate: float) -> None:
-        """AdamW on the masters, after the mean gradient was clipped by its norm over all ranks."""
+        """Clip the mean gradient by its norm over all ranks, and update the master weights."""
         own = self.gather.own(self.gradients)
         square = own.square().sum().reshape(1)
         self.group.allreduce([square]).wait()
@@ -180,7 +188,7 @@ class Rank:
 
 
 def _session(config: CompressConfig, run: Run, reductions: Reductions) -> Session:
-    """One that writes nothing, and that nobody watches."""
+    """Return a session without output and without subscribers."""
     journal = Journal(None)
     log = EventLog(journal, writes=False)
     reporter = Reporter(config.monitor, run.meter, lambda sizes: (0, sizes), torch.device("cpu"))
@@ -190,7 +198,7 @@ def _session(config: CompressConfig, run: Run, reductions: Reductions) -> Sessio
 
 
 def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, CompressedWeights]:
-    """Settings of `config`, and any in the place of "none": of these only the plain half is used."""
+    """Return the settings of `config`, with stand-ins for "none", of which only the uncompressed path is used."""
     stand_in = CompressConfig.model_validate({"weights": {"method": "blockwise"}})
     gradients, weights = (
         next(one for one in pair if one.method != "none")
@@ -202,7 +210,7 @@ def _compressed(config: CompressConfig) -> tuple[AnyCompressedGradients, Compres
 
 
 def _flattened(model: Any) -> tuple[Tensor, Tensor]:
-    """Flat fp32 buffers of all weights and of all gradients; the model's own become views of them."""
+    """Return flat fp32 buffers of all weights and gradients, and make the model's tensors views of them."""
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
@@ -219,7 +227,7 @@ def _loss(model: Any, tokens: Tensor) -> Tensor:
 
 
 def on_ranks(count: int, work: Callable[[ProcessGroup, int], T]) -> list[T]:
-    """`work(group, rank)` on `count` threads; the results in rank order, or the first error."""
+    """Run `work(group, rank)` on `count` threads. Return the results in rank order, or raise the first error."""
     store = HashStore()
 
     def start(rank: int) -> T:
@@ -234,8 +242,8 @@ def on_ranks(count: int, work: Callable[[ProcessGroup, int], T]) -> list[T]:
 
 
 def train(spec: Spec, windows: Windows, models: Sequence[Any]) -> list[tuple[Rank, list[StepRecord]]]:
-    """Every rank after the last step, and its records. `models`: one a rank, of equal weights."""
-    # The section warns of a seed where nothing is random.
+    """Train one model per rank, all with equal weights. Return each rank and its records."""
+    # Set the seed here, because the section warns about a seed without randomness.
     config = parse_section({SECTION: spec.section}).model_copy(update={"seed": spec.seed})
 
     def work(group: ProcessGroup, index: int) -> tuple[Rank, list[StepRecord]]:
@@ -252,10 +260,18 @@ def _batch(spec: Spec, windows: Windows, step: int, rank: int) -> Tensor:
 
 
 def run(spec: Spec, model: Path, cache_dir: Path) -> dict[str, Any]:
-    """Train and evaluate: plain data, ready for JSON.
+    """Train and evaluate a run.
 
-    `model`: config file of a Hugging Face causal LM. `cache_dir` has the tokens (`data.build_cache`). Raises ValueError
-    when no step is left after the dense start.
+    Args:
+        spec: Description of the run.
+        model: Config file of a Hugging Face causal language model.
+        cache_dir: Directory of the tokens (`data.build_cache`).
+
+    Returns:
+        The results as plain data for JSON.
+
+    Raises:
+        ValueError: No step is left after the dense start.
     """
     begin = time.perf_counter()
     torch.set_num_threads(1)
@@ -276,22 +292,24 @@ def run(spec: Spec, model: Path, cache_dir: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(model: Any, windows: Windows) -> tuple[float, int]:
-    """(mean loss over fixed held-out windows, number of their tokens)."""
+    """Return the mean loss over fixed held-out windows, and the number of their tokens."""
     starts = eval_starts(windows, -(-EVAL_TOKENS // (EVAL_BATCH * windows.length)), EVAL_BATCH)
     losses = [_loss(model, torch.from_numpy(windows.read(batch))).item() for batch in starts]
     return fmean(losses), starts.size * windows.length
 
 
 def summarise(records: Sequence[Sequence[StepRecord]], numel: int, warmup_steps: int) -> dict[str, Any]:
-    """Figures from the records of every rank.
+    """Return figures from the records of every rank.
 
-    Bits of an element of the model and a step: what a rank sends, times n / (n - 1) because its own part stays.
-    `bits_gradients`, `bits_weights` and times are means over the steps after the dense start, `bits_with_warmup` the
-    sum of both over all steps. `losses`: mean over ranks and the steps since the one before, by number of steps.
+    Bits are per element of the model and step. The bytes that a rank sends are multiplied by n / (n - 1), because its
+    own part stays. `bits_gradients`, `bits_weights` and times are means over the steps after the dense start, and
+    `bits_with_warmup` is the mean of both kinds over all steps. `losses` holds means over ranks and 50 steps each.
     """
     compressed = [record for each in records for record in each[warmup_steps:]]
     if not compressed:
-        raise ValueError(f"{len(records[0])} steps, the first {warmup_steps} of which are uncompressed: make it more")
+        raise ValueError(
+            f"all {len(records[0])} steps are among the {warmup_steps} uncompressed first steps; use more steps"
+        )
     every = [record for each in records for record in each]
     factor = 8 * len(records) / (len(records) - 1) / numel
     ends = range(LOSS_EVERY, len(records[0]) + 1, LOSS_EVERY)

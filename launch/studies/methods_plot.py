@@ -1,4 +1,4 @@
-"""Loss against bits, every point with its name: one panel for each kind of setting."""
+"""Plot of loss against bits with labeled points and one panel per kind of setting."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ __all__ = ["Point", "draw", "front"]
 
 ACCENT, GREY, INK = "#1f6feb", "#8c959f", "#1f2328"
 LINEAR = 1.0
-"""Per cent up to which the axis of the gap is linear; logarithmic beyond, as some gaps are a hundred times others."""
+"""Gap in percent up to which the axis is linear; larger gaps are on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """`bits` of an element and step; `gap` of the loss to the baseline's in per cent, and its `spread` over seeds."""
+    """Bits per element and step, and the gap of the loss to the baseline in percent with its spread over seeds."""
 
     name: str
     bits: float
@@ -30,7 +30,7 @@ class Point:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both bits and gap (the Pareto front), fewest bits first."""
+    """Return the Pareto front: the points that no other point beats in both bits and gap, fewest bits first."""
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.bits, point.gap)):
         if not best or point.gap < best[-1].gap:
@@ -39,7 +39,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def draw(panels: Mapping[str, Sequence[Point]], files: Sequence[Path]) -> None:
-    """Write the picture to each of `files`, by its suffix; points without a finite gap are named in it."""
+    """Write the picture to each of `files`, whose suffix sets the format. It lists points without a finite gap."""
     shown = {title: [p for p in points if math.isfinite(p.gap)] for title, points in panels.items()}
     shown = {title: points for title, points in shown.items() if points}
     figure = Figure(figsize=(8 * max(1, len(shown)), 8.5), facecolor="white")
@@ -78,7 +78,7 @@ def _draw_panel(axes: Any, title: str, points: Sequence[Point]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=LINEAR, subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if value else "0")
-    axes.set_xlabel("bits of a parameter and step")
+    axes.set_xlabel("bits per parameter and step")
     axes.tick_params(labelleft=True)
     axes.set_ylabel("held-out loss above uncompressed (logarithmic beyond 1 %)")
     style_axes(axes, title)

@@ -1,4 +1,4 @@
-"""What the table of methods compares: sections, and the optimizer that goes with them."""
+"""Settings in the table of methods: sections and betas of the optimizer."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ DEMO_1 = {"method": "demo", "density": 0.01, "momentum": 0.97}
 DEMO_98 = {"method": "demo", "density": 0.01, "momentum": 0.98}
 POWERSGD_4 = {"method": "powersgd", "rank": 4}
 EMBEDDING = {"parameters": "wte", "method": "sign", "block_size": 1024, "spread": True}
-"""Rows of tokens that seldom occur: late is better than seldom."""
+"""Override for the token embedding, whose rows are rarely used: late updates work better than dropped ones."""
 LARGE_BLOCKS = {"block_size": 1024, "scale_dtype": "bf16"}
 FINE_SIGN = {"method": "sign", "block_size": 128}
 HADAMARD = {"rotation": {"method": "hadamard"}}
@@ -112,8 +112,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none+sign": {"gradients": {"method": "none"}, "weights": FINE_SIGN},
     "powersgd-4+int4": {"gradients": POWERSGD_4, "weights": INT4, **WARM},
 }
-"""Sections to compare, by "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` where they are not the usual ones.
+"""Sections by name, "GRADIENTS" or "GRADIENTS+WEIGHTS", and AdamW's `betas` if they are not the usual ones.
 
-The values that a sparsifier keeps travel as int4. "cold": without the dense start that the other sparse ones have.
-"late": the same, and the embedding travels in every N-th step alone; "late-warm": with the dense start.
+The values that a sparsifier keeps are sent as int4. "cold" settings have no dense start, unlike other sparse settings.
+"late" settings have none either, and send the embedding only in every N-th step. "late-warm" settings have one.
 """

@@ -1,7 +1,7 @@
-"""Train a small GPT-2 with every compression method, all else equal; loss, bytes and time in a table and a plot.
+"""Train a small GPT-2 with every compression method, and write loss, bytes and time as a table and a plot.
 
-Each run is a process whose threads are its ranks (see methods_lab). Finished runs are kept and not repeated; the table
-shows all that are there. Remove the runs of a method after a change of its code.
+Each run is a process with threads as ranks (see methods_lab). Finished runs are kept and not repeated, and the table
+shows all of them. Remove the runs of a method after you change its code.
 
 examples, from the root of the repository:
   python -m launch.studies.methods_table --data data/shakespeare --output-dir runs/table --jobs 2
@@ -36,14 +36,14 @@ from launch.studies.methods_settings import ADAM, BASELINE, SETTINGS
 from launch.studies.text import cache_dir, prepare_data
 
 ZERO_1_BITS = 48
-"""Of an element and step in 16-bit training with DeepSpeed alone: gradients are all-reduced, weights gathered."""
+"""Bits per element and step of 16-bit training with DeepSpeed, which all-reduces gradients and gathers weights."""
 ROOT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
     options = _options(argv)
-    # Before the processes of the runs import torch.
+    # Set these before the processes of the runs import torch.
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -65,20 +65,20 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="runs, table.md and the plot go here")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the runs, table.md and the plot")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; each takes one to four cores")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs; each takes one to four cores")
     parser.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_2m.json")
     parser.add_argument("--ranks", type=int, choices=range(2, 17), default=4, metavar="N")
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences on each rank and step (default: 4)")
-    parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence (default: 64)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences per rank and step (default: 4)")
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens per sequence (default: 64)")
     return parser.parse_args(argv)
 
 
 Run = tuple[str, int]
-"""A setting and a seed."""
+"""Setting and seed of a run."""
 
 
 def _file(options: argparse.Namespace, name: str, seed: int) -> Path:
@@ -98,11 +98,11 @@ def _specs(options: argparse.Namespace, data: str) -> dict[Run, Spec]:
 
 
 def _run_missing(options: argparse.Namespace, specs: Mapping[Run, Spec]) -> int:
-    """Run what is not there yet; the number of runs that failed."""
+    """Run the missing runs. Return the number of failures."""
     asked = [chosen for chosen in specs if chosen[0] == BASELINE or options.only.search(chosen[0])]
     missing = [chosen for chosen in asked if _read(_file(options, *chosen), specs[chosen]) is None]
     failures = 0
-    # A fresh process for every run: what one leaves behind must not slow the next one down.
+    # Use a fresh process for every run, so that no run slows down the next one.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, spawn, max_tasks_per_child=1) as pool, Progress() as progress:
         task = progress.add_task("runs", total=len(asked), completed=len(asked) - len(missing))
@@ -118,14 +118,18 @@ def _run_missing(options: argparse.Namespace, specs: Mapping[Run, Spec]) -> int:
 
 
 def _run(spec: Spec, model: Path, cache_dir: Path, file: Path) -> None:
-    """What the process of a run does: the file is there only when it is complete."""
+    """Train a run and write its complete result."""
     result = {"spec": asdict(spec), **run(spec, model, cache_dir)}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, result)
 
 
 def _read(file: Path, spec: Spec) -> dict[str, Any] | None:
-    """A finished run; None when it is not there. Raises DataError when it was made by another `spec`."""
+    """Return the result of a finished run, or None.
+
+    Raises:
+        DataError: The run was made with another `spec`.
+    """
     if not file.is_file():
         return None
     result: dict[str, Any] = json.loads(file.read_text())
@@ -137,14 +141,14 @@ def _read(file: Path, spec: Spec) -> dict[str, Any] | None:
 
 
 def _results(options: argparse.Namespace, specs: Mapping[Run, Spec], name: str) -> dict[int, dict[str, Any]]:
-    """The finished runs of a setting, by seed."""
+    """Return the finished runs of a setting by seed."""
     found = {seed: _read(_file(options, name, seed), specs[name, seed]) for seed in options.seeds}
     return {seed: result for seed, result in found.items() if result is not None}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: means over its seeds. `gaps`: loss above the baseline's with the same seed, in per cent."""
+    """Means over the seeds of a setting. `gaps` are the losses above the baseline's with the same seed, in percent."""
 
     name: str
     gradients: float
@@ -156,20 +160,22 @@ class Row:
 
     @property
     def bits(self) -> float:
+        """Bits of gradients and weights."""
         return self.gradients + self.weights
 
     @property
     def gap(self) -> float:
+        """Mean gap, or NaN without a baseline."""
         return fmean(self.gaps) if self.gaps else math.nan
 
     @property
     def spread(self) -> float:
-        """Standard deviation over the seeds; 0 with one."""
+        """Standard deviation over the seeds, or 0 for one seed."""
         return stdev(self.gaps) if len(self.gaps) > 1 else 0.0
 
 
 def table_rows(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[Row]:
-    """Rows of the settings that have results (by setting and seed), fewest bits first."""
+    """Return the rows of all settings with results, fewest bits first."""
     base = {seed: result["eval_loss"] for seed, result in results[BASELINE].items()}
     rows = [_row(name, by_seed, base) for name, by_seed in results.items() if by_seed]
     return sorted(rows, key=lambda row: row.bits)
@@ -196,7 +202,7 @@ HEAD = (
 
 
 def cells(row: Row) -> list[str]:
-    """`row` in the columns of `HEAD`."""
+    """Return the cells of `row` in the columns of `HEAD`."""
     spread = f" ± {row.spread:.2f}" if len(row.gaps) > 1 else ""
     gap = f"{row.gap:+.2f}{spread} %" if math.isfinite(row.gap) else "diverged" if row.gaps else "-"
     return [
@@ -213,8 +219,8 @@ def cells(row: Row) -> list[str]:
 
 
 def _report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print the table; write it as Markdown, and the plot."""
-    title = f"{options.steps} steps, {options.ranks} ranks; bits and CPU time of a rank by parameter and step"
+    """Print the table, and write it as Markdown and as a plot."""
+    title = f"{options.steps} steps, {options.ranks} ranks; bits per parameter and step, CPU time per rank and step"
     table = Table(title=title, title_justify="left")
     for index, heading in enumerate(HEAD):
         table.add_column(heading, justify="right" if index else "left")
@@ -226,16 +232,16 @@ def _report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(cells, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _points(rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """What the plot shows, by panel: weights that are not compressed would hide what gradients cost."""
+    """Return the points by panel. In a common panel, uncompressed weights would hide the bits of gradients."""
     alone = [Point(row.name, row.gradients, row.gap, row.spread) for row in rows if "+" not in row.name]
     both = [Point(row.name, row.bits, row.gap, row.spread) for row in rows if "+" in row.name]
-    return {"Bits of gradients, beside weights in 16 bits": alone, "Bits of gradients + weights": both}
+    return {"Bits of gradients, with weights in 16 bits": alone, "Bits of gradients + weights": both}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What monitoring and steering cost: the end of a step with and without them, against the time of the whole step.
+"""Measure what monitoring and steering cost at the end of a step, relative to the whole step.
 
     torchrun --nproc_per_node 2 launch/studies/monitoring_cost.py --steps 200
 
-Engines of the same model, one a setting, take a step in turn, so that whatever else the machine does meets all of them
-alike. The ranks wait for each other before the clock starts: a rank that is late is none of the monitor's cost.
-Processor time is that of all threads of rank 0: other programs change it less than the time that passes.
+Each setting has an engine of the same model, and the engines take steps in turn, so that other load on the machine
+affects all of them alike. Ranks synchronize before the clock starts, so that late ranks do not count. Processor time is
+that of all threads of rank 0, which other programs change less than wall time.
 """
 
 import argparse
@@ -29,27 +29,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "guard": {"guard": {}},
     "adaptive, measured every 10": {"adaptive": {"probe_every": 10, "max_error": 0.05}},
 }
-"""Keys of the section, beside 4-bit gradients; with so small an error allowed, adaptation stays with 8 bits or none."""
+"""Keys of the section next to 4-bit gradients. `max_error` is so small that `adaptive` stays with 8 bits or none."""
 WARM_UP, WINDOW = 10, 10
-"""Steps: left out at the beginning, and of which the mean is taken before the median."""
+"""Number of first steps that are left out, and of steps in a mean before the median is taken."""
 
 
 Milliseconds = tuple[float, float]
-"""That passed, and in which the processor worked for this process."""
+"""Wall time and processor time."""
 CLOCKS = ("time", "processor")
 
 
 def now() -> Milliseconds:
+    """Return both clocks."""
     return 1e3 * time.perf_counter(), 1e3 * time.process_time()
 
 
 def since(begin: Milliseconds) -> Milliseconds:
+    """Return the time since `begin`."""
     passed, worked = now()
     return passed - begin[0], worked - begin[1]
 
 
 class Timed:
-    """An engine, and how long its steps and the ends of its steps took, by each of `CLOCKS`."""
+    """Engine with the durations of its steps and of their ends, by each of `CLOCKS`."""
 
     def __init__(self, model_file: Path, keys: dict[str, Any], directory: Path) -> None:
         model = build_model(model_file, read_model_config(model_file), seed=0)
@@ -80,6 +82,7 @@ class Timed:
         return result
 
     def step(self, tokens: torch.Tensor) -> None:
+        """Train a step on `tokens`."""
         dist.barrier()
         begin = now()
         self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
@@ -87,10 +90,11 @@ class Timed:
         self.steps.append(since(begin))
 
     def step_time(self, clock: int) -> float:
+        """Return the median duration of a step."""
         return statistics.median(step[clock] for step in self.steps[WARM_UP:])
 
     def end(self, clock: int) -> float:
-        """Median over windows of the mean: of ten steps, one may be measured."""
+        """Return the median over windows of the mean duration of an end. One step in ten may be monitored."""
         ends = [end[clock] for end in self.ends[WARM_UP:]]
         return statistics.median(
             statistics.fmean(ends[first : first + WINDOW]) for first in range(0, len(ends), WINDOW)
@@ -98,9 +102,10 @@ class Timed:
 
 
 def main() -> None:
+    """Train all engines and print their times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_2m.json"), help="a model's config")
-    parser.add_argument("--steps", type=int, default=200, help="of each engine, a multiple of 10 (default: 200)")
+    parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_2m.json"), help="model config")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each engine, a multiple of 10 (default: 200)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         timed = {name: Timed(options.model, keys, Path(directory)) for name, keys in SETTINGS.items()}
@@ -114,6 +119,7 @@ def main() -> None:
 
 
 def show(timed: dict[str, Timed]) -> None:
+    """Print a line for each clock and setting."""
     for clock, what in enumerate(CLOCKS):
         without = timed["nothing"].end(clock)
         for name, one in timed.items():

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Adaptive settings against the best fixed ones: time to a held-out loss on emulated hosts; needs Linux and root.
+"""Race `adaptive` against fixed settings to a held-out loss on emulated hosts. Needs Linux and root.
 
 All settings train the same model from the same weights on the same batches, under ZeRO 1 at a constant learning rate.
-The goal is the held-out loss of 4 bits both ways after --steps steps; the others train 1.4 times as long, so that they
-may reach it later. Seconds are those of training steps, measurements of candidates included, the first step left out.
-Nothing tells the adaptive run the rate. Finished runs are kept and not repeated. About eight minutes on two cores with
-nothing else to do; on a busy machine the ratio says little.
+The goal is the held-out loss of 4 bits both ways after --steps steps. The others may train 1.4 times as long to reach
+it. Seconds are those of training steps with the measurements of candidates, without the first step. The adaptive run is
+not told the rate. Finished runs are kept and not repeated. The race takes about eight minutes on two idle cores; on a
+busy machine the ratio says little.
 
 examples, from the root of the repository:
   python -m launch.studies.race --data data/shakespeare --output-dir runs/race
@@ -30,9 +30,9 @@ from launch.studies.compare_runs import ADAPTIVE, missing, print_times, train_on
 Section = Mapping[str, Any]
 BASELINE = "int4+int4"
 GOAL = 1.03
-"""Time to the loss of the adaptive run, of that of the best fixed setting."""
+"""Largest ratio of the adaptive run's time to that of the best fixed setting."""
 LONGER = 1.4
-"""Steps of the others, against those of the baseline."""
+"""Steps of the other settings per step of the baseline."""
 FILE = Path("configs/zero1_int4_weights.json")
 
 INT4, SMALL = {"method": "blockwise", "bits": 4}, {"block_size": 128, "scale_dtype": "bf16"}
@@ -47,17 +47,18 @@ PAIRS: Mapping[str, tuple[Section, Section]] = {
     "powersgd4+ternary": (POWERSGD, THREE),
     ADAPTIVE: (INT4, INT4),
 }
-"""Settings of gradients and of weights; the adaptive run begins with those of the baseline."""
+"""Settings of gradients and weights. The adaptive run starts with those of the baseline."""
 
 
 def section_of(name: str) -> dict[str, Any]:
-    """The section of a run: weights are on their way while forward begins, and ownership is balanced, for all."""
+    """Return the section of a run. All runs have balanced ownership and overlapped weights."""
     gradients, weights = PAIRS[name]
     adaptive: dict[str, Any] = {"adaptive": {}} if name == ADAPTIVE else {}
     return {"gradients": gradients, "weights": {**weights, "overlap": True}, "ownership": "balanced", **adaptive}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train the missing runs and print the table."""
     options = _options(argv)
     runs = {name: options.output_dir / name for name in options.only}
     with signals_as_exceptions():
@@ -76,16 +77,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="each run gets a directory here")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory for the runs")
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
-    parser.add_argument("--config", type=Path, default=FILE, help="all but the section (default: %(default)s)")
-    parser.add_argument("--rate", default="100mbit", help="of every link (default: %(default)s)")
+    parser.add_argument("--config", type=Path, default=FILE, help="base configuration (default: %(default)s)")
+    parser.add_argument("--rate", default="100mbit", help="rate of the links (default: %(default)s)")
     parser.add_argument("--hosts", type=positive_integer, default=2, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=positive_integer, default=80, help="of the baseline (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=positive_integer, default=80, help="steps of the baseline (default: %(default)s)"
+    )
     parser.add_argument("--seq-len", type=positive_integer, default=64)
     others = sorted(PAIRS.keys() - {BASELINE, ADAPTIVE})
     parser.add_argument(
-        "--against", nargs="+", choices=others, default=others, help=f"besides {BASELINE} (default: all)"
+        "--against", nargs="+", choices=others, default=others, help=f"settings besides {BASELINE} (default: all)"
     )
     options = parser.parse_args(argv)
     options.only = [name for name in PAIRS if name in {BASELINE, ADAPTIVE, *options.against}]
@@ -93,8 +96,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report(rate: str, runs: Mapping[str, TimedRun], file: Path) -> float | None:
-    """Print a table; the time of the adaptive run, of that of the best fixed setting, into `file` too. None where it
-    has not reached the goal."""
+    """Print the table and write `file`.
+
+    Returns:
+        The ratio of the adaptive run's time to that of the best fixed setting, or None if it does not reach the goal.
+    """
     goal = runs[BASELINE].points[-1][1]
     times = {name: time_to(goal, run.points) for name, run in runs.items()}
     reached = {name: seconds for name, seconds in times.items() if seconds is not None and name != ADAPTIVE}

@@ -1,4 +1,4 @@
-"""The text of a study, encoded once for all of its runs."""
+"""Text of a study, which is encoded once for all runs."""
 
 import argparse
 from pathlib import Path
@@ -10,13 +10,13 @@ __all__ = ["cache_dir", "prepare_data"]
 
 
 def cache_dir(options: argparse.Namespace) -> Path:
-    """Where the tokens are."""
+    """Return the directory of the tokens."""
     path: Path = options.output_dir / "tokenizer" / "tokens"
     return path
 
 
 def prepare_data(options: argparse.Namespace) -> str:
-    """Train the tokenizer and encode the text where that is not done yet: the key of the tokens."""
+    """Train the tokenizer and encode the text unless that is done. Return the key of the tokens."""
     files, tokenizer = text_files(options.data), options.output_dir / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():
         train_tokenizer(files, tokenizer, read_model_config(options.model).vocab_size)

@@ -1,4 +1,4 @@
-"""What `time_to_loss` makes of curves and step times: seconds to the goal, tables, a picture a number of hosts."""
+"""Results of `time_to_loss` from curves and step times: seconds to the goal, tables and pictures."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ __all__ = ["BASELINE", "Outcome", "StepTimes", "Trained", "goal_of", "outcomes",
 
 BASELINE = "ddp"
 UNCOMPRESSED = (*(f"{DEEPSPEED}, ZeRO {stage}" for stage in range(4)), "fsdp2")
-"""What DDP's curve stands for."""
+"""Engines that have the losses of DDP."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run."""
+    """Curve of a finished run."""
 
     name: str
     hosts: int
@@ -31,13 +31,13 @@ class Trained:
 
 
 def goal_of(baseline: Curve, window: int) -> Goal:
-    """The last losses of the baseline; `window`: steps whose training losses are averaged."""
+    """Return the last losses of the baseline, with the training loss as a mean over `window` steps."""
     return Goal(baseline.held_out[-1][1], baseline.smoothed(window)[-1][1])
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a step, after `dense_steps` of `dense` seconds. `sent`: bytes of a host in a step, where counted."""
+    """Seconds per step, after `dense_steps` of `dense` seconds, and the bytes that a host sends per step if counted."""
 
     step: float
     dense: float
@@ -45,7 +45,7 @@ class Timed:
     sent: float | None
 
     def at(self, step: float) -> float:
-        """Seconds of the first `step` steps."""
+        """Return the seconds of the first `step` steps."""
         first = min(step, self.dense_steps)
         return first * self.dense + (step - first) * self.step
 
@@ -58,12 +58,12 @@ class StepTimes:
         self._rows = {(_name(row), row["ranks"], row["rate"]): row for row in rows}
 
     def rates(self, hosts: int) -> list[str]:
-        """The slowest last."""
+        """Return the measured rates, slowest last."""
         rates = {rate for _, ranks, rate in self._rows if ranks == hosts}
         return sorted(rates, key=bits_per_second, reverse=True)
 
     def of(self, name: str, hosts: int, rate: str, dense_steps: int) -> Timed | None:
-        """None where the bench has not measured it, or not what its first steps are."""
+        """Return the step times, or None if they, or those of its dense first steps, are not measured."""
         row = self._rows.get((name, hosts, rate))
         dense = self._rows.get((_dense(row), hosts, rate)) if row and dense_steps else row
         if row is None or dense is None:
@@ -78,15 +78,24 @@ def _name(row: Row) -> str:
 
 
 def _dense(row: Row) -> str:
-    """What the uncompressed first steps of a row are timed as."""
+    """Return the name of the engine whose step times stand for the uncompressed first steps of a row."""
     stage = stage_of(row["contender"]["ds_config"])
     return BASELINE if stage is None else f"{DEEPSPEED}, ZeRO {stage}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A setting on so many hosts. `held_out`, `train`: steps to the losses of the goal, by seed; None where they were
-    never reached. `timed`, `seconds`: by rate; seconds are to the held-out loss, means over the seeds."""
+    """Results of a setting on a number of hosts.
+
+    Attributes:
+        name: Name of the setting.
+        hosts: Number of hosts.
+        last: Last evaluation by seed.
+        held_out: Steps to the held-out loss of the goal by seed, or None if it is never reached.
+        train: The same for the training loss.
+        timed: Step times by rate.
+        seconds: Mean seconds to the held-out loss over the seeds, by rate.
+    """
 
     name: str
     hosts: int
@@ -98,7 +107,7 @@ class Outcome:
 
 
 def outcomes(trained: Sequence[Trained], window: int, times: StepTimes) -> list[Outcome]:
-    """Of every setting that was trained; seeds without a baseline are left out."""
+    """Return the outcome of every trained setting. Seeds without a baseline are left out."""
     goals = {(run.hosts, run.seed): goal_of(run.curve, window) for run in trained if run.name == BASELINE}
     settings = dict.fromkeys((run.hosts, run.name) for run in trained)
     found = []
@@ -129,11 +138,11 @@ def _outcome(
 
 
 def table(found: Sequence[Outcome], rates: Sequence[str]) -> str:
-    """Markdown of the outcomes on one number of hosts, the fastest at the slowest rate first."""
+    """Return a Markdown table of the outcomes on a number of hosts, sorted by time at the slowest rate."""
     base = next(one for one in found if one.name == BASELINE)
     heads = ["setting", "MB sent", "steps to held-out goal", "steps to training goal"]
     heads += [
-        f"{_spoken(rate)}: {what}" for rate in rates for what in ("s a step", "s to the loss", "times as fast as DDP")
+        f"{_spoken(rate)}: {what}" for rate in rates for what in ("s per step", "s to the loss", "times as fast as DDP")
     ]
     slowest = rates[-1] if rates else ""
     ordered = sorted(found, key=lambda one: one.seconds.get(slowest, float("inf")))
@@ -157,7 +166,7 @@ def _cells(one: Outcome, base: Outcome, rates: Sequence[str]) -> list[str]:
 
 
 def _steps(by_seed: Mapping[int, float | None], last: Mapping[int, tuple[float, float]]) -> str:
-    """ "310", "310 (300 to 325)" for several seeds, "not in 600" where one did not come to it."""
+    """Return "310", or "310 (300 to 325)" for several seeds, or "not in 600" if one does not reach the goal."""
     reached = [step for step in by_seed.values() if step is not None]
     if len(reached) < len(by_seed):
         return f"not in {max(step for step, _ in last.values()):.0f}"
@@ -166,7 +175,7 @@ def _steps(by_seed: Mapping[int, float | None], last: Mapping[int, tuple[float, 
 
 
 def report(trained: Sequence[Trained], window: int, times: StepTimes, output_dir: Path) -> None:
-    """Print the tables; write them as Markdown and JSON, and a picture where step times are known."""
+    """Print the tables, write them as Markdown and JSON, and draw a picture if step times are known."""
     found = outcomes(trained, window, times)
     hosts = dict.fromkeys(one.hosts for one in found)
     tables = {count: table([one for one in found if one.hosts == count], times.rates(count)) for count in hosts}
@@ -179,7 +188,7 @@ def report(trained: Sequence[Trained], window: int, times: StepTimes, output_dir
 
 
 def _draw(trained: Sequence[Trained], window: int, times: StepTimes, file: Path) -> None:
-    """Held-out losses of the first seed over seconds, a panel for each rate; what PyTorch offers is dashed."""
+    """Plot held-out losses of the first seed over seconds, with a panel per rate and dashed lines for peers."""
     first = [run for run in trained if run.seed == trained[0].seed]
     baseline = next(run for run in first if run.name == BASELINE)
     panels = {

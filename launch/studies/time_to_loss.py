@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""Time to a loss, against every peer: steps that each way to train needs, times what a step takes on a network.
+"""Compute the time to a loss for ours and for peers: steps to the loss, times the step time on a network.
 
-Losses after so many steps do not depend on the network, and the time of a step does not depend on the loss. So every
-setting is trained once for each seed, on this machine without a slow network, until its held-out loss and its smoothed
-training loss (the mean of 50 batches) are those of DDP after --steps steps; and `ds-compress bench step` measures what
-steps take. Same text, seeds and batches for all, and AdamW, or the optimizer of a file, at a constant rate after 20
-steps, so that every point of a curve is as good as the run could be by then.
+Losses do not depend on the network, and step times do not depend on the loss. So every setting is trained once per
+seed on this machine, without a slow network, until its held-out loss and its smoothed training loss (the mean of 50
+batches) reach those of DDP after --steps steps. `ds-compress bench step` measures the step times. All settings have the
+same text, seeds and batches, and AdamW, or the optimizer of their file, at a constant rate after 20 steps, so that
+every point of a curve is as good as the run could be by then.
 
-PowerSGD and post-local SGD begin after a tenth of the steps, as PyTorch says. Those before are timed as steps of DDP,
-and the warm-up of a file as steps of DeepSpeed. The losses of DDP stand for DeepSpeed and FSDP2 as well, whose updates
-are the same but for rounding.
-A file that is adaptive chooses by the network, which is not there: give the file of what it chooses on yours, or train
-it on emulated hosts with compare_runs.
+PowerSGD and post-local SGD start after a tenth of the steps, as PyTorch recommends. Earlier steps are timed as steps of
+DDP, and the warm-up of a file as steps of DeepSpeed. The losses of DDP also stand for DeepSpeed and FSDP2, which only
+round differently. An `adaptive` file needs a network to choose by: name the file of its choice instead, or train it on
+emulated hosts with compare_runs.
 
-Finished runs are kept and not repeated; tables and pictures show what is there.
+Finished runs are kept and not repeated, and the tables and pictures show all of them.
 
 examples, from the root of the repository:
   python -m launch.studies.time_to_loss --data data/shakespeare --output-dir runs/time_to_loss --hosts 4
@@ -50,7 +49,7 @@ from launch.studies.time_table import BASELINE, StepTimes, Trained, goal_of, rep
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "configs" / "zero0_int4.json"
-"""Whose optimizer and clipping the peers have."""
+"""Configuration with the optimizer and the clipping of the peers."""
 PEERS = (
     BASELINE,
     "ddp-bf16",
@@ -58,7 +57,7 @@ PEERS = (
     *(f"ddp-post-local{steps}" for steps in (4, 8)),
 )
 FSDP2 = ("fsdp2", "fsdp2-int4", "fsdp2-int4-weights")
-"""Alone, and compressed: trained where they are asked for."""
+"""FSDP2 uncompressed and compressed, which are trained on request."""
 OURS = (
     *(ROOT / "configs" / f"{name}.json" for name in ("zero0_int4", "zero1_int4_weights", "zero1_wan")),
     *sorted((ROOT / "configs").glob("*_overlap.json")),
@@ -66,12 +65,12 @@ OURS = (
     *sorted((Path(__file__).parent / "configs").glob("*.json")),
 )
 RATE_WARMUP_STEPS, START, WINDOW, EVAL_TOKENS = 20, 0.1, 50, 16384
-"""`START`: share of the steps that late methods begin after. `WINDOW`: steps whose training losses are averaged."""
+"""`START` is the share of dense steps of late methods; `WINDOW` is the number of averaged training losses."""
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 when a run failed, 2 when an option cannot be right."""
+    """Return the exit status: 0, 1 if a run failed, or 2 if an option is wrong."""
     options = _options(argv)
     os.environ |= CPU
     try:
@@ -92,19 +91,19 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text files or directories")
-    parser.add_argument("--output-dir", type=Path, required=True, help="curves, tables and pictures go here")
-    ours = "configurations of ours (default: 4 bits, 4 bits both ways, with signs of weights, wan, PowerSGD rank 4)"
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory for curves, tables and pictures")
+    ours = "configurations of this package (default: 4 bits, 4 bits both ways, overlapped ones, wan, islands)"
     parser.add_argument("--configs", type=Path, nargs="*", default=OURS, metavar="FILE", help=ours)
     parser.add_argument("--peers", nargs="*", choices=(*PEERS, *FSDP2), default=PEERS, metavar="PEER")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="settings to train")
-    parser.add_argument("--train-none", action="store_true", help="tables and pictures of what is there")
-    times = "files of `bench step --output`, whose rows are found by name, hosts and rate"
+    parser.add_argument("--train-none", action="store_true", help="only write tables and pictures of finished runs")
+    times = "files of `bench step --output` with the step times"
     parser.add_argument("--times", type=Path, nargs="*", default=(), metavar="FILE.json", help=times)
     parser.add_argument("--model", type=Path, default=Path("configs/models/gpt_10m.json"))
     parser.add_argument("--hosts", type=positive_integer, nargs="+", default=[4, 2], help="(default: 4, then 2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=positive_integer, default=300, help="of DDP, to the goal (default: 300)")
-    longest = "of the others, if they do not reach it earlier (default: twice --steps)"
+    parser.add_argument("--steps", type=positive_integer, default=300, help="steps of DDP to the goal (default: 300)")
+    longest = "largest number of steps of the others (default: twice --steps)"
     parser.add_argument("--longest", type=positive_integer, metavar="STEPS", help=longest)
     parser.add_argument("--eval-every", type=positive_integer, default=20, metavar="STEPS")
     parser.add_argument("--seq-len", type=positive_integer, default=64)
@@ -115,7 +114,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Run:
-    """A setting on so many hosts, with one seed."""
+    """Setting on a number of hosts with one seed."""
 
     hosts: int
     seed: int
@@ -126,7 +125,7 @@ class Run:
 
 
 class Study:
-    """The runs of the options, on the tokens of the key `data`."""
+    """Runs of the options on the tokens of the key `data`."""
 
     def __init__(self, options: argparse.Namespace, data: str) -> None:
         self.options, self.data = options, data
@@ -135,7 +134,7 @@ class Study:
         self.names = tuple(dict.fromkeys((BASELINE, *options.peers, *self.files)))
 
     def train_missing(self) -> int:
-        """DDP first, which sets the goal of the others; the number of runs that failed."""
+        """Train the missing runs, DDP first, which sets the goal of the others. Return the number of failures."""
         names = [name for name in self.names if name == BASELINE or self.options.only.search(name)]
         runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, names)]
         failed = [run for run in track(runs, "runs", console=Console(stderr=True)) if not self._train(run)]
@@ -144,7 +143,7 @@ class Study:
         return len(failed)
 
     def trained(self) -> list[Trained]:
-        """What is there, DDP first."""
+        """Return the finished runs, DDP first."""
         runs = [Run(*run) for run in product(self.options.hosts, self.options.seeds, self.names)]
         found = ((run, self._curve(run)) for run in runs)
         return [Trained(run.name, run.hosts, run.seed, curve) for run, curve in found if curve is not None]
@@ -172,24 +171,32 @@ class Study:
         )
 
     def _workload(self, run: Run, file: Path) -> Workload:
-        """What every setting computes in a step. Raises ConfigError when `file` asks for another batch or layout."""
+        """Return the common workload of all settings.
+
+        Raises:
+            ConfigError: `file` has another batch or layout.
+        """
         sizes = {"micro_batch": None, "seq_len": self.options.seq_len, "seed": run.seed}
         groups = group_contenders([str(NATIVE), str(file)], str(self.options.model), (), sizes, run.hosts)
         if len(groups) > 1:
-            raise ConfigError(f"{file}: batch, clipping, precision or layout are not those of {NATIVE}; write the same")
+            raise ConfigError(f"{file}: batch, clipping, precision or layout differ from {NATIVE}; use the same ones")
         return groups[0].workload
 
     def _goal(self, run: Run) -> Goal | None:
-        """The last losses of DDP; None for itself."""
+        """Return the last losses of DDP, or None for DDP itself."""
         if run.name == BASELINE:
             return None
         curve = self._curve(replace(run, name=BASELINE))
         if curve is None:
-            raise DataError(f"{run}: {BASELINE} has not been trained, which sets the goal")
+            raise DataError(f"{run}: {BASELINE}, which sets the goal, is not trained yet; train it first")
         return goal_of(curve, self.window)
 
     def _curve(self, run: Run) -> Curve | None:
-        """Of a finished run; None when it is not there. Raises DataError when it was made with other options."""
+        """Return the curve of a finished run, or None.
+
+        Raises:
+            DataError: The run was made with other options.
+        """
         if not self._file(run).is_file():
             return None
         found = json.loads(self._file(run).read_text())
@@ -201,7 +208,7 @@ class Study:
         return Curve.from_json(found)
 
     def _train(self, run: Run) -> bool:
-        """Whether the run is there now."""
+        """Train the run unless it is finished. Return True on success."""
         if self._curve(run) is not None:
             return True
         file = self._file(run)
@@ -210,13 +217,17 @@ class Study:
 
 
 def trained_as(file: Path, seed: int) -> dict[str, Any]:
-    """The configuration with the study's schedule and seed. Raises ConfigError when it chooses by the network."""
+    """Return the configuration with the study's schedule and seed.
+
+    Raises:
+        ConfigError: The configuration is adaptive, and chooses by the network.
+    """
     ds_config = read_ds_config(str(file))
     if parse_section(ds_config).adaptive is not None:
         raise ConfigError(
-            f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; name what it chooses"
+            f"{file}: /{SECTION}/adaptive chooses by the network, and there is none; write the settings that it chooses"
         )
-    # A cosine from 1 to 1 is constant, for ever; and unlike WarmupLR it leaves each group of parameters its own rate.
+    # A cosine from 1 to 1 is constant, and unlike WarmupLR it keeps the learning rate of each parameter group.
     params = {"total_num_steps": 2 * RATE_WARMUP_STEPS, "warmup_num_steps": RATE_WARMUP_STEPS, "cos_min_ratio": 1.0}
     schedule = {"type": "WarmupCosineLR", "params": params | {"warmup_type": "linear"}}
     section = ds_config[SECTION] | {"seed": seed, "monitor": {"every": 1000}}

@@ -55,6 +55,6 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engines.report({kind: engines.Result.of(curve) for kind, curve in curves.items()}, options_of(tmp_path))
     said = capsys.readouterr().out
     assert "+2.22%" in said
-    assert "training losses are within 1.11% of one another (goal: 0.5%; missed)" in said
-    assert "held-out losses within 2.22%; engines alone, in the first steps, 2.5e-02" in said
+    assert "training losses differ by at most 1.11% (goal: 0.5%; missed)" in said
+    assert "held-out losses by 2.22%; uncompressed, in the first steps, by 2.5e-02" in said
     assert json.loads((tmp_path / "engines.json").read_text())["runs"]["ddp-int4"]["ratio"] == 8.0

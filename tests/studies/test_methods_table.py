@@ -192,7 +192,7 @@ def test_figures_leave_the_dense_start_out_but_in_the_sum() -> None:
         "compress_ms": 3.0,
         "decompress_ms": 5.0,
     }
-    with pytest.raises(ValueError, match="2 steps, the first 2 of which are uncompressed"):
+    with pytest.raises(ValueError, match="all 2 steps are among the 2 uncompressed first steps"):
         summarise([[dense, dense]] * 2, 100, 2)
 
 
@@ -286,7 +286,7 @@ def test_the_program_runs_what_is_missing_and_names_what_fails(
     command = [sys.executable, "-m", "launch.studies.methods_table", *arguments, "2", "--only", "^(int4|demo-1%)$"]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 1, first.stdout + first.stderr
-    assert "demo-1%, seed 0: ValueError: 2 steps, the first 20" in first.stdout
+    assert "demo-1%, seed 0: ValueError: all 2 steps are among the 20 " in first.stdout
     runs = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("seed0.json")}
     assert {file.parent.name for file in runs} == {"none", "int4"}
     written = (tmp_path / "table.md").read_text()
